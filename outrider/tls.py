@@ -199,7 +199,7 @@ def open_blocking_channel(address: str, options: ChannelOptions, tls: ClientTls 
 # --- why it does not work ---
 
 
-async def tls_trouble(address: str, tls: ClientTls | None) -> str | None:
+async def explain_tls_failure(address: str, tls: ClientTls | None) -> str | None:
     """Why TLS fails between us and the service at an address, in words that go on "the service ..."; None if it is not
     TLS that fails.
 
@@ -211,25 +211,27 @@ async def tls_trouble(address: str, tls: ClientTls | None) -> str | None:
     host = host.strip("[]")
     try:
         async with asyncio.timeout(2 * _PROBE_SECONDS):
-            return await (_trouble_of_plain(host, int(port)) if tls is None else _trouble(host, int(port), tls))
+            return await (
+                _explain_without_tls(host, int(port)) if tls is None else _explain_with_tls(host, int(port), tls)
+            )
     except (TimeoutError, OSError):
         return None
 
 
-async def _trouble_of_plain(host: str, port: int) -> str | None:
+async def _explain_without_tls(host: str, port: int) -> str | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        await _greet(host, port, context, host)
+        await _handshake(host, port, context, host)
     except ssl.SSLError as error:
         if "ALERT" not in (error.reason or ""):
             return None  # what answers does not know TLS either
     return "speaks TLS; name the authority of its certificate with --service-ssl-ca-certs"
 
 
-async def _trouble(host: str, port: int, tls: ClientTls) -> str | None:
+async def _explain_with_tls(host: str, port: int, tls: ClientTls) -> str | None:
     try:
-        welcome = await _greet(host, port, tls.context(), tls.server_name or host)
+        welcome = await _handshake(host, port, tls.context(), tls.server_name or host)
     except ssl.SSLCertVerificationError as error:
         return (
             f"shows a certificate that is not trusted: {error.verify_message} (--service-ssl-ca-certs {tls.ca_certs})"
@@ -247,7 +249,7 @@ async def _trouble(host: str, port: int, tls: ClientTls) -> str | None:
     )
 
 
-async def _greet(host: str, port: int, context: ssl.SSLContext, name: str) -> bool:
+async def _handshake(host: str, port: int, context: ssl.SSLContext, name: str) -> bool:
     """Shake hands as a gRPC client does. False if the server then ends the connection: it does not agree.
 
     Raises SSLError, OSError, TimeoutError.

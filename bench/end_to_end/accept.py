@@ -26,7 +26,7 @@ from bench.harness.report import Report, earlier_rows
 from bench.serve.outcome import Outcome
 from bench.serve.outrider_system import ask, new_tokens, served, speculation
 from outrider.checkpoints.checkpoint import resolve
-from outrider.drafts import has_head
+from outrider.drafts import has_bundled_head
 
 _HEAD = ("--speculative-algorithm", "EAGLE3")  # of the default model
 _CHAIN = ("--speculative-num-steps", "5", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "6")
@@ -127,7 +127,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--resume", action="store_true", help="keep the last run's rows; measure what they lack")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of all drafters, these; plain decoding always")
     args = parser.parse_args(argv)
-    usual = {name: flags for name, flags in DRAFTERS.items() if has_head(args.model_path) or _HEAD[1] not in name}
+    usual = {
+        name: flags for name, flags in DRAFTERS.items() if has_bundled_head(args.model_path) or _HEAD[1] not in name
+    }
     drafters = usual | dict(args.drafter)
     if args.only is not None:
         if unknown := set(args.only) - drafters.keys():

@@ -23,7 +23,7 @@ from bench.harness.prompts import read_prompts
 from bench.harness.report import Report
 from bench.serve.outrider_system import ask, new_tokens, served, speculation
 from outrider.checkpoints.checkpoint import resolve, weight_files
-from outrider.drafts import has_head
+from outrider.drafts import has_bundled_head
 from services.target.kernels.cpu.bandwidth import read_bandwidth
 
 PROMPTS = Path(__file__).parents[1] / "prompts.jsonl"
@@ -39,7 +39,7 @@ DRAFTERS = {
 
 def drafters_for(model: str) -> dict[str, list[str]]:
     """Those of the drafters that a model has."""
-    return {name: flags for name, flags in DRAFTERS.items() if has_head(model) or "EAGLE3" not in name}
+    return {name: flags for name, flags in DRAFTERS.items() if has_bundled_head(model) or "EAGLE3" not in name}
 
 
 def prompts(count: int) -> list[str]:

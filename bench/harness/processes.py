@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from bench.harness.errors import BenchError
-from outrider.process.leash import leashed
+from outrider.process.parent_death import tied_to_parent
 
 _SAID = 3  # last lines of a program that failed
 _GRACE = 30.0  # seconds until a process that was asked to end is killed
@@ -18,7 +18,7 @@ _GRACE = 30.0  # seconds until a process that was asked to end is killed
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """A process that is killed when this one is. options: of Popen. Call it from the main thread."""
-    child = subprocess.Popen(leashed(command), **options)
+    child = subprocess.Popen(tied_to_parent(command), **options)
     child.args = list(command)  # what is told of it if it fails
     return child
 
@@ -43,7 +43,7 @@ def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
 
 def output_of(command: Sequence[str], text: str = "") -> str:
     """What a program prints that is given a text. Raises BenchError with what it said last if it fails."""
-    ended = subprocess.run(leashed(command), input=text, capture_output=True, text=True, check=False)
+    ended = subprocess.run(tied_to_parent(command), input=text, capture_output=True, text=True, check=False)
     if ended.returncode:
         last = "\n".join(ended.stderr.splitlines()[-_SAID:])
         raise BenchError(f"{shlex.join(command)} ended with code {ended.returncode}:\n{last}")

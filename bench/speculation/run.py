@@ -31,7 +31,7 @@ from bench.serve.outrider_system import served
 from bench.speculation.page import Page
 from bench.speculation.rounds import Cell, facts_of, take_turns
 from bench.speculation.settings import PLAIN, Setting, grid, named
-from outrider.drafts import has_head
+from outrider.drafts import has_bundled_head
 
 # Of a model, flags, a dtype and a number of requests at a time: a system's address while the context lasts.
 Serve = Callable[[str, Sequence[str], str, int], AbstractContextManager[str]]
@@ -78,7 +78,7 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
     """What is compared."""
     drafters = args.drafters
     if drafters is None:
-        drafters = ["NGRAM", *(["EAGLE3"] if has_head(args.model_path) else [])]
+        drafters = ["NGRAM", *(["EAGLE3"] if has_bundled_head(args.model_path) else [])]
     made = grid(drafters, args.num_steps, args.eagle_topk, args.num_draft_tokens, args.draft_model_path)
     return [*made, *args.setting]
 

@@ -45,7 +45,7 @@ from outrider.config import GatewayConfig, parse_flags
 from outrider.errors import ConfigError, Unavailable
 from outrider.placement.shares import share_of_gateway
 from outrider.process import process
-from outrider.process.cpu_affinity import speak_from
+from outrider.process.cpu_affinity import run_network_on
 from outrider.process.ports import host_and_port
 from outrider.tracing import Tracing, tracing_to
 from outrider.transport.rpc import stop_on_signals
@@ -73,7 +73,7 @@ async def serve(config: GatewayConfig, peers: Peers | None = None) -> int:
     Raises ConfigError, Unavailable.
     """
     config.check()
-    speak_from()
+    run_network_on()
     request_log.enable(config.enable_log_requests)
     with tracing_to(config.otlp_traces_endpoint, "gateway") as tracing:
         return await _serve(config, tracing, peers or Peers())

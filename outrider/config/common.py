@@ -103,7 +103,7 @@ class SharedOptions(PrefixCacheOptions, DraftTreeOptions, BatchOptions):
     """Flags that the target and the draft service share."""
 
 
-def check_least(config: Any, least: Mapping[str, int]) -> None:
+def check_minimum(config: Any, least: Mapping[str, int]) -> None:
     """Raise ConfigError for a field below its minimum. least: minimum by field name. A field that is None passes."""
     for name, bound in least.items():
         value = getattr(config, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from outrider.config.common import ServiceConfig, check_least
+from outrider.config.common import ServiceConfig, check_minimum
 from outrider.config.tls import ServiceTlsOptions, TlsOptions
 from outrider.errors import ConfigError
 
@@ -111,7 +111,7 @@ class GatewayOptions(TlsOptions, ReportOptions, ApiOptions, AdmissionOptions, Ap
     def check(self) -> None:
         """Raise ConfigError for a number out of range, ports that collide, or an empty key."""
         counts = ("gateway_workers", "max_body_bytes", "max_pending_requests", "max_requests_per_key")
-        check_least(self, dict.fromkeys(counts, 1))
+        check_minimum(self, dict.fromkeys(counts, 1))
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise ConfigError(f"--request-timeout must be more than 0, or left out, not {self.request_timeout}")
         for flag, port in (("--port", self.port), ("--grpc-port", self.grpc_port)):

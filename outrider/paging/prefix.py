@@ -29,8 +29,8 @@ from outrider.errors import EngineFault
 from outrider.paging.allocator import NULL_PAGE, PageAllocator
 from outrider.paging.table import PageTable
 
-_LONGEST_NAME = 64  # characters of a namespace
-_PAGES_AT_ONCE = 64  # whose tokens are copied before they are looked up
+_MAX_NAME_LENGTH = 64  # characters of a namespace
+_PAGES_PER_COPY = 64  # whose tokens are copied before they are looked up
 
 
 class PageObserver(Protocol):
@@ -158,7 +158,7 @@ class PrefixCache:
         self._leaves.clear()
         for page in nodes:
             self.allocator.drop(page)
-            self._tell_dropped(page)
+            self._notify_dropped(page)
 
     def check(self) -> None:
         """Audit the trees against the allocator's books. Raises EngineFault."""
@@ -197,9 +197,9 @@ class PrefixCache:
         if parent.parent is None and not parent.children:
             del self._roots[parent.key.decode()]
         self.allocator.drop(node.page)
-        self._tell_dropped(node.page)
+        self._notify_dropped(node.page)
 
-    def _tell_dropped(self, page: int) -> None:
+    def _notify_dropped(self, page: int) -> None:
         for observer in self.observers:
             observer.page_dropped(page)
 
@@ -216,7 +216,7 @@ class SharedTable(PageTable):
         super().__init__(cache.allocator)
         self.shared = 0
         self._cache = cache
-        self._namespace = _brief(namespace)
+        self._namespace = _bounded_name(namespace)
         self._owner = owner
         self._tip: _Node | None = None  # of the last shared page
         self._ahead: list[_Node] = []  # what was found behind it at the last look
@@ -318,9 +318,9 @@ class SharedTable(PageTable):
         return ahead
 
 
-def _brief(namespace: str) -> str:
+def _bounded_name(namespace: str) -> str:
     """A name for a namespace that can be kept as long as its pages are: clients choose it, and its length."""
-    if len(namespace) <= _LONGEST_NAME:
+    if len(namespace) <= _MAX_NAME_LENGTH:
         return namespace
     return "sha256:" + hashlib.sha256(namespace.encode()).hexdigest()  # longer than those that stay as they are
 
@@ -329,7 +329,7 @@ def page_keys(tokens: NDArray[np.uint32], page_size: int) -> Iterator[bytes]:
     """The bytes of each full page's tokens."""
     assert tokens.dtype == np.uint32
     width = page_size * tokens.itemsize
-    for start in range(0, len(tokens), _PAGES_AT_ONCE * page_size):
-        data = tokens[start : start + _PAGES_AT_ONCE * page_size].tobytes()
+    for start in range(0, len(tokens), _PAGES_PER_COPY * page_size):
+        data = tokens[start : start + _PAGES_PER_COPY * page_size].tobytes()
         for end in range(width, len(data) + 1, width):
             yield data[end - width : end]

@@ -26,7 +26,7 @@ class Inbox(Generic[Item]):
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
         self._asleep = False  # somebody who puts must ring
-        self._bell: tuple[socket.socket, socket.socket] | None = None
+        self._wake_pair: tuple[socket.socket, socket.socket] | None = None
         self._poll = select.poll()
         self._sources: dict[int, Callable[[int], None]] = {}
 
@@ -34,28 +34,28 @@ class Inbox(Generic[Item]):
         """Add an item; any thread may call."""
         self._items.append(item)
         if self._asleep:
-            self._ring()
+            self._wake()
 
-    def _ring(self) -> None:
-        assert self._bell is not None, "who sleeps has a bell"
+    def _wake(self) -> None:
+        assert self._wake_pair is not None, "who sleeps has a bell"
         with contextlib.suppress(OSError):  # it has been rung often enough, or the reader has gone
-            self._bell[1].send(b"\0")
+            self._wake_pair[1].send(b"\0")
 
     def open(self) -> None:
         """Begin to read."""
-        self._bell = here, there = socket.socketpair()
+        self._wake_pair = here, there = socket.socketpair()
         here.setblocking(False)
         there.setblocking(False)
-        self.watch(here.fileno(), lambda _: self._hush())
+        self.watch(here.fileno(), lambda _: self._drain_wake())
 
-    def _hush(self) -> None:
-        assert self._bell is not None, "an open inbox has a bell"
-        self._bell[0].recv(4096)
+    def _drain_wake(self) -> None:
+        assert self._wake_pair is not None, "an open inbox has a bell"
+        self._wake_pair[0].recv(4096)
 
     def close(self) -> None:
         """The reader goes. Items may still be put, and taken out by `get` without waiting."""
-        if self._bell is not None:
-            bell, self._bell = self._bell, None
+        if self._wake_pair is not None:
+            bell, self._wake_pair = self._wake_pair, None
             for end in bell:
                 end.close()
         self._sources.clear()
@@ -84,7 +84,7 @@ class Inbox(Generic[Item]):
         self._asleep = True
         try:
             if self._items:  # something may have come before the bell could ring
-                self._ring()
+                self._wake()
             yield list(self._sources)
         finally:
             self._asleep = False
@@ -95,16 +95,16 @@ class Inbox(Generic[Item]):
         What watched connections have is heard first, so that it is not later than what another thread reads.
         """
         until = None if seconds is None else time.monotonic() + seconds
-        self._look(0.0)
+        self._poll_sources(0.0)
         while not self._items:
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0.0:
                 raise queue.Empty
             self._asleep = True
-            self._look(0.0 if self._items else left)  # something may have come before the bell could ring
+            self._poll_sources(0.0 if self._items else left)  # something may have come before the bell could ring
         return self._items.popleft()
 
-    def _look(self, seconds: float | None) -> None:
+    def _poll_sources(self, seconds: float | None) -> None:
         # In whole milliseconds, of which the first is waited for in full.
         wait = None if seconds is None else round(max(1e3 * seconds, 1.0)) if seconds > 0.0 else 0
         found = self._poll.poll(wait)

@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from outrider.errors import EngineFault, OutriderError, Unavailable
-from outrider.process.cpu_affinity import compute_on
+from outrider.process.cpu_affinity import run_compute_on
 from outrider.serving.features import FeatureBlock
 from outrider.serving.inbox import Inbox
 from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 # Yields descriptors, one of which can be read once a message has come.
-Listen = Callable[[], AbstractContextManager[Sequence[int]]]
+MessageWatch = Callable[[], AbstractContextManager[Sequence[int]]]
 
-_QUIET = 0.5  # seconds of rest before the books are audited, which takes longer than many a step
+_AUDIT_AFTER_SECONDS = 0.5  # seconds of rest before the books are audited, which takes longer than many a step
 
 
 class Engine(ABC):
@@ -46,7 +46,7 @@ class Engine(ABC):
     listen: for steps that can be left early, so that a message need not wait for their end; the loop sets it
     """
 
-    listen: Listen = staticmethod(lambda: nullcontext(()))
+    listen: MessageWatch = staticmethod(lambda: nullcontext(()))
 
     @abstractmethod
     def open(self, request: OpenSession) -> None:
@@ -74,7 +74,7 @@ class Engine(ABC):
         return 0.0
 
     @property
-    def gathers(self) -> float:
+    def coalesce_seconds(self) -> float:
         """Seconds after something was said in which what is not urgent gathers."""
         return 0.0
 
@@ -130,8 +130,8 @@ class EngineLoop:
         self._ended = False
         self._spent = 0.0  # seconds in steps since one said something
         self._held: StepOutput | None = None  # what is not urgent, until it is told
-        self._told = EngineLoad()  # the last load that was published
-        self._told_at = -math.inf  # when, by the clock of time.perf_counter
+        self._last_load = EngineLoad()  # the last load that was published
+        self._published_at = -math.inf  # when, by the clock of time.perf_counter
         self.inbox: Inbox[Message | _Call | None] = Inbox()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -168,7 +168,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         if self._cores is not None:
-            compute_on(self._cores)
+            run_compute_on(self._cores)
         self.inbox.open()
         try:
             while self._take_messages():
@@ -196,44 +196,44 @@ class EngineLoop:
         start = time.perf_counter()
         output = self.engine.step()
         self._spent += time.perf_counter() - start
-        if output.said:
+        if output.has_output:
             output.load = replace(output.load, step_microseconds=int(self._spent * 1e6 / output.steps))
             self._spent = 0.0
-            self._hold(output)
+            self._coalesce(output)
         if self._held is not None and (self._held.urgent or self._overdue()):
-            self._say_held()
+            self._publish_held()
 
-    def _hold(self, output: StepOutput) -> None:
+    def _coalesce(self, output: StepOutput) -> None:
         if self._held is not None and self._held.load.weight_version == output.load.weight_version:
             self._held.extend(output)
         else:
-            self._say_held()
+            self._publish_held()
             self._held = output
 
     def _overdue(self) -> bool:
-        return time.perf_counter() - self._told_at >= self.engine.gathers
+        return time.perf_counter() - self._published_at >= self.engine.coalesce_seconds
 
-    def _say_held(self) -> None:
+    def _publish_held(self) -> None:
         held, self._held = self._held, None
         if held is not None:
-            self._say(held)
+            self._publish_now(held)
 
-    def _say(self, output: StepOutput) -> None:
-        self._told, self._told_at = output.load, time.perf_counter()
+    def _publish_now(self, output: StepOutput) -> None:
+        self._last_load, self._published_at = output.load, time.perf_counter()
         self._publish(output)
 
-    def _say_load(self) -> None:
+    def _publish_idle_load(self) -> None:
         """Sessions may have gone since the last step: no step says so, for there is none."""
-        load = replace(self.engine.load(), step_microseconds=self._told.step_microseconds)
-        if load != self._told:
-            self._say(StepOutput(load=load))
+        load = replace(self.engine.load(), step_microseconds=self._last_load.step_microseconds)
+        if load != self._last_load:
+            self._publish_now(StepOutput(load=load))
 
     def _take_messages(self) -> bool:
         """Handle everything in the inbox, waiting while there is reason to. False once the loop was told to stop."""
         while True:
             idle = self.engine.idle
             if idle:
-                self._say_held()
+                self._publish_held()
             self._audited = self._audited and idle
             try:
                 message = self._next_message(idle)
@@ -242,7 +242,7 @@ class EngineLoop:
                     return True
                 self.engine.check()
                 self._audited = True
-                self._say_load()
+                self._publish_idle_load()
                 continue
             if message is None:
                 return False
@@ -256,7 +256,7 @@ class EngineLoop:
         """Raises queue.Empty if there is none now, or none for as long as is worth waiting."""
         if not idle:
             return self.inbox.get(self.engine.patience)
-        return self.inbox.get(None if self._audited else _QUIET)
+        return self.inbox.get(None if self._audited else _AUDIT_AFTER_SECONDS)
 
     def _handle(self, message: Message) -> None:
         failures: list[SessionFailure] = []
@@ -280,7 +280,7 @@ class EngineLoop:
         if message.features:
             self.engine.receive_features(message.features)
         if failures:
-            self._say(StepOutput(failures=failures, load=self.engine.load()))
+            self._publish_now(StepOutput(failures=failures, load=self.engine.load()))
 
     def _close(self, message: Message) -> None:
         """Close sessions. What the same frame says of them goes before, for it can be learnt from."""

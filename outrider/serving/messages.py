@@ -15,8 +15,8 @@ from outrider.speculation.proposal import Commit, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
 MAX_LOGPROBS = 20  # as OpenAI has it
-_MOST_TOLD_BYTES = 48 << 20  # of a prompt's log-probabilities, which come in one frame
-_TOLD_BYTES, _TOLD_TOP_BYTES = 4, 8  # of a token, and of one of the likeliest beside it
+_MAX_PROMPT_LOGPROB_BYTES = 48 << 20  # of a prompt's log-probabilities, which come in one frame
+_LOGPROB_BYTES, _TOP_LOGPROB_BYTES = 4, 8  # of a token, and of one of the likeliest beside it
 MAX_GRAMMAR_LENGTH = 1 << 17  # characters
 
 
@@ -105,7 +105,7 @@ class OpenSession:
                 "for an answer; shorten it",
                 param="prompt",
             )
-        fitting = (_MOST_TOLD_BYTES // self.prompt_length - _TOLD_BYTES) // _TOLD_TOP_BYTES
+        fitting = (_MAX_PROMPT_LOGPROB_BYTES // self.prompt_length - _LOGPROB_BYTES) // _TOP_LOGPROB_BYTES
         if (self.prompt_logprobs or 0) > fitting:
             raise InvalidRequest(
                 f"log-probabilities of {self.prompt_length} prompt tokens and {self.prompt_logprobs} beside each are "
@@ -209,7 +209,7 @@ class StepOutput:
         self.urgent = self.urgent or later.urgent
 
     @property
-    def said(self) -> bool:
+    def has_output(self) -> bool:
         """True if there is anything to tell but the load."""
         return bool(self.commits or self.proposals or self.failures or self.features)
 

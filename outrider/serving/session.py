@@ -46,7 +46,7 @@ class Session:
         asked = request.prompt_logprobs is not None and self.length == self.prompt_length
         self.to_score = self.prompt_length - 1 if asked else 0
         self.scored = 0
-        self.hushed = False
+        self.drafting_paused = False
         self.table = SharedTable(prefix, request.cache_salt, self.id)
         self._began = False  # it has been evicted, or has committed something
         self._tokens = np.empty(self.length + 256, dtype=np.uint32)

@@ -17,9 +17,9 @@ from outrider.config import SchedulePolicy
 from outrider.serving.session import Session
 
 # A session that so many later ones were admitted before is next.
-MOST_PASSED = 16
+MAX_PASSED_OVER = 16
 # In a longer queue matches are not looked up: it would take longer than it saves.
-_MOST_MATCHED = 128
+_MAX_MATCHED = 128
 
 
 class WaitingQueue:
@@ -69,7 +69,11 @@ class WaitingQueue:
             lowest = min(session.priority for session in arrived)
             arrived = [session for session in arrived if session.priority == lowest]
         first = next(iter(arrived))
-        if self._policy == "fcfs" or len(self._arrived) > _MOST_MATCHED or self._passed.get(first.id, 0) >= MOST_PASSED:
+        if (
+            self._policy == "fcfs"
+            or len(self._arrived) > _MAX_MATCHED
+            or self._passed.get(first.id, 0) >= MAX_PASSED_OVER
+        ):
             return first
         return max(arrived, key=lambda session: session.table.peek(session.sharable)[0])
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from outrider.speculation.sampling import SamplingParams, adjusted, sample
 from outrider.speculation.tree import TreeSlice
 
-_LEAST_ACCUMULATED = 1e-9
+_MIN_ACCUMULATED = 1e-9
 
 # Logits [V] of the next token, given a whole path.
 NextLogits = Callable[[list[int]], NDArray[np.floating]]
@@ -92,7 +92,7 @@ class Thresholds:
             return None
         if p[likeliest] >= self.single:
             return likeliest
-        extra = (min(1.0, total / max(self.accumulated, _LEAST_ACCUMULATED)) - total) / (1.0 - total)
+        extra = (min(1.0, total / max(self.accumulated, _MIN_ACCUMULATED)) - total) / (1.0 - total)
         if coin >= extra:
             return None
         shares = np.cumsum(p)  # the last one may be a rounding below the total
@@ -100,7 +100,7 @@ class Thresholds:
         return min(int(np.searchsorted(shares / total, coin / extra, side="right")), last)
 
 
-def draw(
+def sample_next(
     next_logits: NextLogits,
     path: list[int],
     params: SamplingParams,
@@ -126,7 +126,7 @@ def verify(
     for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
         rows.append([*rows[parent + 1], token])
     prompt_length = len(path) if prompt_length is None else prompt_length
-    sampled = np.array([draw(next_logits, row, params, prompt_length) for row in rows])
+    sampled = np.array([sample_next(next_logits, row, params, prompt_length) for row in rows])
     accepted, bonus = accepted_path(draft, sampled)
     return [*draft.tokens[accepted].tolist(), bonus]
 
@@ -137,5 +137,5 @@ def decode(
     """Plain decoding on a model given as a function: the new tokens. For tests."""
     path = list(prompt)
     for _ in range(steps):
-        path.append(draw(next_logits, path, params, len(prompt), allowed))
+        path.append(sample_next(next_logits, path, params, len(prompt), allowed))
     return path[len(prompt) :]

@@ -157,7 +157,7 @@ class Commit:
     draft_budget: int = UNLIMITED_DRAFT
 
 
-def joined(commits: Sequence[Commit]) -> list[Commit]:
+def merge_commits(commits: Sequence[Commit]) -> list[Commit]:
     """The same, with a session's that follow one another as one where no hints were wanted in between.
 
     A drafter that rests is told of many at once. What was verified and accepted is added up; log-probabilities, which

@@ -22,7 +22,7 @@ from outrider.speculation.proposal import Proposal, extend_hash, path_hashes
 
 ROOT = -1
 _DEAD = -2
-_LEAST_SCORE = -1e4  # of an edge; sums of it stay exact enough
+_MIN_LOG_SCORE = -1e4  # of an edge; sums of it stay exact enough
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class SpeculationTree:
         places: list[int] = []
         known = 0
         # fmax and fmin take the number where the other is none.
-        scores = np.fmin(np.fmax(proposal.log_scores, _LEAST_SCORE), 0.0)
+        scores = np.fmin(np.fmax(proposal.log_scores, _MIN_LOG_SCORE), 0.0)
         columns = (proposal.tokens.tolist(), proposal.parents.tolist(), scores.tolist())
         for token, parent, log_score in zip(*columns, strict=True):
             place = anchor if parent < 0 else places[parent]

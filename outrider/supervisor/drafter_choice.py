@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider.config import DraftOptions, ServeConfig
-from outrider.drafts import has_head, with_drafter
+from outrider.drafts import has_bundled_head, resolve_drafter
 from outrider.placement.cores import choose_cores
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ def choose_drafters(config: ServeConfig) -> ServeConfig:
 
     Raises ConfigError for a draft model without an algorithm, and for CPU cores that the machine does not have.
     """
-    chosen = replace(_with_self_speculation(config), draft=with_drafter(config.draft, config.target.model_path))
+    chosen = replace(_with_self_speculation(config), draft=resolve_drafter(config.draft, config.target.model_path))
     if config.draft.speculative_algorithm != "AUTO" or not _self_speculates_alone(config, chosen):
         return chosen
     log.info(
@@ -47,7 +47,11 @@ def _self_speculates_alone(config: ServeConfig, chosen: ServeConfig) -> bool:
     of the mode selector cost (docs/decisions/0020-the-target-alone-on-shared-cores.md).
     """
     target = config.target
-    if not has_head(target.model_path) or target.self_speculation == "off" or not _are_default(target, *_TARGET_FLAGS):
+    if (
+        not has_bundled_head(target.model_path)
+        or target.self_speculation == "off"
+        or not _are_default(target, *_TARGET_FLAGS)
+    ):
         return False
     if config.draft != DraftOptions() or not _are_default(config.shared, *_TREE_FLAGS):
         return False

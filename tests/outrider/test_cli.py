@@ -173,10 +173,10 @@ async def test_grpc_health_is_asked(tmp_path):
     assert not await is_healthy(address, 0.5)
     async with grpc_server(address) as server:
         told = []
-        assert not await is_healthy(address, tell=told.append)
+        assert not await is_healthy(address, on_progress=told.append)
         assert told == []
-        server.tell("compiling 3/9")
-        assert not await is_healthy(address, tell=told.append)
+        server.set_progress("compiling 3/9")
+        assert not await is_healthy(address, on_progress=told.append)
         assert told == ["compiling 3/9"]
         await server.set_serving(True)
         assert await is_healthy(address)

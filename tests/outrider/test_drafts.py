@@ -6,7 +6,7 @@ import pytest
 
 from outrider import drafts
 from outrider.config import DraftConfig, DraftOptions
-from outrider.drafts import with_drafter
+from outrider.drafts import resolve_drafter
 from outrider.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ def head(tmp_path, monkeypatch):
 
 
 def chosen(model, **options):
-    made = with_drafter(DraftOptions(**options), model)
+    made = resolve_drafter(DraftOptions(**options), model)
     return made.speculative_algorithm, made.speculative_draft_model_path, made.speculative_ngram_beside
 
 
@@ -43,7 +43,7 @@ def test_what_is_said_stays(head):
     mine = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "mine"}
     assert chosen("default", **mine) == ("EAGLE3", "mine", False)
     config = DraftConfig(model_path="default", draft_device="cpu")
-    assert with_drafter(config, "default") == replace(
+    assert resolve_drafter(config, "default") == replace(
         config, speculative_algorithm="EAGLE3", speculative_draft_model_path=head, speculative_ngram_beside=True
     )
 

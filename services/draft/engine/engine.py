@@ -19,7 +19,7 @@ from outrider.errors import InvalidRequest, Unavailable
 from outrider.serving.features import FeatureBlock
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, StepOutput
-from outrider.speculation.proposal import Commit, FinishReason, Proposal, joined
+from outrider.speculation.proposal import Commit, FinishReason, Proposal, merge_commits
 from outrider.speculation.tree import ROOT
 from outrider.tracing import Tracing
 from services.draft.drafters.base import Drafter, Wish
@@ -127,7 +127,7 @@ class DraftEngine(Engine):
     def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
         """Apply what the target committed. Proposals of other drafters are of no use here."""
         del proposals
-        for commit in joined(commits):
+        for commit in merge_commits(commits):
             session = self._sessions.get(commit.session_id)
             if session is not None:
                 self._commit(session, commit)

@@ -15,7 +15,7 @@ from typing import Any
 import outrider
 from outrider.checkpoints import checkpoint
 from outrider.config import DraftConfig, parse_cores, parse_flags
-from outrider.drafts import with_drafter
+from outrider.drafts import resolve_drafter
 from outrider.placement.shares import share_of_draft
 from outrider.process import process
 from outrider.serving.loop import EngineLoop
@@ -50,7 +50,7 @@ def _collect_rarely() -> None:
 
 async def serve(config: DraftConfig) -> int:
     """Serve until a signal or a fault. Returns the process's exit code. Raises ConfigError."""
-    config = with_drafter(config, config.model_path)
+    config = resolve_drafter(config, config.model_path)
     check(config)
     tls = config.server_tls()
     servicers: list[DraftServicer] = []
@@ -63,10 +63,10 @@ async def serve(config: DraftConfig) -> int:
         return servicers[0].register(server)
 
     def build_engine() -> DraftEngine:
-        servers[0].tell("loading")
+        servers[0].set_progress("loading")
         engine, model = build(config)
         for drafter in engine.drafters:
-            drafter.warm_up(lambda part, parts: servers[0].tell(f"compiling {part}/{parts}"))
+            drafter.warm_up(lambda part, parts: servers[0].set_progress(f"compiling {part}/{parts}"))
         servicers[0].serve(describe(engine, model), engine)
         drafters.extend(engine.drafters)
         for drafter in drafters:
@@ -100,7 +100,7 @@ def describe(engine: DraftEngine, model: common_pb2.ModelInfo | None) -> draft_p
 
 def build(config: DraftConfig) -> tuple[DraftEngine, common_pb2.ModelInfo | None]:
     """The engine of a configuration, not warmed up, and the facts of its model. Raises ConfigError."""
-    config = with_drafter(config, config.model_path)
+    config = resolve_drafter(config, config.model_path)
     check(config)
     drafter: Drafter
     model = None

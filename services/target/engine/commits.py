@@ -50,7 +50,7 @@ def aborted(entry: TargetSession) -> Commit:
 
 def hush(entry: TargetSession) -> Commit:
     """A word to drafters before the next commit, so that they leave a long prompt unread."""
-    entry.session.hushed = True
+    entry.session.drafting_paused = True
     return replace(_empty(entry), draft_budget=0)
 
 

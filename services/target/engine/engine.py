@@ -176,13 +176,13 @@ class TargetEngine(Engine):
 
     def _note_weights(self) -> None:
         """What is told later is of the weights that are here now."""
-        if not self._unsaid.said:
+        if not self._unsaid.has_output:
             self._unsaid.load = self.load()
 
     @property
     def idle(self) -> bool:
         """True if there is nothing to do, or nothing may be done."""
-        return not (self._unsaid.said or self._flight) and (self.scheduler.held or not self._entries)
+        return not (self._unsaid.has_output or self._flight) and (self.scheduler.held or not self._entries)
 
     @property
     def patience(self) -> float:
@@ -190,13 +190,13 @@ class TargetEngine(Engine):
         return 0.0 if self._flight else self._patience.remaining
 
     @property
-    def gathers(self) -> float:
+    def coalesce_seconds(self) -> float:
         """Seconds in which tokens gather that only clients wait for."""
         return self._gather_seconds
 
     def step(self) -> StepOutput:
         """Compute one batch and commit what it says; where steps overlap, launch one, or commit the one under way."""
-        if self._unsaid.said:
+        if self._unsaid.has_output:
             unsaid, self._unsaid = self._unsaid, StepOutput()
             return replace(unsaid, load=replace(self.load(), weight_version=unsaid.load.weight_version), urgent=True)
         self._patience.begin(min(self.scheduler.running + self.scheduler.waiting, self.scheduler.limits.max_running))
@@ -332,7 +332,7 @@ class TargetEngine(Engine):
                 session.scored = min(max(session.scored, work.chunk.stop), session.to_score)
             if not work.chunk.last:
                 self.features.settle(work, (), goes_on=True)
-                if self._unwanted and self.features.asked and not session.hushed:
+                if self._unwanted and self.features.asked and not session.drafting_paused:
                     hushed.append(commits.hush(self._entries[session.id]))
                 continue
             behind = first + len(draft.tokens) + 1
@@ -344,17 +344,17 @@ class TargetEngine(Engine):
                 output.failures += self.sessions.stuck(work, fault)
                 continue
             goes_on = verdict.reason == FinishReason.RUNNING
-            said: list[Commit] = []
+            has_output: list[Commit] = []
             if draws.rounds:
                 self.own.learn(session, draws.rounds, goes_on=goes_on)
-                said, rest = commits.of_earlier_rounds(entry, draws.rounds, verdict.tokens)
+                has_output, rest = commits.of_earlier_rounds(entry, draws.rounds, verdict.tokens)
                 verdict = verdict._replace(tokens=rest)
             self.features.settle(work, verdict.path, goes_on=goes_on)
             if goes_on and verdict.path and not draws.moved:
                 moves.add(session, verdict.path)
-            said.append(self._commit(entry, work, verdict, draws))
-            output.commits += said
-            urgent = urgent or any(self._is_urgent(commit, session) for commit in said)
+            has_output.append(self._commit(entry, work, verdict, draws))
+            output.commits += has_output
+            urgent = urgent or any(self._is_urgent(commit, session) for commit in has_output)
         moves.make(self.cache, self.model.device)
         committed = sum(len(commit.tokens) for commit in output.commits)
         if not any(work.own for work in works):

@@ -17,7 +17,7 @@ from outrider.checkpoints import checkpoint
 from outrider.config import TargetConfig, parse_flags
 from outrider.placement.shares import share_of_target
 from outrider.process import process
-from outrider.process.imports import uncollected_imports
+from outrider.process.garbage_collection import imports_without_gc
 from outrider.serving.loop import EngineLoop
 from outrider.tracing import tracing_to
 from outrider.transport.rpc import GrpcServer, serve_engine
@@ -48,7 +48,7 @@ async def serve(config: TargetConfig) -> int:
         return servicers[0].register(server)
 
     def build() -> TargetEngine:
-        with uncollected_imports():
+        with imports_without_gc():
             from services.target.process.control import Control
 
         folder = checkpoint.resolve(config.model_path)
@@ -66,7 +66,7 @@ async def serve(config: TargetConfig) -> int:
 
 def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:
     """Load a folder's model and warm its engine up. Raises ConfigError."""
-    with uncollected_imports():
+    with imports_without_gc():
         from services.target.engine.engine import TargetEngine
         from services.target.process.warmup import warm_up
 
@@ -86,7 +86,7 @@ def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:
 
 def _load(folder: Path, config: TargetConfig) -> Model:
     if config.tp_size == 1:
-        with uncollected_imports():
+        with imports_without_gc():
             from services.target.model.loading.load import load
 
         return load(folder, config)

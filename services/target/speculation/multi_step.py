@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from outrider.serving.loop import Listen
+from outrider.serving.loop import MessageWatch
 from outrider.serving.scheduler import Scheduler
 from services.target.sampling.session import TargetSession
 from services.target.speculation.planner import Planner
@@ -64,7 +64,7 @@ class MultiStepPlanner:
 
     @contextmanager
     def planned(
-        self, works: Sequence[SessionWork], listen: Listen, same: int = 0, rounds: MultiStep | None = None
+        self, works: Sequence[SessionWork], listen: MessageWatch, same: int = 0, rounds: MultiStep | None = None
     ) -> Iterator[MultiStep | None]:
         """The steps that may follow one of so many roots at once, with pages for their tokens; None for none.
 

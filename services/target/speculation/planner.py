@@ -92,9 +92,9 @@ class Planner:
         that it need not, a few last tokens are not worth its reading now.
         """
         session = entry.session
-        late = unread and session.hushed and session.length > _ROWS_A_TOKEN * self.room(session)
-        session.hushed = unwanted or late
-        return 0 if session.hushed else self.wanted(entry)
+        late = unread and session.drafting_paused and session.length > _ROWS_A_TOKEN * self.room(session)
+        session.drafting_paused = unwanted or late
+        return 0 if session.drafting_paused else self.wanted(entry)
 
     def _drafts(self, chunks: Sequence[Chunk], rows: int, keys: int) -> dict[int, TreeSlice]:
         """The nodes to verify, by session: those that pay in this step, as far as there is room."""

@@ -22,7 +22,7 @@ from outrider.placement.cores import CorePlan
 from outrider.serving.features import FeatureSpec
 from outrider.supervisor import app as supervisor
 from outrider.supervisor.display import Display
-from outrider.tls import client_tls, read_authorities, server_tls, tls_trouble
+from outrider.tls import client_tls, explain_tls_failure, read_authorities, server_tls
 from outrider.transport.rpc import GrpcServer
 from services.draft.process import app as draft_app
 from services.draft.train.data.collect import Writer
@@ -193,10 +193,10 @@ async def test_a_draft_that_is_not_understood_is_told_of(server):
 
 async def test_what_is_not_tls_is_not_blamed_on_it():
     address = f"127.0.0.1:{free_port()}"
-    assert await tls_trouble(address, None) is None
-    assert await tls_trouble("unix:/nowhere", None) is None
+    assert await explain_tls_failure(address, None) is None
+    assert await explain_tls_failure("unix:/nowhere", None) is None
     with running(Target, None) as target:
-        assert await tls_trouble(target.address, None) is None
+        assert await explain_tls_failure(target.address, None) is None
 
 
 async def test_a_proxy_with_nobody_behind_it_is_not_blamed_on_it(ours):
@@ -205,8 +205,8 @@ async def test_a_proxy_with_nobody_behind_it_is_not_blamed_on_it(ours):
 
     async with await asyncio.start_server(end, "127.0.0.1", 0) as server:
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        assert await tls_trouble(address, client_tls(ours.ca_certs)) is None
-        assert await tls_trouble(address, None) is None
+        assert await explain_tls_failure(address, client_tls(ours.ca_certs)) is None
+        assert await explain_tls_failure(address, None) is None
 
 
 async def test_training_says_why_too(closed_target, ours):

@@ -7,7 +7,7 @@ import pytest
 import tyro
 
 from outrider.config import DraftConfig, DraftOptions, GatewayConfig, ServeConfig, SharedOptions, TargetConfig, to_argv
-from outrider.drafts import with_drafter
+from outrider.drafts import resolve_drafter
 from outrider.errors import ConfigError
 from outrider.placement import shares
 from outrider.placement.cores import choose_cores
@@ -32,7 +32,7 @@ def told(config):
 def test_shares_are_those_of_serve(monkeypatch, cores, algorithm, flags):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     own = DraftOptions(speculative_algorithm=algorithm)
-    serve = ServeConfig(draft=with_drafter(own, "default"), shared=SharedOptions(**flags))
+    serve = ServeConfig(draft=resolve_drafter(own, "default"), shared=SharedOptions(**flags))
     expected = configure(serve, choose_cores(serve), Path("/run"))
     draft = shares.share_of_draft(
         DraftConfig(speculative_algorithm=algorithm, model_path="default", cores="auto", **flags)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from outrider.supervisor.display import Display
-from outrider.telemetry import REQUEST_ID, say, setup_logging
+from outrider.telemetry import REQUEST_ID, setup_logging, write_line
 from services.draft.train.progress import Bar
 
 
@@ -64,7 +64,7 @@ def test_lines_that_cannot_be_written_end_neither_a_system_nor_a_training(monkey
     full = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115 - its end fails, too
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", full)
-        say("a child's line")
+        write_line("a child's line")
         display = Display()
         display.line("preparing")
         display.starting({"target": None, "draft": "loading"})

@@ -47,5 +47,5 @@ def test_the_usual_folder_is_used_where_its_path_is_short(monkeypatch):
 
 def test_where_nothing_can_be_written_it_is_said_what_to_do(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
-    with pytest.raises(ConfigError, match="let TMPDIR name a folder that can be written"), socket_folder("outrider-"):
+    with pytest.raises(ConfigError, match="set TMPDIR to a writable folder"), socket_folder("outrider-"):
         pass

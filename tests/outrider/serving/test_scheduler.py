@@ -11,7 +11,7 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.messages import OpenSession
 from outrider.serving.scheduler import Limits, Scheduler
 from outrider.serving.session import Session
-from outrider.serving.waiting import MOST_PASSED, WaitingQueue
+from outrider.serving.waiting import MAX_PASSED_OVER, WaitingQueue
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
 
@@ -300,13 +300,13 @@ def test_the_longest_match_is_next_but_nobody_is_passed_over_for_ever():
     stranger = session(s, 1, 9)
     s.add(stranger)
     order = []
-    for i in range(2, MOST_PASSED + 4):
+    for i in range(2, MAX_PASSED_OVER + 4):
         s.add(session(s, i, 12, shared=9))
         s.remove(next(iter(s)))
         advance(s, s.plan())
         order.append(next(iter(s)).id)
-    assert order[:MOST_PASSED] == list(range(2, MOST_PASSED + 2))
-    assert order[MOST_PASSED] == 1
+    assert order[:MAX_PASSED_OVER] == list(range(2, MAX_PASSED_OVER + 2))
+    assert order[MAX_PASSED_OVER] == 1
 
 
 def test_who_comes_back_passes_nobody_over():
@@ -319,7 +319,7 @@ def test_who_comes_back_passes_nobody_over():
     queue.add(stranger)
     queue.add(known)
     back = session(s, 3, 9)
-    for _ in range(MOST_PASSED):
+    for _ in range(MAX_PASSED_OVER):
         queue.give_back(back)
         queue.take(queue.next())
     assert list(queue) == [stranger, known]

@@ -20,7 +20,7 @@ from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Propos
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.transport.frame_socket import MAX_MESSAGE_BYTES
 from outrider.transport.outbox import Outbox, Routes
-from outrider.transport.rpc import uncollected
+from outrider.transport.rpc import frozen_heap
 from outrider.transport.stream import StreamHub
 from outrider.wire.codec import verify_response_to_pb
 from tests.support.outrider.counting import CountingEngine
@@ -118,7 +118,7 @@ class Audited(CountingEngine):
 
 @pytest.mark.parametrize("end", ["finished", "closed"])
 def test_pages_are_audited_whenever_the_engine_comes_to_rest(end, monkeypatch):
-    monkeypatch.setattr("outrider.serving.loop._QUIET", 0.02)
+    monkeypatch.setattr("outrider.serving.loop._AUDIT_AFTER_SECONDS", 0.02)
     engine = Audited()
     loop, sink, faults = running_loop(engine)
     for count in (1, 2, 3):  # idle at the start, and after every session
@@ -134,7 +134,7 @@ def test_pages_are_audited_whenever_the_engine_comes_to_rest(end, monkeypatch):
 
 def test_between_two_messages_there_is_no_time_for_an_audit(monkeypatch):
     """A draft is idle after every proposal; an audit would take longer than its step."""
-    monkeypatch.setattr("outrider.serving.loop._QUIET", 60.0)
+    monkeypatch.setattr("outrider.serving.loop._AUDIT_AFTER_SECONDS", 60.0)
     engine = Audited()
     loop, sink, faults = running_loop(engine)
     for session in (1, 2, 3):
@@ -146,13 +146,13 @@ def test_between_two_messages_there_is_no_time_for_an_audit(monkeypatch):
 
 
 def test_at_rest_the_load_is_told_if_it_is_another_than_the_last(monkeypatch):
-    monkeypatch.setattr("outrider.serving.loop._QUIET", 0.02)
+    monkeypatch.setattr("outrider.serving.loop._AUDIT_AFTER_SECONDS", 0.02)
     engine = Audited()
     loop, sink, faults = running_loop(engine)
     loop.submit(Message(opens=[request(1, max_tokens=10**9)]))
     wait_until(lambda: sink.tokens(1))
     loop.submit(Message(closes=[1]))
-    wait_until(lambda: not sink.outputs[-1].said)
+    wait_until(lambda: not sink.outputs[-1].has_output)
     before, last = sink.outputs[-2].load, sink.outputs[-1].load
     assert (before.running_sessions, last.running_sessions) == (1, 0)
     assert last.step_microseconds == before.step_microseconds
@@ -167,7 +167,7 @@ def test_at_rest_the_load_is_told_if_it_is_another_than_the_last(monkeypatch):
 class Gathering(CountingEngine):
     """Says nothing that is urgent but a session's first and last words."""
 
-    gathers = 60.0
+    coalesce_seconds = 60.0
     version = ""
 
     def step(self):
@@ -194,7 +194,7 @@ def test_what_is_not_urgent_is_told_with_what_is():
 
 
 def test_what_is_not_urgent_is_told_when_its_time_is_over(monkeypatch):
-    monkeypatch.setattr(Gathering, "gathers", 0.0)
+    monkeypatch.setattr(Gathering, "coalesce_seconds", 0.0)
     loop, sink, faults = running_loop(Gathering())
     loop.submit(Message(opens=[request(1, max_tokens=9)]))
     wait_until(lambda: len(sink.tokens(1)) == 9)
@@ -403,7 +403,7 @@ async def test_each_stream_hears_of_its_own_sessions(hub):
 
 
 async def test_all_streams_hear_of_a_load_that_changes_at_rest(hub, monkeypatch):
-    monkeypatch.setattr("outrider.serving.loop._QUIET", 0.02)
+    monkeypatch.setattr("outrider.serving.loop._AUDIT_AFTER_SECONDS", 0.02)
     hub, _ = hub
     queues, heard = [asyncio.Queue(), asyncio.Queue()], [[], []]
     tasks = [asyncio.create_task(collect(hub.serve(frames(q)), out)) for q, out in zip(queues, heard, strict=True)]
@@ -411,7 +411,7 @@ async def test_all_streams_hear_of_a_load_that_changes_at_rest(hub, monkeypatch)
     await until(lambda: heard[0] and heard[0][-1].load.running_sessions == 1)
     queues[0].put_nowait(Message(closes=[1]))
     await until(lambda: all(outputs and outputs[-1].load.running_sessions == 0 for outputs in heard))
-    assert not any(output.said for output in heard[1])
+    assert not any(output.has_output for output in heard[1])
     for queue in queues:
         queue.put_nowait(None)
     await asyncio.gather(*tasks)
@@ -459,7 +459,7 @@ def test_proposals_make_the_counting_engine_faster():
 def test_what_exists_at_the_start_is_not_collected_again():
     gc.unfreeze()  # Python 3.12 begins with some
     assert gc.get_freeze_count() == 0
-    with uncollected():
+    with frozen_heap():
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
 

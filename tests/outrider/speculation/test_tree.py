@@ -9,7 +9,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.speculation.proposal import Commit, FinishReason, Proposal, extend_hash, joined, path_hash, path_hashes
+from outrider.speculation.proposal import (
+    Commit,
+    FinishReason,
+    Proposal,
+    extend_hash,
+    merge_commits,
+    path_hash,
+    path_hashes,
+)
 from outrider.speculation.tree import ROOT, SpeculationTree
 
 TOKEN = st.integers(0, 3)  # a small alphabet, so that paths meet
@@ -185,7 +193,7 @@ def test_commits_are_joined_where_nobody_waits_for_an_answer():
                               draft_budget=int(rng.random() < 0.3)))  # fmt: skip
         lengths[session_id] += count
     commits[-1] = replace(commits[-1], finish_reason=FinishReason.STOP)
-    found = joined(commits)
+    found = merge_commits(commits)
     assert len(found) < 0.7 * len(commits)
     for session_id in lengths:
         old = [commit for commit in commits if commit.session_id == session_id]
@@ -202,4 +210,4 @@ def test_commits_are_joined_where_nobody_waits_for_an_answer():
 def test_commits_that_do_not_follow_one_another_are_not_joined():
     first = Commit(1, 4, np.array([7], np.uint32), 1, draft_budget=0)
     for later in (replace(first), replace(first, base_length=6), replace(first, session_id=2, base_length=5)):
-        assert joined([first, later]) == [first, later]
+        assert merge_commits([first, later]) == [first, later]

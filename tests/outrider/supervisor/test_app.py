@@ -11,7 +11,7 @@ import tyro
 from outrider.config import DraftConfig, GatewayConfig, ServeConfig, TargetConfig, TrainConfig, parse_flags, to_argv
 from outrider.errors import ConfigError
 from outrider.placement.cores import CorePlan
-from outrider.supervisor.app import _facts, base_url, check_flags, configure, make_children
+from outrider.supervisor.app import base_url, check_flags, configure, make_children, summary
 from outrider.supervisor.display import Display, first_curl
 from tests.support.outrider.children import free_port
 
@@ -62,7 +62,7 @@ def test_a_head_is_told_its_target(tmp_path):
     assert draft is not None
     assert (draft.model_path, draft.speculative_draft_model_path) == ("m", "d")
     assert configure(parse("--model", "m"), CORES, tmp_path).draft.model_path is None
-    with pytest.raises(ConfigError, match="EAGLE3 drafts with a model of its own"):
+    with pytest.raises(ConfigError, match="EAGLE3 needs a draft model"):
         check_flags(parse("--speculative-algorithm", "EAGLE3"))
 
 
@@ -113,9 +113,9 @@ def test_without_a_drafter_there_is_no_draft(tmp_path):
     assert made.draft is None
     assert made.gateway.draft == ()
     assert [child.name for child in make_children(made, Display())] == ["target", "gateway"]
-    assert "self-speculation" in dict(_facts(made))["drafter"]
+    assert "self-speculation" in dict(summary(made))["drafter"]
     made = configure(parse("--speculative-algorithm", "NONE", "--self-speculation", "off"), CORES, tmp_path)
-    assert dict(_facts(made))["drafter"] == "none"
+    assert dict(summary(made))["drafter"] == "none"
 
 
 @pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
@@ -157,8 +157,8 @@ def test_files_where_the_user_is_are_no_modules(tmp_path):
     (tmp_path / "colorsys.py").write_text("raise SystemExit('not this one')")
     code = (
         "import subprocess\n"
-        "from outrider.process.interpreter import python\n"
-        "subprocess.run(python('-m', 'colorsys'), check=True)"
+        "from outrider.process.python_command import python_command\n"
+        "subprocess.run(python_command('-m', 'colorsys'), check=True)"
     )
     (tmp_path / "ask.py").write_text(code)
     elsewhere = tmp_path / "bin"

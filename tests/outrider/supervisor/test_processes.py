@@ -63,13 +63,13 @@ async def test_a_killed_child_comes_back_and_is_healthy():
 async def test_waits_grow_and_start_again_after_a_long_life(caplog):
     one = child(HEALTHY, backoff=Backoff(first=0.01, longest=0.04, reset_after=1.0))
     async with supervised(one):
-        for life in range(4):
-            if life == 3:
+        for run in range(4):
+            if run == 3:
                 await asyncio.sleep(1.0)
             pid = one.pid
             os.kill(pid, signal.SIGKILL)
             await until(lambda pid=pid: one.pid not in (pid, None))
-    waits = [record.args[-1] for record in caplog.records if "starts again" in record.message]
+    waits = [record.args[-1] for record in caplog.records if "restarting it" in record.message]
     assert waits == [0.01, 0.02, 0.04, 0.01]
 
 

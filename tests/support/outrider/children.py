@@ -4,7 +4,7 @@ import asyncio
 import socket
 import sys
 
-from outrider.supervisor.processes import Backoff, Child, stop_and_hurry, supervise
+from outrider.supervisor.processes import Backoff, Child, stop_and_kill_events, supervise
 
 # Answers /health with 200; ends at SIGTERM with code 0.
 HEALTHY = """
@@ -51,7 +51,7 @@ async def wait_ready(children):
 
 async def main():
     """A supervisor of two healthy children that shows their ids, for tests that kill it."""
-    stop, hurry = stop_and_hurry()
+    stop, hurry = stop_and_kill_events()
     children = [
         child(globals()[kind], name=kind, on_line=lambda line: print(line, flush=True)) for kind in sys.argv[1:]
     ]

@@ -55,7 +55,7 @@ class Service:
         hub = StreamHub(engine_loop, *coders)
         server = GrpcServer()
         await server.start(self.address, register(server, hub, engine_loop, self.engine))
-        await hub.pipes.open(self.address)
+        await hub.acceptor.open(self.address)
 
         def publish(output):
             rest = self.pause * output.steps  # whoever reads the output may change what the next ones cost
@@ -67,7 +67,7 @@ class Service:
         self.ready.set()
         await self.end.wait()
         hub.close()
-        await hub.pipes.close()
+        await hub.acceptor.close()
         await server.stop(0)
         await asyncio.to_thread(engine_loop.stop)
         assert engine_loop.fault is None

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from outrider.config import TargetConfig
-from outrider.drafts import DEFAULT_HEAD, has_head
+from outrider.drafts import DEFAULT_HEAD, has_bundled_head
 from outrider.errors import ConfigError
 from services.target.kernels.cpu.weights import Format
 from services.target.model.loading.narrow import cpu_format
@@ -84,4 +84,4 @@ def _best_source(config: TargetConfig, folder: Path | None) -> str:
 def _head_folder(config: TargetConfig) -> Path | None:
     if config.self_speculation_head is not None:
         return Path(config.self_speculation_head).expanduser()
-    return DEFAULT_HEAD if has_head(config.model_path) else None
+    return DEFAULT_HEAD if has_bundled_head(config.model_path) else None

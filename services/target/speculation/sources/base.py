@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from outrider.serving.loop import Listen
+from outrider.serving.loop import MessageWatch
 from outrider.serving.scheduler import Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
@@ -46,7 +46,7 @@ class DraftSource(ABC):
         """
 
     @abstractmethod
-    def chains(self, works: Sequence[SessionWork], listen: Listen, beside: int = 0) -> dict[int, TreeSlice]:
+    def chains(self, works: Sequence[SessionWork], listen: MessageWatch, beside: int = 0) -> dict[int, TreeSlice]:
         """Chains to verify, by session. works: of sessions that only want their next tokens.
 
         listen: how somebody who calls is heard meanwhile. beside: rows that the step has of others, such as of prompts

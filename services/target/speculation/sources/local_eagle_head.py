@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from outrider.paging.prefix import PrefixCache
-from outrider.serving.loop import Listen
+from outrider.serving.loop import MessageWatch
 from outrider.serving.scheduler import Chunk, Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
@@ -204,7 +204,7 @@ class LocalEagleHead(DraftSource):
             if one.written <= _USUAL_ROWS:
                 self._line(1).observe(one.guesses, one.guessing)
 
-    def chains(self, works: Sequence[SessionWork], listen: Listen, beside: int = 0) -> dict[int, TreeSlice]:
+    def chains(self, works: Sequence[SessionWork], listen: MessageWatch, beside: int = 0) -> dict[int, TreeSlice]:
         """As of DraftSource."""
         self._chains.clear()
         works = self._caught_up([work for work in works if work.chunk.session.length > 1])
@@ -301,7 +301,7 @@ class LocalEagleHead(DraftSource):
 
     @torch.inference_mode()
     def _draft(
-        self, works: Sequence[SessionWork], most: int, worth: DraftTokenValue, listen: Listen
+        self, works: Sequence[SessionWork], most: int, worth: DraftTokenValue, listen: MessageWatch
     ) -> HeadDraftTokens:
         """Guesses of each session, as long as another one is worth its time."""
         started = time.perf_counter()

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.paging.prefix import PrefixCache
-from outrider.serving.loop import Listen
+from outrider.serving.loop import MessageWatch
 from outrider.serving.scheduler import Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
@@ -127,7 +127,7 @@ class QuantizedSelfDraft(DraftSource):
         if self.head is not None:
             self.head.wrote(session, rounds[-1].known)
 
-    def chains(self, works: Sequence[SessionWork], listen: Listen, beside: int = 0) -> dict[int, TreeSlice]:
+    def chains(self, works: Sequence[SessionWork], listen: MessageWatch, beside: int = 0) -> dict[int, TreeSlice]:
         """As of DraftSource."""
         steps = self._length(len(works), sum(work.chunk.stop for work in works), self._most(works), beside)
         if not steps or not self._reserve(works, steps):
@@ -169,7 +169,7 @@ class QuantizedSelfDraft(DraftSource):
         return step
 
     @torch.inference_mode()
-    def _draft(self, works: Sequence[SessionWork], steps: int, listen: Listen) -> NDArray[np.int64]:
+    def _draft(self, works: Sequence[SessionWork], steps: int, listen: MessageWatch) -> NDArray[np.int64]:
         """Up to so many tokens of each session, [n, S]. Less if one of them ends, or somebody calls."""
         entries = [self._entries[work.chunk.session.id] for work in works]
         started = time.perf_counter()

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.paging.prefix import PrefixCache
-from outrider.serving.loop import Listen
+from outrider.serving.loop import MessageWatch
 from outrider.serving.scheduler import Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
@@ -81,7 +81,7 @@ class SelfSpeculation:
         self.chains.learn(session, rounds, goes_on=goes_on)
 
     def extend(
-        self, works: Sequence[SessionWork], listen: Listen, *, guessing: bool, seconds: float = 0.0
+        self, works: Sequence[SessionWork], listen: MessageWatch, *, guessing: bool, seconds: float = 0.0
     ) -> Sequence[SessionWork]:
         """The works of a step, with chains to verify for those sessions that only decode.
 

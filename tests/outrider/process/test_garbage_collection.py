@@ -4,16 +4,16 @@ import gc
 
 import pytest
 
-from outrider.process.imports import uncollected_imports
+from outrider.process.garbage_collection import imports_without_gc
 
 
 def test_the_collector_rests_meanwhile():
-    with uncollected_imports():
+    with imports_without_gc():
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
 def test_imports_that_fail_leave_it_at_work():
-    with pytest.raises(ModuleNotFoundError), uncollected_imports():
+    with pytest.raises(ModuleNotFoundError), imports_without_gc():
         import outrider.nothing  # noqa: F401
     assert gc.isenabled()
