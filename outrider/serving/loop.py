@@ -1,13 +1,13 @@
 """The engine loop: one thread that alone owns the device, the pages and the sessions.
 
-    1. take every message that has arrived; wait for one if there is nothing to do, or while the engine has patience
-    2. hand it to the engine: open, close, receive
+    1. take every message that has arrived; wait for one if the engine is idle, or while it waits for draft tokens
+    2. pass it to the engine: open, close, receive
     3. let the engine take a step
-    4. publish what it says: at once if somebody waits for it, else together with the steps that follow
+    4. publish the step's output: at once if it is urgent, else coalesced with that of later steps
 
-The network lives in another thread and is reached through two calls: `submit` and the `publish` callback; connections
-that this thread reads and writes itself are watched by its `inbox`. What is not about sessions, such as new weights, is
-done by `call`, between two steps.
+The network thread uses two calls: `submit` and the `publish` callback. The `inbox` watches connections that the engine
+thread reads and writes itself. Work that is not about sessions, such as new weights, is done by `call`, between two
+steps.
 """
 
 from __future__ import annotations
@@ -34,57 +34,57 @@ from outrider.speculation.proposal import Commit, Proposal
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-# Yields descriptors, one of which can be read once a message has come.
+# Returns a context with descriptors, one of which becomes readable once a message arrives.
 MessageWatch = Callable[[], AbstractContextManager[Sequence[int]]]
 
-_AUDIT_AFTER_SECONDS = 0.5  # seconds of rest before the books are audited, which takes longer than many a step
+_AUDIT_AFTER_SECONDS = 0.5  # of idleness; an audit of the pages takes longer than many steps
 
 
 class Engine(ABC):
-    """What the loop drives. Called from one thread only; sessions that are not known are ignored.
+    """An engine that the loop drives. Called from one thread only; unknown sessions are ignored.
 
-    listen: for steps that can be left early, so that a message need not wait for their end; the loop sets it
+    message_files: for steps that end early when a message arrives; set by the loop
     """
 
-    listen: MessageWatch = staticmethod(lambda: nullcontext(()))
+    message_files: MessageWatch = staticmethod(lambda: nullcontext(()))
 
     @abstractmethod
     def open(self, request: OpenSession) -> None:
-        """Take a session on, replacing one of the same id. Raises OutriderError for a request that cannot be served."""
+        """Open a session, replacing one with the same id. Raises OutriderError for a request that cannot be served."""
 
     @abstractmethod
     def close(self, session_id: int) -> None:
-        """Forget a session and free what it holds."""
+        """Remove a session and free its pages."""
 
     @abstractmethod
     def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
-        """Take what the other service said."""
+        """Take proposals of the draft service, or commits of the target."""
 
     def receive_features(self, blocks: Sequence[FeatureBlock]) -> None:  # noqa: B027  (most engines need none)
-        """Take hidden states of the target. The commits of their tokens have been received."""
+        """Take hidden states of the target. The commits of their tokens were received before."""
 
     @property
     @abstractmethod
     def idle(self) -> bool:
-        """True if a step would do nothing until a message arrives."""
+        """True if a step would have nothing to do until a message arrives."""
 
     @property
     def patience(self) -> float:
-        """Seconds that the next step may still be held for messages; asked again after each."""
+        """Seconds for which the next step is still held for messages; read again after each message."""
         return 0.0
 
     @property
     def coalesce_seconds(self) -> float:
-        """Seconds after something was said in which what is not urgent gathers."""
+        """Coalescing window after an output was published, in seconds."""
         return 0.0
 
     @abstractmethod
     def step(self) -> StepOutput:
-        """One round of work."""
+        """Take one step."""
 
     @abstractmethod
     def load(self) -> EngineLoad:
-        """Sessions and pages at present."""
+        """The present load: sessions and pages."""
 
     @abstractmethod
     def check(self) -> None:
@@ -92,14 +92,14 @@ class Engine(ABC):
 
 
 class _Call:
-    """Work for the engine thread, and the future that tells what came of it."""
+    """Work for the engine thread, and the future of its result."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
         self.future: Future[Any] = Future()
 
     def run(self) -> None:
-        """Do it. Raises what is no OutriderError, and EngineFault: then the engine cannot go on."""
+        """Do the work. Raises EngineFault and any error that is no OutriderError: the engine cannot go on then."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:
@@ -110,58 +110,59 @@ class _Call:
                 raise
 
     def refuse(self) -> None:
-        """Nobody will do it."""
+        """Fail the future, because the engine has stopped."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(Unavailable("the engine has stopped; retry once the service is back"))
 
 
 class EngineLoop:
-    """Runs an engine in a thread of its own. `fault` holds the error that ended it, if one did."""
+    """Runs an engine in a thread of its own. fault: the error that ended the engine, or None."""
 
     engine: Engine
     _publish: Callable[[StepOutput], None]
 
     def __init__(self, on_fault: Callable[[BaseException], None], cores: Sequence[int] | None = None) -> None:
-        """on_fault: called once, in the engine thread, if the engine dies. cores: where it computes."""
+        """on_fault: called once, in the engine thread, if the engine fails. cores: CPU cores of the engine thread."""
         self._cores = cores
         self.fault: BaseException | None = None
         self._on_fault = on_fault
-        self._audited = False  # since the engine last became idle for good
+        self._audited = False  # since the engine became idle
         self._ended = False
-        self._spent = 0.0  # seconds in steps since one said something
-        self._held: StepOutput | None = None  # what is not urgent, until it is told
-        self._last_load = EngineLoad()  # the last load that was published
+        self._spent = 0.0  # seconds in steps since the last one with output
+        self._held: StepOutput | None = None  # coalesced output that is not published yet
+        self._last_load = EngineLoad()  # the load that was published last
         self._published_at = -math.inf  # when, by the clock of time.perf_counter
         self.inbox: Inbox[Message | _Call | None] = Inbox()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, engine: Engine, publish: Callable[[StepOutput], None]) -> None:
-        """Start the thread; messages may have gathered before.
+        """Start the thread. Messages may have been submitted before.
 
-        publish: called after every step that said something, and with the load alone if that is another at rest.
+        publish: called with the output of steps, and with the load alone if it changes while the engine is idle
         """
         self.engine = engine
-        engine.listen = self.inbox.listening
+        engine.message_files = self.inbox.message_files
         self._publish = publish
         self._thread.start()
 
     def submit(self, message: Message) -> None:
-        """Hand a message to the engine; any thread may call."""
+        """Pass a message to the engine. Any thread may call."""
         self.inbox.put(message)
 
     def call(self, work: Callable[[], Result]) -> Future[Result]:
-        """Let the engine thread do some work between two steps; any thread may call.
+        """Let the engine thread do some work between two steps. Any thread may call.
 
-        The future fails with what the work raises. EngineFault, and whatever is no OutriderError, ends the engine.
+        The future fails with the error that the work raises. EngineFault, and any error that is no OutriderError, ends
+        the engine.
         """
         call = _Call(work)
         self.inbox.put(call)
-        if self._ended:  # perhaps too late to be read
+        if self._ended:  # the thread may have read its last message
             self._refuse_calls()
         return call.future
 
     def stop(self, timeout: float = 10.0) -> None:
-        """End the thread after its present step. timeout: seconds."""
+        """End the thread after its present step. timeout: maximum wait, in seconds."""
         self.inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -175,7 +176,7 @@ class EngineLoop:
                 if not self.engine.idle:
                     self._step()
         except BaseException as error:
-            log.exception("the engine failed; all of its sessions end")
+            log.exception("the engine failed, all its sessions end")
             self.fault = error
             self._on_fault(error)
         finally:
@@ -223,13 +224,13 @@ class EngineLoop:
         self._publish(output)
 
     def _publish_idle_load(self) -> None:
-        """Sessions may have gone since the last step: no step says so, for there is none."""
+        """Publish the load of an idle engine if sessions ended after the last step."""
         load = replace(self.engine.load(), step_microseconds=self._last_load.step_microseconds)
         if load != self._last_load:
             self._publish_now(StepOutput(load=load))
 
     def _take_messages(self) -> bool:
-        """Handle everything in the inbox, waiting while there is reason to. False once the loop was told to stop."""
+        """Handle the messages in the inbox, waiting for one if need be. Returns False once `stop` was called."""
         while True:
             idle = self.engine.idle
             if idle:
@@ -253,7 +254,7 @@ class EngineLoop:
                 self._handle(message)
 
     def _next_message(self, idle: bool) -> Message | _Call | None:
-        """Raises queue.Empty if there is none now, or none for as long as is worth waiting."""
+        """The next message. Raises queue.Empty if none arrives in the time that the engine can wait."""
         if not idle:
             return self.inbox.get(self.engine.patience)
         return self.inbox.get(None if self._audited else _AUDIT_AFTER_SECONDS)
@@ -268,10 +269,10 @@ class EngineLoop:
                 raise
             except OutriderError as error:
                 why: OutriderError = error
-            except Exception:  # a bug that one request meets is no end of the others
+            except Exception:  # a bug that one request triggers must not end the others
                 log.exception("session %d cannot be opened", request.session_id)
-                why = EngineFault("the service failed to take the request on; see its log")
-            self.engine.close(request.session_id)  # also what it was to replace: nobody hears of that any more
+                why = EngineFault("the service failed to open the session; see its log")
+            self.engine.close(request.session_id)  # also the session that it was to replace
             failures.append(SessionFailure(request.session_id, why))
         if message.closes:
             self._close(message)
@@ -283,7 +284,7 @@ class EngineLoop:
             self._publish_now(StepOutput(failures=failures, load=self.engine.load()))
 
     def _close(self, message: Message) -> None:
-        """Close sessions. What the same frame says of them goes before, for it can be learnt from."""
+        """Close sessions, after the commits of the same frame, which online learning reads."""
         closing = set(message.closes)
         if last := [commit for commit in message.commits if commit.session_id in closing]:
             self.engine.receive((), last)

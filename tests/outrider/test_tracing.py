@@ -150,7 +150,7 @@ def test_a_collector_that_does_not_answer_keeps_nobody(monkeypatch, caplog, prot
             tracing.add("decode", "", 1000, 2000, {})
             began = time.monotonic()
         assert time.monotonic() - began < 3
-    assert "did not take the last spans in 0.2 s" in caplog.text
+    assert "did not accept the last spans within 0.2 s" in caplog.text
 
 
 def test_without_an_endpoint_nothing_is_made():

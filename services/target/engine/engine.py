@@ -245,7 +245,7 @@ class TargetEngine(Engine):
                 self._patience.way is SpeculationMode.SELF_SPECULATE,
                 self.bursts.seconds if alone else 0.0,
             )
-            works = self.own.extend(works, self.listen, guessing=guessing, seconds=seconds)
+            works = self.own.extend(works, self.message_files, guessing=guessing, seconds=seconds)
         self.planner.count_misses(works, self._record, unwanted=self._unwanted)
         return works
 
@@ -270,7 +270,7 @@ class TargetEngine(Engine):
         started = time.perf_counter()
         capture = self.features.capture(works, late=self._unwanted)
         bursting = works if self._may_burst else ()
-        with self.bursts.planned(bursting, self.listen, self._same(bursting), self.own.take_rounds()) as burst:
+        with self.bursts.planned(bursting, self.message_files, self._same(bursting), self.own.take_rounds()) as burst:
             batch = build(works, self.model.device, capture, self._drawing.plan(works, self._entries), burst)
             if behind is not None:
                 batch = behind.roots(batch, works, drawn)

@@ -236,7 +236,7 @@ def test_files_that_do_not_fit_are_refused_by_flag(tmp_path, ours, others, serve
     cases = [
         ((cert, None, None, None), "--ssl-certfile needs --ssl-keyfile"),
         ((None, key, None, None), "--ssl-keyfile needs --ssl-certfile"),
-        ((None, None, ca, None), "--ssl-ca-certs is for clients of a TLS port"),
+        ((None, None, ca, None), "--ssl-ca-certs needs TLS"),
         ((f"{tmp_path}/gone", key, None, None), "gone (--ssl-certfile) cannot be read: No such file"),
         ((cert, f"{tmp_path}/gone", None, None), "gone (--ssl-keyfile) cannot be read: No such file"),
         ((cert, other.keyfile, None, None), f"the key in {other.keyfile} (--ssl-keyfile) is not that of"),
@@ -264,13 +264,13 @@ def test_files_that_do_not_fit_are_refused_by_flag(tmp_path, ours, others, serve
 async def test_processes_refuse_them_at_their_start(folder, ours, server):
     wrong = {"ssl_certfile": server.certfile, "ssl_keyfile": ours.certificate("w.example").keyfile}
     address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(ConfigError, match="is not that of the certificate"):
+    with pytest.raises(ConfigError, match="does not match the certificate"):
         await gateway_app.serve(GatewayConfig(**wrong))
-    with pytest.raises(ConfigError, match="is not that of the certificate"):
+    with pytest.raises(ConfigError, match="does not match the certificate"):
         await draft_app.serve(DraftConfig(speculative_algorithm="NGRAM", listen=address, **wrong))
-    with pytest.raises(ConfigError, match="is not that of the certificate"):
+    with pytest.raises(ConfigError, match="does not match the certificate"):
         await target_app.serve(TargetConfig(listen=address, **wrong))
-    with pytest.raises(ConfigError, match="is not that of the certificate"):
+    with pytest.raises(ConfigError, match="does not match the certificate"):
         supervisor.check_flags(ServeConfig(gateway=GatewayOptions(**wrong)))
     with pytest.raises(ConfigError, match="is never encrypted"):
         await GrpcServer().start(f"unix:{folder}/x", (), server.serving())

@@ -226,11 +226,11 @@ def transformed(*places):
     ({}, GPTQ | {"checkpoint_format": "marlin"}, "GPTQ weights in the format marlin are not supported"),
     ({}, COMPRESSED | {"config_groups": {"a": {"format": "nvfp4-pack-quantized"}}}, "as nvfp4-pack-quantized are not"),
     ({}, COMPRESSED | {"sparsity_config": {"format": "sparse-24"}}, "as a sparse layout are not"),
-    ({}, COMPRESSED | transformed("weight_input", "input", "q_attn"), "need input, q_attn transformed as they run"),
+    ({}, COMPRESSED | transformed("weight_input", "input", "q_attn"), "need transforms of input, q_attn at run time"),
     ({"weight": (8, 8)}, COMPRESSED | transformed("weight_input", "weight_output"), "'weight_scale'"),  # as any other
     ({"weight": (8, 8)}, FP8, r"quantized tensors of layer\.weight are not laid out .* 'weight_scale'"),
     ({"weight": (64, 64), "weight_scale_inv": (2, 2)}, FP8 | {"weight_block_size": [48, 20]}, "not blocks of 20"),
-    ({"weight": (300, 64), "weight_scale_inv": (2, 1)}, FP8, "2 scales for 300 weights, which are not blocks of 128"),
+    ({"weight": (300, 64), "weight_scale_inv": (2, 1)}, FP8, "2 scales for 300 weights do not match blocks of 128"),
     ({"qweight": (8, 16), "qzeros": (4, 2)}, GPTQ, "'scales'"),
     ({"qweight": (8, 16), "qzeros": (4, 2), "scales": (4, 8)}, GPTQ, "8 scales for 16 weights"),
     ({"qweight": (8, 16), "qzeros": (4, 1), "scales": (4, 16)}, GPTQ, "8 scales for 16 weights"),

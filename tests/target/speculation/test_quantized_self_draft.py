@@ -228,7 +228,7 @@ def test_a_draft_is_left_when_somebody_calls(model):
         os.close(reader)
         os.close(writer)
 
-    engine.listen = called
+    engine.message_files = called
     assert len(engine._plan()[0].draft) == 1
 
 
