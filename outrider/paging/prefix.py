@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, KeysView, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -88,6 +88,21 @@ class PrefixCache:
     def __len__(self) -> int:
         """Number of pages in the cache, held or not."""
         return len(self._nodes)
+
+    @property
+    def pages(self) -> KeysView[int]:
+        """Ids of the pages in the cache, held or not."""
+        return self._nodes.keys()
+
+    @property
+    def namespaces(self) -> KeysView[str]:
+        """Names of the trees."""
+        return self._roots.keys()
+
+    @property
+    def queued(self) -> int:
+        """Number of entries in the queue of eviction, outdated ones included."""
+        return len(self._leaves)
 
     def knows(self, node: _Node) -> bool:
         """True if a node is still in its tree, and so are its ancestors."""

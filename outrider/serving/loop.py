@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 # Returns a context with descriptors, one of which becomes readable once a message arrives.
 MessageWatch = Callable[[], AbstractContextManager[Sequence[int]]]
 
-_AUDIT_AFTER_SECONDS = 0.5  # of idleness; an audit of the pages takes longer than many steps
+AUDIT_SECONDS = 0.5  # of idleness before the pages are audited; an audit of the pages takes longer than many steps
 
 
 class Engine(ABC):
@@ -121,8 +121,17 @@ class EngineLoop:
     engine: Engine
     _publish: Callable[[StepOutput], None]
 
-    def __init__(self, on_fault: Callable[[BaseException], None], cores: Sequence[int] | None = None) -> None:
-        """on_fault: called once, in the engine thread, if the engine fails. cores: CPU cores of the engine thread."""
+    def __init__(
+        self,
+        on_fault: Callable[[BaseException], None],
+        cores: Sequence[int] | None = None,
+        audit_seconds: float = AUDIT_SECONDS,
+    ) -> None:
+        """on_fault: called once, in the engine thread, if the engine fails. cores: CPU cores of the engine thread.
+
+        audit_seconds: idle time before the pages are audited
+        """
+        self._audit_seconds = audit_seconds
         self._cores = cores
         self.fault: BaseException | None = None
         self._on_fault = on_fault
@@ -257,7 +266,7 @@ class EngineLoop:
         """The next message. Raises queue.Empty if none arrives in the time that the engine can wait."""
         if not idle:
             return self.inbox.get(self.engine.patience)
-        return self.inbox.get(None if self._audited else _AUDIT_AFTER_SECONDS)
+        return self.inbox.get(None if self._audited else self._audit_seconds)
 
     def _handle(self, message: Message) -> None:
         failures: list[SessionFailure] = []

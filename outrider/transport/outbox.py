@@ -53,6 +53,11 @@ class Outbox:
         self._frames[-1].failures += failures
         self._fill()
 
+    @property
+    def unsent_features(self) -> Sequence[FeatureBlock]:
+        """Features that no frame has taken yet."""
+        return self._features
+
     def _fill(self) -> None:
         self.full = True
         self._ready()

@@ -31,6 +31,11 @@ class SocketAcceptor:
         self._incoming: set[asyncio.Task[None]] = set()
         self._path = ""
 
+    @property
+    def unpaired(self) -> int:
+        """Number of connections without a call, and calls without a connection."""
+        return len(self._connections)
+
     async def open(self, address: str) -> None:
         """Listen on the socket beside a gRPC address, if the address is a Unix domain socket; else frames use gRPC.
 

@@ -9,7 +9,7 @@ import pytest
 
 from bench.harness.errors import BenchError
 from bench.harness.processes import output_of, running, wait_until
-from tests.outrider.supervisor.test_processes import wait_gone
+from tests.support.outrider.children import wait_gone
 
 BENCHMARK = """
 import os, sys, time

@@ -10,8 +10,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.gateway.services import until
+from tests.support.system.serve import System
 from tests.support.tiny import write_model, write_tokenizer
-from tests.system.test_serve import System
 
 ROOT = Path(__file__).parents[2]
 OBSERVE = ROOT / "docker" / "observe"

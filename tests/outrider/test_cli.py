@@ -112,7 +112,7 @@ def test_ctrl_c_ends_a_verb_without_a_traceback(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["services.target.x", "json.x"])
-def test_a_part_of_what_is_installed_is_no_missing_extra(monkeypatch, name):
+def test_a_missing_module_of_an_installed_package_is_no_missing_extra(monkeypatch, name):
     def main(flags):
         raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 
@@ -138,7 +138,7 @@ def test_benchmarks_by_their_names(monkeypatch, tmp_path):
         assert importlib.util.find_spec(module) is not None
 
 
-def test_reports_go_where_they_are_wanted(monkeypatch, tmp_path):
+def test_reports_are_written_to_the_chosen_folder(monkeypatch, tmp_path):
     monkeypatch.setattr("bench.harness.report._chosen", None)
     monkeypatch.setattr("sys.argv", ["outrider", "bench", "x", "--api-key", "s3cret", "--prompts", "a b.jsonl"])
     assert report.command() == "outrider bench x --api-key ... --prompts 'a b.jsonl'"
@@ -168,7 +168,7 @@ async def grpc_server(address):
         await server.stop(0)
 
 
-async def test_grpc_health_is_asked(tmp_path):
+async def test_grpc_health(tmp_path):
     address = f"unix:{tmp_path}/health.sock"
     assert not await is_healthy(address, 0.5)
     async with grpc_server(address) as server:
@@ -187,7 +187,7 @@ async def test_grpc_health_is_asked(tmp_path):
         assert not await is_healthy(address)
 
 
-async def test_http_health_is_asked():
+async def test_http_health():
     status = "503 Service Unavailable"
 
     async def answer(reader, writer):
@@ -213,7 +213,7 @@ async def test_http_health_is_asked():
         assert await is_healthy(url + "/")
 
 
-def test_healthcheck_of_nothing_is_code_1(capsys):
+def test_healthcheck_of_an_unused_port_is_code_1(capsys):
     assert cli.main(["healthcheck", f"127.0.0.1:{free_port()}", "--timeout", "0.5"]) == 1
     assert "is not healthy" in capsys.readouterr().err
 
@@ -231,7 +231,7 @@ def test_doctor_reports_devices_cores_and_the_model(monkeypatch, capsys, tmp_pat
     assert facts["converted"] == "nothing yet"
 
 
-def test_doctor_says_where_each_start_compiles_the_libraries_again(monkeypatch, tmp_path):
+def test_doctor_reports_libraries_that_each_start_compiles_again(monkeypatch, tmp_path):
     package = tmp_path / "ponderous"
     package.mkdir()
     (package / "__init__.py").touch()

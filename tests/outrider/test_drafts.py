@@ -37,7 +37,7 @@ def test_other_models_have_ngrams(head, model):
     assert chosen(model, speculative_algorithm="EAGLE3") == ("EAGLE3", None, False)
 
 
-def test_what_is_said_stays(head):
+def test_explicit_flags_are_kept(head):
     assert chosen("default", speculative_algorithm="NONE") == ("NONE", None, False)
     assert chosen("default", speculative_algorithm="NEXTN") == ("NEXTN", None, False)
     mine = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "mine"}
@@ -48,6 +48,6 @@ def test_what_is_said_stays(head):
     )
 
 
-def test_a_draft_that_is_named_needs_its_algorithm_named(head):
+def test_a_named_draft_model_needs_its_algorithm(head):
     with pytest.raises(ConfigError, match="needs --speculative-algorithm"):
         chosen("default", speculative_draft_model_path="mine")

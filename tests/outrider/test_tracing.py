@@ -14,8 +14,8 @@ from outrider.tracing import tracing_to
 from outrider.wire.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.support.collectors import Collector, HttpCollector, plain
 from tests.support.gateway.services import until
+from tests.support.system.serve import System
 from tests.support.tiny import write_model, write_tokenizer
-from tests.system.test_serve import System
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -123,7 +123,7 @@ def test_a_stream_that_is_left_and_a_chat_over_grpc(system, collector):
 
 
 @pytest.mark.system
-def test_what_is_refused_is_an_error_and_what_is_not_sampled_is_not_sent(system, collector):
+def test_refused_requests_are_errors_and_unsampled_ones_are_not_sent(system, collector):
     assert complete(system, {"X-Request-Id": "q10"}, max_tokens=10**9).status_code == 400
     span = next(iter(collector.whole(1, gen_ai__response__id="q10").values()))
     assert span.status.code == span.status.STATUS_CODE_ERROR
@@ -139,7 +139,7 @@ def test_what_is_refused_is_an_error_and_what_is_not_sampled_is_not_sent(system,
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
 @pytest.mark.parametrize("listens", [True, False])
-def test_a_collector_that_does_not_answer_keeps_nobody(monkeypatch, caplog, protocol, listens):
+def test_a_collector_that_does_not_answer_does_not_block_the_end(monkeypatch, caplog, protocol, listens):
     monkeypatch.setenv(GENERAL, protocol)
     monkeypatch.setattr("outrider.tracing._FLUSH_SECONDS", 0.2)
     with socket.socket() as silent:
@@ -153,7 +153,7 @@ def test_a_collector_that_does_not_answer_keeps_nobody(monkeypatch, caplog, prot
     assert "did not accept the last spans within 0.2 s" in caplog.text
 
 
-def test_without_an_endpoint_nothing_is_made():
+def test_without_an_endpoint_there_are_no_spans():
     with tracing_to(None, "target") as tracing:
         assert tracing is None
 

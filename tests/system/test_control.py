@@ -145,7 +145,7 @@ def test_a_bad_update_is_refused_and_changes_nothing(shared, folders, expected, 
     assert running.texts(temperature=1, seed=3) == expected[0]
 
 
-def test_only_who_has_the_key_controls(shared):
+def test_only_the_admin_key_controls(shared):
     running = shared
     for route in (
         "update_weights_from_disk",
@@ -209,7 +209,7 @@ def test_a_pause_holds_requests_and_changes_no_token(shared, mode):
         assert len(waiting.result(30)["choices"][0]["token_ids"]) == 3
 
 
-def test_a_flush_waits_for_what_runs(shared):
+def test_a_flush_is_refused_while_sessions_run(shared):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         future, _ = stream(shared, pool, temperature=1, seed=4)
         assert "under way" in shared.post("/flush_cache?timeout=0.3", 400)["error"]["message"]

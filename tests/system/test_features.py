@@ -99,7 +99,7 @@ def check(drafter, count, expected, slack=24):
 
 
 @pytest.mark.parametrize("chunk", [5, 512])
-def test_what_the_drafter_is_fed_is_what_transformers_says(system, truth, chunk):
+def test_features_are_the_hidden_states_of_transformers(system, truth, chunk):
     drafter = FedDrafter()
     target, draft, gateway = system(drafter, chunked_prefill_size=chunk, **TREE)
     target.pause = 0.03  # the draft keeps up with it, and its hints come in time
@@ -149,7 +149,7 @@ def test_a_draft_that_comes_back_is_fed_from_the_beginning(system, truth):
     until(lambda: idle(target))
 
 
-def test_a_draft_that_asks_for_what_there_is_not_is_refused(folder, tmp_path):
+def test_a_draft_that_asks_for_missing_layers_is_refused(folder, tmp_path):
     drafter = FedDrafter()
     drafter.features = FeatureSpec((LAYERS + 1,))
     target = target_service(folder, f"unix:{tmp_path}/target").start()

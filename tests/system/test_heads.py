@@ -13,12 +13,10 @@ from services.draft.drafters.feature import FeatureDrafter
 from services.draft.process.app import build
 from tests.support.checkpoints.perfect import write_cyclic_target, write_perfect_eagle, write_perfect_eagle3
 from tests.support.gateway.services import Gateway, until
+from tests.support.system.heads import PROMPTS, VERIFY_ALL, accepted, ask_all
+from tests.support.system.serve import System
 from tests.support.system.services import draft_service, target_service
 from tests.support.tiny import write_tokenizer
-from tests.system.test_serve import System
-
-HINTED = {"speculative_num_draft_tokens": 8}  # so that hints are taken whatever they cost
-PROMPTS = ["hello there", "so so so", "a b a b a b", "x"]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +43,7 @@ def system(request, models, tmp_path):
         prefix = PrefixCache(PageAllocator(first.prefix.allocator.total_pages, 16))
         return FeatureDrafter(request.param, first.runner, prefix, 4, 64, first.features, first.fusion)
 
-    target = target_service(models / "target", f"unix:{tmp_path}/target", chunked_prefill_size=5, **HINTED).start()
+    target = target_service(models / "target", f"unix:{tmp_path}/target", chunked_prefill_size=5, **VERIFY_ALL).start()
     draft = draft_service(f"unix:{tmp_path}/draft", drafter).start()
     gateway = Gateway(tmp_path, [target.address], [draft.address]).wait()
     yield target, draft, gateway
@@ -53,20 +51,7 @@ def system(request, models, tmp_path):
         service.stop()
 
 
-def ask_all(gateway, **options):
-    def ask(prompt):
-        answer = gateway.complete(prompt, ignore_eos=True, return_token_ids=True, **options)
-        return answer["choices"][0]["token_ids"]
-
-    with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
-        return list(pool.map(ask, PROMPTS))
-
-
-def accepted(gateway):
-    return gateway.metric("outrider_accepted_draft_tokens_total")
-
-
-def test_heads_are_believed_and_catch_up(system):
+def test_draft_tokens_of_heads_are_accepted_and_heads_catch_up(system):
     target, draft, gateway = system
     texts = ask_all(gateway, max_tokens=120, temperature=1, seed=3)
 
@@ -103,7 +88,7 @@ def test_text_goes_on_where_a_head_s_context_ends(models, tmp_path):
     )  # fmt: skip
     drafter = build(config)[0].drafter
     drafter.warm_up()
-    target = target_service(models / "target", f"unix:{tmp_path}/target", **HINTED).start()
+    target = target_service(models / "target", f"unix:{tmp_path}/target", **VERIFY_ALL).start()
     alone = Gateway(tmp_path, [target.address]).wait()
     try:
         texts = ask_all(alone, max_tokens=200)

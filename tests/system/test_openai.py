@@ -123,7 +123,7 @@ def test_results_of_calls_go_back(client):
     assert chat(client, messages=messages, tools=TOOLS, max_tokens=5).choices[0].finish_reason in ("length", "stop")
 
 
-def test_what_is_wrong_is_named(client):
+def test_errors_name_the_wrong_field(client):
     for options in ({"tool_choice": "required"}, {"tools": TOOLS, "tool_choice": "maybe"}):
         with pytest.raises(openai.BadRequestError) as error:
             chat(client, **options)

@@ -127,7 +127,7 @@ def router(gateway, tmp_path_factory):
         {"temperature": 0, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
     ],
 )
-def test_smg_s_answers_are_ours(gateway, router, options):
+def test_the_router_returns_the_gateways_answers(gateway, router, options):
     model = gateway.client.get("/v1/models").json()["data"][0]["id"]
     body = {"model": model, "messages": [{"role": "user", "content": "weather?"}], "max_tokens": 40, **options}
     answers = [httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json() for url in (gateway.url, router)]

@@ -12,8 +12,8 @@ import pytest
 
 from outrider.client import Client
 from tests.support.gateway.services import Gateway, until
+from tests.support.system.serve import PROMPTS, System, processes_of
 from tests.support.tiny import write_model, write_tokenizer
-from tests.system.test_serve import PROMPTS, System, processes_of
 
 pytestmark = pytest.mark.system
 
@@ -97,7 +97,7 @@ def gone(pid):
     return False
 
 
-def test_both_workers_say_what_one_says(system, alone):
+def test_two_workers_give_the_answers_of_one(system, alone):
     asked = [(prompt, temperature) for prompt in PROMPTS for temperature in (0.0, 1.0)] * 2
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda one: complete(system.url, *one), asked))
@@ -131,7 +131,7 @@ def test_a_killed_worker_is_started_again(system, alone):
     until(lambda: complete(system.url, PROMPTS[1]) == complete(alone.url, PROMPTS[1]) and generated(system)[1] > 0)
 
 
-def test_a_killed_parent_takes_its_workers_along_and_all_come_back(system, alone):
+def test_workers_of_a_killed_parent_end_and_all_are_restarted(system, alone):
     parent, before = gateway_processes(system)
     os.kill(parent, signal.SIGKILL)
     until(lambda: all(map(gone, before.values())))
@@ -140,7 +140,7 @@ def test_a_killed_parent_takes_its_workers_along_and_all_come_back(system, alone
     assert complete(system.url, PROMPTS[0]) == complete(alone.url, PROMPTS[0])
 
 
-def test_all_that_is_under_way_ends_before_the_system_does(system, alone):
+def test_requests_in_progress_end_before_the_system(system, alone):
     """The last test: it ends the system."""
     parent, workers = gateway_processes(system)
     prompts = PROMPTS[:4]

@@ -96,7 +96,7 @@ def somebody():
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", ""])
-def test_what_may_not_be_read_is_named(name, somebody):
+def test_an_unreadable_file_is_named(name, somebody):
     with tempfile.TemporaryDirectory(dir="/tmp") as top:
         folder = Path(top) / "model"
         folder.mkdir()
@@ -114,14 +114,14 @@ def test_what_may_not_be_read_is_named(name, somebody):
             (folder / name).chmod(0o700)
 
 
-def test_a_gguf_file_that_may_not_be_read_is_named(somebody):
+def test_an_unreadable_gguf_file_is_named(somebody):
     with tempfile.NamedTemporaryFile(dir="/tmp", suffix=".gguf") as file:
         os.chmod(file.name, 0)
         with pytest.raises(ConfigError, match=f"{file.name} cannot be read: Permission denied"):
             checkpoint.resolve(file.name)
 
 
-def test_a_path_that_cannot_be_is_refused():
+def test_an_impossible_path_is_refused():
     with pytest.raises(ConfigError, match="cannot be read: File name too long"):
         checkpoint.resolve("/" + "x" * 300)
 
@@ -137,7 +137,7 @@ def test_no_weights_are_fetched_twice():
     files = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "modeling_own.py"]
     others = ["original/model.safetensors", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors"]
     wanted = filter_repo_objects(
-        [*files, *others], allow_patterns=checkpoint._HUB_FILES, ignore_patterns=checkpoint._HUB_DOUBLES
+        [*files, *others], allow_patterns=checkpoint._HUB_FILES, ignore_patterns=checkpoint._HUB_DUPLICATES
     )
     assert list(wanted) == files
 
@@ -154,7 +154,7 @@ def test_weights_that_lie_there_twice_are_read_once(folder):
         checkpoint.resolve(str(folder))
 
 
-def test_fingerprints_tell_checkpoints_apart(folder):
+def test_fingerprints_of_different_checkpoints_differ(folder):
     first = checkpoint.fingerprint(folder)
     assert first == checkpoint.fingerprint(folder)
     save_file({"a": np.ones(3, np.float32)}, folder / "model.safetensors")

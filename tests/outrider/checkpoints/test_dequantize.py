@@ -113,7 +113,7 @@ def test_gptq(bits, less):
 
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize(("bits", "said"), [(8, 4), (4, 8), (3, 4), (2, 8)])
-def test_gptq_layers_of_other_bits_than_the_checkpoint_says_of_all(bits, said, ordered):
+def test_gptq_layers_may_have_other_bits_than_the_checkpoint(bits, said, ordered):
     """As GPTQModel writes them, whose `dynamic` names layers by pattern."""
     torch.manual_seed(1)
     tensors, plain = quantizers.gptq(bits, symmetric=False)(torch.randn(OUTS, INS))
@@ -228,16 +228,16 @@ def transformed(*places):
     ({}, COMPRESSED | {"sparsity_config": {"format": "sparse-24"}}, "as a sparse layout are not"),
     ({}, COMPRESSED | transformed("weight_input", "input", "q_attn"), "need transforms of input, q_attn at run time"),
     ({"weight": (8, 8)}, COMPRESSED | transformed("weight_input", "weight_output"), "'weight_scale'"),  # as any other
-    ({"weight": (8, 8)}, FP8, r"quantized tensors of layer\.weight are not laid out .* 'weight_scale'"),
-    ({"weight": (64, 64), "weight_scale_inv": (2, 2)}, FP8 | {"weight_block_size": [48, 20]}, "not blocks of 20"),
+    ({"weight": (8, 8)}, FP8, r"quantized tensors of layer\.weight do not have the layout .* 'weight_scale'"),
+    ({"weight": (64, 64), "weight_scale_inv": (2, 2)}, FP8 | {"weight_block_size": [48, 20]}, "do not match blocks of 20"),
     ({"weight": (300, 64), "weight_scale_inv": (2, 1)}, FP8, "2 scales for 300 weights do not match blocks of 128"),
     ({"qweight": (8, 16), "qzeros": (4, 2)}, GPTQ, "'scales'"),
     ({"qweight": (8, 16), "qzeros": (4, 2), "scales": (4, 8)}, GPTQ, "8 scales for 16 weights"),
     ({"qweight": (8, 16), "qzeros": (4, 1), "scales": (4, 16)}, GPTQ, "8 scales for 16 weights"),
-    ({"qweight": (8, 16), "qzeros": (4, 2), "scales": (4, 16), "g_idx": (72,)}, GPTQ, "not laid out"),
-    ({"weight_packed": (8, 0), "weight_shape": (2,), "weight_scale": (8, 1)}, COMPRESSED, "not laid out"),
+    ({"qweight": (8, 16), "qzeros": (4, 2), "scales": (4, 16), "g_idx": (72,)}, GPTQ, "do not have the layout"),
+    ({"weight_packed": (8, 0), "weight_shape": (2,), "weight_scale": (8, 1)}, COMPRESSED, "do not have the layout"),
 ])  # fmt: skip
-def test_what_does_not_fit(tensors, settings, said):
+def test_unsupported_layouts_and_wrong_tensors_are_refused(tensors, settings, said):
     filled = {name: np.zeros(shape, np.int32 if name.startswith(("q", "weight_packed", "g_")) else np.float32)
               for name, shape in tensors.items()}  # fmt: skip
     if "weight_shape" in filled:

@@ -54,7 +54,7 @@ def test_other_cores_are_left_alone():
         assert share(config) is config
 
 
-def test_what_is_said_besides_counts(monkeypatch):
+def test_explicit_flags_override_the_share(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     said = DraftConfig(model_path="default", cores="auto", niceness=7, network_cores="0")
     share = shares.share_of_draft(said)
@@ -63,13 +63,13 @@ def test_what_is_said_besides_counts(monkeypatch):
         shares.share_of_draft(DraftConfig(cores="auto", speculative_draft_model_path="x"))
 
 
-def test_a_process_says_what_its_share_lacks(monkeypatch, capsys):
+def test_a_process_reports_cores_missing_from_its_share(monkeypatch, capsys):
     monkeypatch.setattr(app.gc, "set_threshold", lambda *_: None)
     assert app.main(["--cores", "auto", "--speculative-draft-model-path", "x"]) == 2
     assert capsys.readouterr().err.startswith("error: --speculative-draft-model-path needs --speculative-algorithm")
 
 
-def test_the_last_cores_that_are_said_count():
+def test_the_last_cores_flag_applies():
     """What users add to compose's flags takes the place of theirs."""
     config = tyro.cli(TargetConfig, args=["--cores", "auto", "--cores", "0"])
     assert config.cores == "0"

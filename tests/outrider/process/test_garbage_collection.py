@@ -7,13 +7,13 @@ import pytest
 from outrider.process.garbage_collection import imports_without_gc
 
 
-def test_the_collector_rests_meanwhile():
+def test_the_collector_is_off_during_imports():
     with imports_without_gc():
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
-def test_imports_that_fail_leave_it_at_work():
+def test_failed_imports_turn_the_collector_on_again():
     with pytest.raises(ModuleNotFoundError), imports_without_gc():
         import outrider.nothing  # noqa: F401
     assert gc.isenabled()

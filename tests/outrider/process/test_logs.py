@@ -53,7 +53,7 @@ def test_json_has_what_belongs_to_an_event(capsys):
     assert third["exception"].endswith("ValueError: wrong")
 
 
-def test_what_cannot_be_json_is_told_as_text(capsys):
+def test_values_that_cannot_be_json_become_text(capsys):
     setup_logging("gateway", "info", "json")
     logging.getLogger("x").info("odd", extra={"what": sys})
     (line,) = lines(capsys)

@@ -154,7 +154,7 @@ def _rows(chosen):
     return rows
 
 
-def test_scores_that_are_no_numbers_are_the_least_there_is():
+def test_nan_scores_become_the_minimum():
     nan, infinite = np.nan, np.inf
     tree = SpeculationTree(np.array([1, 2]))
     for scores in ([nan, -0.5, 0.5, -infinite, -1.0], [-infinite, -0.5, infinite, nan, -1.0]):
@@ -183,7 +183,7 @@ def test_leaves_at_once_are_children_one_by_one():
     assert len(at_once) == 6
 
 
-def test_commits_are_joined_where_nobody_waits_for_an_answer():
+def test_commits_are_merged_while_drafting_is_paused():
     rng = np.random.default_rng(0)
     lengths, commits = dict.fromkeys((1, 2, 3), 10), []
     for _ in range(60):
@@ -207,7 +207,7 @@ def test_commits_are_joined_where_nobody_waits_for_an_answer():
         assert [c.base_length for c in new] == [10, *(10 + ends[:-1])]
 
 
-def test_commits_that_do_not_follow_one_another_are_not_joined():
+def test_commits_that_are_not_consecutive_are_not_merged():
     first = Commit(1, 4, np.array([7], np.uint32), 1, draft_budget=0)
     for later in (replace(first), replace(first, base_length=6), replace(first, session_id=2, base_length=5)):
         assert merge_commits([first, later]) == [first, later]

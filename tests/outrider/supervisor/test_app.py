@@ -56,7 +56,7 @@ def test_children_read_the_same_configuration_back(tmp_path):
     assert children[2].address == f"http://127.0.0.1:{made.gateway.port}"
 
 
-def test_a_head_is_told_its_target(tmp_path):
+def test_a_head_receives_the_path_of_its_target(tmp_path):
     flags = ["--model", "m", "--speculative-algorithm", "EAGLE3", "--speculative-draft-model", "d"]
     draft = configure(parse(*flags), CORES, tmp_path).draft
     assert draft is not None
@@ -78,7 +78,7 @@ def test_a_head_is_told_its_target(tmp_path):
         (["--quantization", "int8", "--speculative-algorithm", "NGRAM"], None),
     ],
 )
-def test_a_draft_is_as_narrow_as_its_target_unless_it_is_said(tmp_path, flags, draft):
+def test_a_draft_model_has_its_targets_quantization_unless_a_flag_sets_it(tmp_path, flags, draft):
     model = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model", "d"]
     made = configure(parse(*model, *flags), CORES, tmp_path)
     assert made.draft.speculative_draft_model_quantization == draft
@@ -146,7 +146,7 @@ def test_other_refusals():
     ["--api-key", ""], ["--api-key", "secret", " "], ["--api-key", "secret", "--admin-api-key", ""],
     ["--admin-api-key", ""], ["--api-key", " secret"],
 ])  # fmt: skip
-def test_keys_that_anybody_has_are_refused(flags):
+def test_empty_keys_are_refused(flags):
     """As a variable of the shell gives them that is not set."""
     with pytest.raises(ConfigError, match=r"--(admin-)?api-key is empty"):
         check_flags(parse(*flags))
@@ -197,7 +197,7 @@ def test_numbers_are_passed_on_whatever_their_sign():
     assert tyro.cli(TrainConfig, args=to_argv(config)) == config
 
 
-def test_what_is_shown_without_a_terminal(capsys):
+def test_output_without_a_terminal(capsys):
     display = Display()
     for progress in ("", "compiling 3/9", "compiling 3/9", None):
         display.starting({"target": None, "draft": progress})

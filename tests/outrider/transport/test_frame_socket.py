@@ -23,8 +23,7 @@ from outrider.transport.socket_acceptor import SocketAcceptor
 from outrider.transport.stream import StreamHub
 from outrider.wire import codec
 from outrider.wire.v1 import target_pb2, target_pb2_grpc
-from tests.outrider.serving.test_serving import request, until
-from tests.support.outrider.counting import CountingEngine
+from tests.support.outrider.counting import CountingEngine, request, until
 
 
 @pytest.fixture
@@ -168,13 +167,13 @@ async def test_connections_find_their_calls_in_any_order(address):
     for i, key in enumerate(keys):
         await write(key.connection, bytes([i]))
     assert [await read(connection) for connection in there] == [b"\0", b"\1", b"\2"]
-    assert not acceptor._connections
+    assert not acceptor.unpaired
     for connection in [key.connection for key in keys] + there:
         connection.close()
     await acceptor.close()
 
 
-async def test_who_comes_alone_waits_for_a_while(address, monkeypatch):
+async def test_a_connection_or_call_alone_waits_for_the_pairing_time(address, monkeypatch):
     monkeypatch.setattr(socket_acceptor, "PAIRING_SECONDS", 0.05)
     acceptor = SocketAcceptor()
     await acceptor.open(address)
@@ -186,11 +185,11 @@ async def test_who_comes_alone_waits_for_a_while(address, monkeypatch):
     reader, writer = await asyncio.open_unix_connection(socket_beside(address))
     assert await reader.read() == b""  # closed, for no token came
     writer.close()
-    assert not acceptor._connections
+    assert not acceptor.unpaired
     await acceptor.close()
 
 
-async def test_a_call_that_says_nothing_of_a_pipe_has_none():
+async def test_a_call_without_a_token_has_no_connection():
     assert await SocketAcceptor().connection_of(SimpleNamespace(invocation_metadata=lambda: None)) is None
 
 
@@ -207,7 +206,7 @@ async def test_too_long_a_frame_is_refused(address, monkeypatch):
     await acceptor.close()
 
 
-async def test_a_socket_left_behind_is_replaced_and_one_that_cannot_be_had_done_without(address, tmp_path):
+async def test_a_stale_socket_is_replaced_and_frames_use_grpc_if_none_can_be_bound(address, tmp_path):
     path = socket_beside(address)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(path)
@@ -225,7 +224,7 @@ async def test_a_socket_left_behind_is_replaced_and_one_that_cannot_be_had_done_
     await far.close()
 
 
-async def test_connections_are_taken_again_after_too_many_files_were_open(address, monkeypatch):
+async def test_connections_are_accepted_again_after_too_many_open_files(address, monkeypatch):
     monkeypatch.setattr(socket_acceptor, "_RETRY_SECONDS", 0.01)
     loop, failures = asyncio.get_running_loop(), []
 
@@ -245,7 +244,7 @@ async def test_connections_are_taken_again_after_too_many_files_were_open(addres
     await acceptor.close()
 
 
-async def test_a_socket_at_which_somebody_listens_is_nobody_else_s(address):
+async def test_a_socket_with_a_listening_process_is_not_replaced(address):
     server, acceptor = GrpcServer(), SocketAcceptor()
     await server.start(address, ())
     await server.set_serving(True)
@@ -275,7 +274,7 @@ async def test_a_server_replaces_a_socket_that_was_left_behind(address):
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])
-def test_a_socket_is_in_use_whatever_its_kind_and_however_many_wait(tmp_path, kind):
+def test_a_socket_of_any_type_or_with_a_full_backlog_is_in_use(tmp_path, kind):
     path = str(tmp_path / "socket")
     refuse_used_socket(path)
     refuse_used_socket(f"{tmp_path}/{'x' * 200}")  # whoever binds says what is wrong with it
@@ -336,7 +335,7 @@ async def socket_call(channel, address):
     return SocketCall(call, key.connection, target_pb2.VerifyResponse), call
 
 
-async def test_a_stream_runs_past_its_call(service, address):
+async def test_a_stream_uses_its_socket(service, address):
     async with grpc.aio.insecure_channel(address) as channel:
         stream, _ = await socket_call(channel, address)
         await stream.write(codec.verify_request_to_pb(Message(opens=[request(1, max_tokens=3)])))
@@ -350,7 +349,7 @@ async def test_a_stream_runs_past_its_call(service, address):
     assert service.servicer.through_grpc == 0
 
 
-async def test_a_frame_that_is_none_ends_the_call_with_its_status(service, address):
+async def test_a_malformed_frame_ends_the_call_with_its_status(service, address):
     for bad in (Bytes(b"\xff\xff"), target_pb2.VerifyRequest(closes=b"123")):
         async with grpc.aio.insecure_channel(address) as channel:
             stream, _ = await socket_call(channel, address)
@@ -362,7 +361,7 @@ async def test_a_frame_that_is_none_ends_the_call_with_its_status(service, addre
                 await write_on(stream)
 
 
-async def test_a_frame_that_nobody_foresaw_ends_its_stream_alone(service, address, monkeypatch):
+async def test_an_unexpected_error_ends_only_its_stream(service, address, monkeypatch):
     decode = service.hub._socket_streams._decode
 
     def surprised(frame):
@@ -427,7 +426,7 @@ async def drained(stream):
         pass
 
 
-async def test_a_peer_that_does_not_read_holds_up_nobody(service, address):
+async def test_a_peer_that_does_not_read_delays_no_other(service, address):
     """What it is told gathers, and comes once it reads; others go on meanwhile."""
     async with grpc.aio.insecure_channel(address) as channel:
         other, _ = await socket_call(channel, address)
@@ -453,7 +452,7 @@ async def test_a_peer_that_does_not_read_holds_up_nobody(service, address):
         key.connection.close()
 
 
-async def test_a_frame_longer_than_what_a_socket_holds_comes_through(service, address):
+async def test_a_frame_longer_than_the_socket_buffer_arrives(service, address):
     async with grpc.aio.insecure_channel(address) as channel:
         stream, _ = await socket_call(channel, address)
         many = [request(name, prompt=range(1, 2000), max_tokens=1) for name in range(200)]  # 1.6 MB there

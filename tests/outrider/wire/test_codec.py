@@ -172,7 +172,7 @@ def test_one_bad_open_spares_the_others():
     assert "temperature" in failures[0].error.message
 
 
-def test_what_a_refused_session_was_to_replace_is_closed():
+def test_a_session_replaced_by_a_refused_one_is_closed():
     bad = open_to_pb(opened())
     bad.sampling.temperature = -1
     for kind, read in (

@@ -1,8 +1,10 @@
 """Small real processes to supervise, and a supervisor of them to kill."""
 
 import asyncio
+import os
 import socket
 import sys
+import time
 
 from outrider.supervisor.processes import Backoff, Child, stop_and_kill_events, supervise
 
@@ -47,6 +49,22 @@ async def run(children, stop=None, starting=None):
 
 async def wait_ready(children):
     await asyncio.gather(*(child.wait_ready() for child in children))
+
+
+def gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def wait_gone(pids, seconds=5):
+    deadline = time.monotonic() + seconds
+    while not all(map(gone, pids)):
+        assert time.monotonic() < deadline, "a child outlived its supervisor"
+        time.sleep(0.01)
 
 
 async def main():

@@ -5,7 +5,8 @@ A proposal is believed as far as it counts on. Used wherever the machinery aroun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -13,6 +14,22 @@ from outrider.errors import InvalidRequest
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Proposal, path_hash
+from outrider.speculation.sampling import SamplingParams, StopConditions
+
+
+def request(
+    session_id: int = 1, prompt: Sequence[int] = (1, 2), max_tokens: int = 3, committed: Sequence[int] = ()
+) -> OpenSession:
+    """Opens a session of the counting engine."""
+    tokens = np.array([*prompt, *committed], np.uint32)
+    return OpenSession(session_id, tokens, len(prompt), SamplingParams(), StopConditions(max_tokens))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition, at most 10 s."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 class CountingEngine(Engine):
