@@ -1,4 +1,4 @@
-"""The command, as people and Docker call it."""
+"""The command `outrider`, as people and Docker call it."""
 
 import asyncio
 import compileall
@@ -82,7 +82,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 @pytest.mark.parametrize(("missing", "verb"), [("fastapi", "gateway"), ("torch", "target")])
 def test_a_missing_extra_is_named(tmp_path, missing, verb):
-    """Also one that is imported late, as PyTorch and JAX are."""
+    """Also a package that is imported late, as PyTorch and JAX are."""
     path = tmp_path / "socket"
     flags = ["--target", "unix:nowhere"] if verb == "gateway" else ["--listen", f"unix:{path}"]
     command = [sys.executable, "-c", WITHOUT.format(missing=missing), verb, *flags]
@@ -96,7 +96,7 @@ def test_a_missing_extra_is_named(tmp_path, missing, verb):
 
 
 def test_ctrl_c_ends_a_verb_without_a_traceback(tmp_path):
-    """Here while it waits for an answer; while it imports, as any other."""
+    """Here Ctrl-C arrives while the verb waits for an answer."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         command = [sys.executable, "-m", "outrider", "healthcheck", f"127.0.0.1:{silent.getsockname()[1]}"]
         with subprocess.Popen([*command, "-t", "3600"], stderr=subprocess.PIPE, text=True) as process:
@@ -122,7 +122,7 @@ def test_a_missing_module_of_an_installed_package_is_no_missing_extra(monkeypatc
 
 
 def test_benchmarks_by_their_names(monkeypatch, tmp_path):
-    """`outrider bench NAME` and `python -m bench NAME` are the same, also from a folder that is no checkout."""
+    """`outrider bench NAME` and `python -m bench NAME` are the same, also outside a checkout."""
     python = [sys.executable, "-m"]
     monkeypatch.setenv("PYTHONPATH", str(Path(cli.__file__).parents[1]))
     monkeypatch.setenv("COLUMNS", "120")
@@ -172,12 +172,12 @@ async def test_grpc_health(tmp_path):
     address = f"unix:{tmp_path}/health.sock"
     assert not await is_healthy(address, 0.5)
     async with grpc_server(address) as server:
-        told = []
-        assert not await is_healthy(address, on_progress=told.append)
-        assert told == []
+        reported = []
+        assert not await is_healthy(address, on_progress=reported.append)
+        assert reported == []
         server.set_progress("compiling 3/9")
-        assert not await is_healthy(address, on_progress=told.append)
-        assert told == ["compiling 3/9"]
+        assert not await is_healthy(address, on_progress=reported.append)
+        assert reported == ["compiling 3/9"]
         await server.set_serving(True)
         assert await is_healthy(address)
         command = [sys.executable, "-m", "outrider", "healthcheck", address]
@@ -239,8 +239,8 @@ def test_doctor_reports_libraries_that_each_start_compiles_again(monkeypatch, tm
     monkeypatch.setattr(doctor, "_DEVICES", {})
     monkeypatch.setattr(doctor, "_LARGE", ("ponderous", "not_there"))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    assert "at every start" in (told := dict(doctor.report())["compiled"])
-    assert "PYTHONDONTWRITEBYTECODE" in told
+    assert "at every start" in (reported := dict(doctor.report())["compiled"])
+    assert "PYTHONDONTWRITEBYTECODE" in reported
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     assert dict(doctor.report())["compiled"] == "ponderous: when first imported"
     compileall.compile_dir(package, quiet=1)

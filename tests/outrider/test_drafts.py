@@ -1,4 +1,4 @@
-"""Which drafter serves a model if nobody says."""
+"""The drafter for --speculative-algorithm AUTO."""
 
 from dataclasses import replace
 

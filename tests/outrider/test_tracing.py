@@ -1,4 +1,4 @@
-"""Traces: one request, three processes, one tree of spans, as a collector gets them."""
+"""Traces: one tree of spans for one request in three processes, as a collector receives it."""
 
 import socket
 import time
@@ -72,8 +72,8 @@ def test_one_trace_through_three_processes(system, collector):
 def test_attributes_are_those_of_the_conventions(system, collector):
     assert complete(system, {"X-Request-Id": "q8"}, seed=5, top_p=0.5, stop=["never said"], n=2).status_code == 200
     trace = collector.whole(gen_ai__response__id="q8")
-    told = {span.name: plain(span.attributes) for span in trace.values()}
-    request = next(told[name] for name in told if name.startswith("text_completion"))
+    reported = {span.name: plain(span.attributes) for span in trace.values()}
+    request = next(reported[name] for name in reported if name.startswith("text_completion"))
     wanted = {
         "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "outrider",
@@ -91,12 +91,12 @@ def test_attributes_are_those_of_the_conventions(system, collector):
     }
     assert {name: request.get(name) for name in wanted} == wanted
     assert request["gen_ai.request.model"] == request["gen_ai.response.model"]
-    assert request["gen_ai.usage.input_tokens"] == told["prefill"]["gen_ai.usage.input_tokens"]
+    assert request["gen_ai.usage.input_tokens"] == reported["prefill"]["gen_ai.usage.input_tokens"]
     assert 0 < request["gen_ai.response.time_to_first_chunk"] <= request["gen_ai.latency.e2e"]
     assert request["outrider.steps"] == 48 - request["outrider.accepted_draft_tokens"]
-    assert told["decode"]["gen_ai.usage.output_tokens"] == 24
-    assert told["draft"]["outrider.drafters"] == ["NGRAM"]
-    assert not any("a b a b" in str(value) for span in told.values() for value in span.values())
+    assert reported["decode"]["gen_ai.usage.output_tokens"] == 24
+    assert reported["draft"]["outrider.drafters"] == ["NGRAM"]
+    assert not any("a b a b" in str(value) for span in reported.values() for value in span.values())
     sessions = [plain(s.attributes)["outrider.session_id"] for _, s in collector.spans
                 if s.trace_id == next(iter(trace.values())).trace_id and s.name == "decode"]  # fmt: skip
     assert len(sessions) == len(set(sessions)) == 2

@@ -1,4 +1,4 @@
-"""The whole system as a user starts it: `outrider serve`, three processes, the `openai` client, and real kills."""
+"""The whole system as a user starts it: `outrider serve`, three processes, the `openai` client, killed processes."""
 
 import os
 import signal
@@ -23,13 +23,13 @@ def draft_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, draft_folder):
-    """The target's model: as the draft's, but so slow that hints come in time."""
+    """The target's model: as the draft model, but slow enough for proposals to arrive in time."""
     return write_tokenizer(write_slower_twin(tmp_path_factory.mktemp("target"), draft_folder, 64000))
 
 
 @pytest.fixture(scope="module")
 def plain_texts(folder):
-    """What the model says without any drafter, by temperature."""
+    """The model's texts without a drafter, by temperature."""
     system = System(folder, "--speculative-algorithm", "NONE").wait()
     try:
         return {t: system.ask_all(temperature=t) for t in (0.0, 1.0)}
@@ -40,7 +40,7 @@ def plain_texts(folder):
 @pytest.fixture(scope="module")
 def system(folder, draft_folder, plain_texts):
     flags = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(draft_folder)]
-    # An explicit tree, and cores apart: hints are used although on a small machine they might not pay.
+    # An explicit tree and separate cores: draft tokens are verified although they might not be profitable here.
     flags += ["--speculative-num-steps", "4", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "8"]
     cores = sorted(os.sched_getaffinity(0))
     flags += ["--cores-target", str(cores[0]), "--cores-draft", str(cores[-1])]
@@ -52,7 +52,7 @@ def system(folder, draft_folder, plain_texts):
 
 
 def believed(system, before, plain_texts, temperature):
-    """More tokens of the draft are accepted than before, within 90 seconds of the same texts."""
+    """Repeating the texts, more draft tokens are accepted than before within 90 seconds."""
     deadline = time.monotonic() + 90
     while system.metric("outrider_accepted_draft_tokens_total") == before and time.monotonic() < deadline:
         assert system.ask_all(temperature=temperature) == plain_texts[temperature]

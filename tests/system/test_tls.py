@@ -1,4 +1,4 @@
-"""Target, draft and gateway started one by one, as on several machines: over TCP, each with a certificate to show."""
+"""Target, draft service and gateway started one by one, as on several machines: over TCP, each with a certificate."""
 
 import contextlib
 import signal
@@ -52,7 +52,7 @@ def running(role, *flags):
 
 @pytest.fixture(scope="module")
 def services(tmp_path_factory, ours, server):
-    """Addresses of a target and of a draft that ask for certificates."""
+    """Addresses of a target and a draft service that require client certificates."""
     folder = write_tokenizer(write_model(tmp_path_factory.mktemp("model")))
     target, draft = (f"127.0.0.1:{free_port()}" for _ in range(2))
     shared = ["--max-running-requests", 8, *server.argv(ours.ca_certs)]

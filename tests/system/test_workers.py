@@ -1,4 +1,4 @@
-"""`outrider serve` with several gateway processes: real services behind one port, real kills, an end without losses."""
+"""`outrider serve` with several gateway workers: real services behind one port, killed processes, graceful shutdown."""
 
 import concurrent.futures
 import contextlib
@@ -34,7 +34,7 @@ def sockets(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, sockets):
-    """A gateway of one process before the same services."""
+    """A gateway of one process for the same services."""
     target, draft = sockets
     made = Gateway(tmp_path_factory.mktemp("alone"), [target], [draft])
     yield made
@@ -53,7 +53,7 @@ def system(folder, sockets, alone):
 
 
 def workers_up(system):
-    """For each worker whether it is up, as whichever is asked says; nothing if that one goes away meanwhile."""
+    """Whether each worker is up, according to the worker that answers; empty if that worker ends meanwhile."""
     with contextlib.suppress(httpx.TransportError):
         return [figure(system, f'outrider_worker_up{{worker="{worker}"}}') for worker in range(WORKERS)]
     return []
@@ -65,12 +65,12 @@ def figure(system, sample):
 
 
 def generated(system):
-    """Tokens that each worker has given its clients."""
+    """Tokens that each worker has sent to clients."""
     return [figure(system, f'outrider_generated_tokens_total{{worker="{worker}"}}') for worker in range(WORKERS)]
 
 
 def complete(url, prompt, temperature=0.0, tokens=40):
-    """Over a connection of its own, which any worker may take."""
+    """Send a request over a new connection, which any worker may accept."""
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": temperature, "seed": 7, "ignore_eos": True}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
@@ -78,7 +78,7 @@ def complete(url, prompt, temperature=0.0, tokens=40):
 
 
 def gateway_processes(system):
-    """The gateway's parent, and its workers by number."""
+    """The gateway's parent process, and its workers by number."""
     (parent,) = processes_of(system.process, "gateway")
     rows = subprocess.run(["ps", "--ppid", str(parent), "-o", "pid=,args="], capture_output=True, text=True).stdout
     found = {}
@@ -111,8 +111,8 @@ def test_both_answer_grpc(system, alone):
 
     def ask(_=None):
         with Client(f"127.0.0.1:{system.grpc_port}") as client:
-            told = client.complete(PROMPTS[0], max_tokens=40, temperature=0.0, ignore_eos=True)
-        assert told.text == text
+            answers = client.complete(PROMPTS[0], max_tokens=40, temperature=0.0, ignore_eos=True)
+        assert answers.text == text
         return all(now > then for now, then in zip(generated(system), before, strict=True))
 
     until(ask, 30)
@@ -141,21 +141,21 @@ def test_workers_of_a_killed_parent_end_and_all_are_restarted(system, alone):
 
 
 def test_requests_in_progress_end_before_the_system(system, alone):
-    """The last test: it ends the system."""
+    """The last test, because it ends the system."""
     parent, workers = gateway_processes(system)
     prompts = PROMPTS[:4]
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
         whole = dict(
             zip(prompts, pool.map(lambda prompt: complete(alone.url, prompt, tokens=LONG), prompts), strict=True)
         )
-    begun, told = threading.Semaphore(0), {}
+    begun, answers = threading.Semaphore(0), {}
 
     def listen(prompt):
         stream = system.ask(prompt, stream=True, max_tokens=LONG)
         text = next(stream).choices[0].text
         begun.release()
         chunks = [chunk.choices[0] for chunk in stream if chunk.choices]
-        told[prompt] = (text + "".join(chunk.text for chunk in chunks), chunks[-1].finish_reason)
+        answers[prompt] = (text + "".join(chunk.text for chunk in chunks), chunks[-1].finish_reason)
 
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
         listening = [pool.submit(listen, prompt) for prompt in prompts]
@@ -164,7 +164,7 @@ def test_requests_in_progress_end_before_the_system(system, alone):
         system.process.terminate()
         for task in listening:
             task.result()
-    assert told == {prompt: (text, "length") for prompt, text in whole.items()}
+    assert answers == {prompt: (text, "length") for prompt, text in whole.items()}
     assert system.process.wait(40) == 0
     assert all(map(gone, (parent, *workers.values())))
     with pytest.raises(httpx.ConnectError):

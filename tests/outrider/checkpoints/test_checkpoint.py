@@ -1,4 +1,4 @@
-"""Finding a model's files: what is accepted, and a clear word for everything that is not."""
+"""Finding a model's files: accepted locations, and clear errors for all others."""
 
 import ctypes
 import json
@@ -39,7 +39,7 @@ def test_folders_are_taken_as_they_are(folder):
 
 
 def test_an_index_of_other_files_beside_a_whole_model_is_passed_over(folder):
-    """As `transformers` does, which the target's weights are read by: whoever reads others sees the same."""
+    """As in `transformers`, which reads the target's weights: all readers choose the same files."""
     shard(folder)
     save_file({"a": np.ones(3, np.float32)}, folder / "model.safetensors")
     assert checkpoint.weight_files(folder) == [folder / "model.safetensors"]
@@ -87,8 +87,8 @@ def test_paths_that_do_not_exist_are_refused(path):
 
 
 @pytest.fixture
-def somebody():
-    """Reads files as a user without rights, if the tests run as one who may read all."""
+def unprivileged_user():
+    """Reads files as a user without privileges, if the tests run as root."""
     libc = ctypes.CDLL(None)
     libc.setfsuid(65534)
     yield
@@ -96,7 +96,7 @@ def somebody():
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", ""])
-def test_an_unreadable_file_is_named(name, somebody):
+def test_an_unreadable_file_is_named(name, unprivileged_user):
     with tempfile.TemporaryDirectory(dir="/tmp") as top:
         folder = Path(top) / "model"
         folder.mkdir()
@@ -114,7 +114,7 @@ def test_an_unreadable_file_is_named(name, somebody):
             (folder / name).chmod(0o700)
 
 
-def test_an_unreadable_gguf_file_is_named(somebody):
+def test_an_unreadable_gguf_file_is_named(unprivileged_user):
     with tempfile.NamedTemporaryFile(dir="/tmp", suffix=".gguf") as file:
         os.chmod(file.name, 0)
         with pytest.raises(ConfigError, match=f"{file.name} cannot be read: Permission denied"):
@@ -133,7 +133,7 @@ def test_an_id_that_the_hub_cannot_give_is_refused(monkeypatch):
 
 
 def test_no_weights_are_fetched_twice():
-    """What some publish beside theirs, for other code, is left on the hub."""
+    """Duplicate weights in other layouts are not downloaded."""
     files = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "modeling_own.py"]
     others = ["original/model.safetensors", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors"]
     wanted = filter_repo_objects(
@@ -143,7 +143,7 @@ def test_no_weights_are_fetched_twice():
 
 
 def test_weights_that_lie_there_twice_are_read_once(folder):
-    """In the form of other code beside ours, or in that form alone."""
+    """Weights in another layout, beside the usual one or alone."""
     before = checkpoint.fingerprint(folder)
     for name in ("consolidated.safetensors", "consolidated-00001-of-00002.safetensors"):
         save_file({"tok_embeddings.weight": np.zeros(3, np.float32)}, folder / name)

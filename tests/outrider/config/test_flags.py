@@ -20,7 +20,7 @@ CONFIGS = [ServeConfig, TargetConfig, DraftConfig, GatewayConfig, TrainConfig]
 
 
 def shown(config, *argv, capsys):
-    """The flags of a help page by the title of their group, the spelling of a field's name alone."""
+    """The flags on a help page, by the title of their group."""
     with pytest.raises(SystemExit) as end:
         parse_flags(config, argv, "outrider x")
     assert end.value.code == 0

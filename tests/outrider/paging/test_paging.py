@@ -1,4 +1,4 @@
-"""Pages: random lives of many leases keep the books right; slots never meet."""
+"""Pages: the audit passes after random leases and releases; tables never share a slot by accident."""
 
 import numpy as np
 import pytest

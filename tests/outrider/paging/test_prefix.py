@@ -1,4 +1,4 @@
-"""Prefix cache: found is what was put in; shared pages are never written; what can go goes in turn."""
+"""Prefix cache: inserted pages are found, shared pages are never written, eviction keeps its order."""
 
 from itertools import pairwise
 
@@ -21,7 +21,7 @@ def array(*tokens):
 
 
 def filled(cache, tokens, namespace="", owner=0):
-    """A table that has computed these tokens and published what is full."""
+    """A table that has computed these tokens and published its full pages."""
     table = SharedTable(cache, namespace, owner)
     table.attach(tokens, 0)
     table.reserve(len(tokens))
@@ -162,7 +162,7 @@ def test_a_flush_forgets_and_takes_nothing_more_from_before():
     assert set(fresh.pages.tolist()).isdisjoint(held.pages.tolist())
     held.release()
     audit(cache, [fresh])
-    assert held.attach(array(1, 2, 3, 4), 0) == 4  # it begins anew, and shares again
+    assert held.attach(array(1, 2, 3, 4), 0) == 4  # it starts again, and shares again
 
 
 def test_a_table_without_pages_shares_after_a_flush_what_comes_then():
@@ -201,7 +201,7 @@ def test_without_a_cache_pages_are_freed_at_once():
 
 
 class Mirror:
-    """Keeps what each cached page holds, as an observer with data of its own would."""
+    """Records the content of each cached page, as an observer with its own data does."""
 
     def __init__(self, texts, page_size):
         self.texts, self.size = texts, page_size
@@ -233,7 +233,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=
 
 @given(ACTIONS, TEXTS, st.sampled_from([1, 2, 4]))
 def test_random_lives_share_the_right_pages_and_keep_the_books(actions, texts, page_size):
-    """A pool whose cells hold the path that they were written for: whatever a table reads is its own text."""
+    """A pool whose cells hold the path that they were written for: every table reads its own text."""
     cache = made(pages=9, page_size=page_size)
     texts = [array(*text) for text in texts]
     mirror = Mirror(texts, page_size)
@@ -289,7 +289,7 @@ def test_random_lives_share_the_right_pages_and_keep_the_books(actions, texts, p
 
 
 class Refusing:
-    """Offers nobody certain pages."""
+    """Withholds certain pages from every table."""
 
     def __init__(self):
         self.refused = set()

@@ -1,4 +1,4 @@
-"""Which process gets which cores."""
+"""CPU cores of each process."""
 
 import os
 

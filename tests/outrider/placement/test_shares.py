@@ -1,4 +1,4 @@
-"""`--cores auto`: three processes that start by themselves share a machine as `outrider serve` divides it."""
+"""`--cores auto`: three independently started processes share a machine as `outrider serve` divides it."""
 
 import os
 from pathlib import Path
@@ -14,14 +14,14 @@ from outrider.placement.cores import choose_cores
 from outrider.supervisor.app import configure
 from services.draft.process import app
 
-TOLD = (
+FLAGS = (
     "cores", "niceness", "network_cores", "speculative_num_steps", "speculative_eagle_topk",
     "speculative_num_draft_tokens",
 )  # fmt: skip
 
 
-def told(config):
-    return {name: getattr(config, name) for name in TOLD if hasattr(config, name)}
+def reported(config):
+    return {name: getattr(config, name) for name in FLAGS if hasattr(config, name)}
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 4, 16])
@@ -37,7 +37,7 @@ def test_shares_are_those_of_serve(monkeypatch, cores, algorithm, flags):
     draft = shares.share_of_draft(
         DraftConfig(speculative_algorithm=algorithm, model_path="default", cores="auto", **flags)
     )
-    assert told(draft) == told(expected.draft)
+    assert reported(draft) == reported(expected.draft)
     assert shares.share_of_gateway(GatewayConfig(cores="auto")).cores == expected.gateway.cores
     target = shares.share_of_target(TargetConfig(cores="auto")).cores.split(",")
     assert target == expected.target.cores.split(",")[: len(target)]
@@ -56,8 +56,8 @@ def test_other_cores_are_left_alone():
 
 def test_explicit_flags_override_the_share(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    said = DraftConfig(model_path="default", cores="auto", niceness=7, network_cores="0")
-    share = shares.share_of_draft(said)
+    explicit = DraftConfig(model_path="default", cores="auto", niceness=7, network_cores="0")
+    share = shares.share_of_draft(explicit)
     assert (share.cores, share.niceness, share.network_cores) == ("1", 7, "0")
     with pytest.raises(ConfigError, match="needs --speculative-algorithm"):
         shares.share_of_draft(DraftConfig(cores="auto", speculative_draft_model_path="x"))
@@ -70,7 +70,7 @@ def test_a_process_reports_cores_missing_from_its_share(monkeypatch, capsys):
 
 
 def test_the_last_cores_flag_applies():
-    """What users add to compose's flags takes the place of theirs."""
+    """Flags that users add to those of compose.yaml override them."""
     config = tyro.cli(TargetConfig, args=["--cores", "auto", "--cores", "0"])
     assert config.cores == "0"
     assert to_argv(config) == ["--cores", "0"]

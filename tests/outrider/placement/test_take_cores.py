@@ -1,4 +1,4 @@
-"""What a process does with its place on the machine before it begins."""
+"""CPU cores and niceness of a process at its start."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What is imported apart from Python's collector; afterwards it is at work again, whatever came of it."""
+"""Imports with Python's collector off; afterwards it is on again, also after a failed import."""
 
 import gc
 

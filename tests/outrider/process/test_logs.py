@@ -46,8 +46,8 @@ def test_json_has_what_belongs_to_an_event(capsys):
         log.exception("it failed")
     first, second, third = map(json.loads, lines(capsys))
     assert first.pop("time").endswith("+00:00")
-    said = {"level": "info", "role": "target", "logger": "services.target", "message": "two\nlines of Zürich"}
-    assert first == said
+    expected = {"level": "info", "role": "target", "logger": "services.target", "message": "two\nlines of Zürich"}
+    assert first == expected
     assert (second["request_id"], second["steps"], second["path"], second["level"]) == ("q7", 3, None, "warning")
     assert "request_id" not in third
     assert third["exception"].endswith("ValueError: wrong")

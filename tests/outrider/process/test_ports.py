@@ -1,4 +1,4 @@
-"""Where Unix domain sockets can be, and the folders that are made for them."""
+"""Paths of Unix domain sockets, and folders for them."""
 
 import socket
 import tempfile

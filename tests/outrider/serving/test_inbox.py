@@ -1,4 +1,4 @@
-"""What the engine thread waits for: what other threads put, and what connections bring."""
+"""The engine thread's inbox: items of other threads, and connections."""
 
 import contextlib
 import queue

@@ -1,4 +1,4 @@
-"""The scheduler: who takes part in a step, and with which tokens, over pools that can be worked out by hand."""
+"""The scheduler: the sessions and tokens of a step, with pools small enough to check by hand."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def spans(chunks):
 
 
 def advance(s, chunks):
-    """What an engine does with a plan: compute, and commit one token where the chunk was the last."""
+    """An engine's part of a plan: compute the chunks, and commit one token after a last chunk."""
     for chunk in chunks:
         chunk.session.computed = chunk.stop
         if chunk.last:
@@ -367,7 +367,7 @@ def test_a_full_queue_refuses_new_sessions_and_no_others(policy):
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
 def test_a_session_from_elsewhere_goes_before_new_prompts(policy):
-    """One that is opened anew for its draft was in the middle of its answer."""
+    """A session that is opened again for its drafter was in the middle of its answer."""
     s = scheduler(pages=100, max_running=2, policy=policy)
     for i in range(6):
         s.add(session(s, i, 5))

@@ -1,4 +1,4 @@
-"""Engine loop and streams, around an engine whose answers can be worked out by hand."""
+"""Engine loop and streams, around an engine whose tokens can be computed by hand."""
 
 import asyncio
 import gc
@@ -28,7 +28,7 @@ from tests.support.outrider.counting import CountingEngine, request, until
 
 
 class Sink:
-    """Collects what a loop publishes."""
+    """Collects the published output of a loop."""
 
     def __init__(self):
         self.outputs: list[StepOutput] = []
@@ -80,7 +80,7 @@ def test_a_session_ends_if_the_open_that_replaces_it_is_refused(last):
 
 
 def test_commits_of_a_frame_are_received_before_its_closes():
-    """It can be learnt from. What it says of others comes when there is room again."""
+    """Online learning reads these commits."""
     heard = []
 
     class Listening(CountingEngine):
@@ -146,16 +146,16 @@ def test_an_idle_engine_publishes_its_load_if_it_changed():
     before, last = sink.outputs[-2].load, sink.outputs[-1].load
     assert (before.running_sessions, last.running_sessions) == (1, 0)
     assert last.step_microseconds == before.step_microseconds
-    told, audits = len(sink.outputs), engine.audits
+    reported, audits = len(sink.outputs), engine.audits
     loop.submit(Message(closes=[1]))  # a session that is gone changes nothing
     wait_until(lambda: engine.audits > audits)
     loop.stop()
-    assert len(sink.outputs) == told
+    assert len(sink.outputs) == reported
     assert faults == []
 
 
 class Gathering(CountingEngine):
-    """Says nothing that is urgent but a session's first and last words."""
+    """Only the first and last output of a session is urgent."""
 
     coalesce_seconds = 60.0
     version = ""
@@ -215,8 +215,8 @@ def test_steps_of_different_weights_are_not_coalesced():
     loop.submit(Message(closes=[1]))
     wait_until(lambda: engine.closed and len(sink.tokens(1)) == engine.steps)
     loop.stop()
-    told = [(output.load.weight_version, len(output.commits)) for output in sink.outputs if output.commits]
-    assert told == [("", 1), ("", before - 1), ("new", engine.steps - before)]
+    reported = [(output.load.weight_version, len(output.commits)) for output in sink.outputs if output.commits]
+    assert reported == [("", 1), ("", before - 1), ("new", engine.steps - before)]
     assert faults == []
 
 
@@ -300,11 +300,11 @@ def test_features_are_sent_after_commits_in_frames_of_bounded_size():
 
 
 def test_log_probabilities_are_sent_in_frames_of_bounded_size():
-    """They gather while a peer is slow, and a frame that is too long would end the stream."""
+    """Output collects while a peer reads slowly, and too long a frame would end the stream."""
 
-    def commit(session_id, told):
-        top = np.zeros((told, 20), np.uint32), np.zeros((told, 20), np.float32)
-        prompt = Logprobs(1, np.zeros(told, np.float32), *top) if told else None
+    def commit(session_id, reported):
+        top = np.zeros((reported, 20), np.uint32), np.zeros((reported, 20), np.float32)
+        prompt = Logprobs(1, np.zeros(reported, np.float32), *top) if reported else None
         return Commit(session_id, 5, np.array([7], np.uint32), 5, prompt_logprobs=prompt)
 
     outbox, frames = Outbox(lambda: None), []

@@ -1,4 +1,4 @@
-"""The verification rule: truth table, and invariance of the text on models small enough to think about."""
+"""The verification rule: truth table, and equal text for all drafts on toy models."""
 
 import numpy as np
 import pytest

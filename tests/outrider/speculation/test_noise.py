@@ -1,4 +1,4 @@
-"""The noise: golden vectors, its law, and its independence over positions, seeds and tokens."""
+"""The noise: golden vectors, its distribution, and its independence over positions, seeds and tokens."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The sampling rules: each filter alone, all together against the distribution that they leave, and bad values."""
+"""The sampling rules: each filter alone, all filters against the resulting distribution, and wrong values."""
 
 import numpy as np
 import pytest

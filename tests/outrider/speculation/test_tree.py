@@ -1,4 +1,4 @@
-"""The speculation tree against a twin that stores whole paths in a set: merging, commits, selection."""
+"""The draft tree against a twin that stores whole paths in a set: merging, commits, selection."""
 
 import itertools
 import re
@@ -25,7 +25,7 @@ PATHS = st.lists(st.lists(TOKEN, min_size=1, max_size=5).map(tuple), max_size=12
 
 
 def proposal(anchor: list[int], paths, session_id=1):
-    """A proposal that holds paths below an anchor path. A node's score depends on its path alone."""
+    """A proposal with these paths below an anchor path. A node's score depends only on its path."""
     rows, tokens, parents, scores = {(): -1}, [], [], []
     for path in sorted({p[:i] for p in paths for i in range(1, len(p) + 1)}, key=len):
         rows[path] = len(tokens)

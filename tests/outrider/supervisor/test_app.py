@@ -1,4 +1,4 @@
-"""What `serve` makes of its flags, and what it refuses before anything heavy starts."""
+"""The processes' configurations from the flags of `serve`, and flags that it refuses at once."""
 
 import socket
 import subprocess
@@ -147,13 +147,13 @@ def test_other_refusals():
     ["--admin-api-key", ""], ["--api-key", " secret"],
 ])  # fmt: skip
 def test_empty_keys_are_refused(flags):
-    """As a variable of the shell gives them that is not set."""
+    """An unset variable of the shell gives an empty key."""
     with pytest.raises(ConfigError, match=r"--(admin-)?api-key is empty"):
         check_flags(parse(*flags))
 
 
 def test_files_where_the_user_is_are_no_modules(tmp_path):
-    """Unless the process was itself started from a checkout there."""
+    """Unless the process itself was started from a checkout in the working directory."""
     (tmp_path / "colorsys.py").write_text("raise SystemExit('not this one')")
     code = (
         "import subprocess\n"

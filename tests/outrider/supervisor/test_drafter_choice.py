@@ -1,4 +1,4 @@
-"""Who drafts where nobody says."""
+"""The drafter of `serve` without --speculative-algorithm."""
 
 import os
 from dataclasses import replace
@@ -15,13 +15,13 @@ from outrider.supervisor.drafter_choice import choose_drafters
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
-    """Two cores that everybody shares, and no GPU."""
+    """Two cores, which all processes share, and no GPU."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(drafter_choice, "_GPU", tmp_path / "none")
 
 
 def chosen(**parts):
-    """What becomes of some flags: the drafter's name, and who drafts in the target."""
+    """The drafter and the target's self-speculation for some flags."""
     config = ServeConfig()
     for name, flags in parts.items():
         value = flags if not isinstance(flags, dict) else replace(getattr(config, name), **flags)

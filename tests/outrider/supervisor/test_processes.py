@@ -1,4 +1,4 @@
-"""Children that die, refuse, hang; supervisors that are killed: all of them real processes."""
+"""Children that end, refuse to start or hang, and killed supervisors: all of them real processes."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ async def until(condition, seconds=60):
 
 @contextlib.asynccontextmanager
 async def supervised(*children):
-    """Children that are ready; ended in order afterwards."""
+    """Ready children, stopped in order afterwards."""
     stop = asyncio.Event()
     task = asyncio.create_task(run(children, stop))
     await until(lambda: all(c.ready for c in children) or task.done())
@@ -165,7 +165,7 @@ async def test_lines_are_passed_on_whole():
 
 
 async def test_a_line_that_cannot_be_written_is_the_only_one_lost():
-    """A full disk, say. The child would wait for ever once its pipe is full."""
+    """For example on a full disk. The child would block once its pipe is full."""
     lines = []
 
     def full_at_first(line):

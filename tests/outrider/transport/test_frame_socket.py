@@ -1,4 +1,4 @@
-"""Frames past gRPC: they belong to their call, whichever of the two comes or ends first."""
+"""Frames over a socket beside gRPC: connection and call belong together, whichever arrives or ends first."""
 
 import asyncio
 import errno
@@ -32,7 +32,7 @@ def address(tmp_path):
 
 
 class Bytes:
-    """A message that is its bytes."""
+    """A message that serializes to its content."""
 
     def __init__(self, content):
         self.content = content
@@ -57,7 +57,7 @@ async def write(connection, frame):
 
 
 async def read(connection):
-    """The next frame, of one that sends no more than one at a time; None at the end."""
+    """The next frame of a peer that sends one at a time; None at the end."""
     while True:
         try:
             frames = connection.receive()
@@ -210,7 +210,7 @@ async def test_a_stale_socket_is_replaced_and_frames_use_grpc_if_none_can_be_bou
     path = socket_beside(address)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(path)
-    assert await connect_beside(address) is None  # nobody listens there
+    assert await connect_beside(address) is None  # no process listens there
     acceptor = SocketAcceptor()
     await acceptor.open(address)
     here, there = await both_ends(acceptor, address)
@@ -277,7 +277,7 @@ async def test_a_server_replaces_a_socket_that_was_left_behind(address):
 def test_a_socket_of_any_type_or_with_a_full_backlog_is_in_use(tmp_path, kind):
     path = str(tmp_path / "socket")
     refuse_used_socket(path)
-    refuse_used_socket(f"{tmp_path}/{'x' * 200}")  # whoever binds says what is wrong with it
+    refuse_used_socket(f"{tmp_path}/{'x' * 200}")  # binding reports the error
     with socket.socket(socket.AF_UNIX, kind) as other, socket.socket(socket.AF_UNIX) as waiting:
         other.bind(path)
         if kind == socket.SOCK_STREAM:
@@ -418,7 +418,7 @@ async def write_on(stream):
 
 
 async def drained(stream):
-    """Read until the end, however it is said."""
+    """Read until the end of the stream, in whatever way it ends."""
     try:
         while await stream.read() is not grpc.aio.EOF:
             pass
@@ -427,7 +427,7 @@ async def drained(stream):
 
 
 async def test_a_peer_that_does_not_read_delays_no_other(service, address):
-    """What it is told gathers, and comes once it reads; others go on meanwhile."""
+    """Output for this peer collects until it reads; others go on meanwhile."""
     async with grpc.aio.insecure_channel(address) as channel:
         other, _ = await socket_call(channel, address)
         key = await connect_beside(address)

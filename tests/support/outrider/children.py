@@ -1,4 +1,4 @@
-"""Small real processes to supervise, and a supervisor of them to kill."""
+"""Small real processes to supervise, and a supervisor of them, which tests kill."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
 print("up", os.getpid(), flush=True)
 server.serve_forever()
 """
-# Hears no SIGTERM.
+# Ignores SIGTERM.
 STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HEALTHY.replace(
     "signal.signal(signal.SIGTERM, lambda *_: os._exit(0))", ""
 )

@@ -1,6 +1,6 @@
-"""An engine whose answers can be worked out by hand: the next token is the last one plus one.
+"""An engine whose tokens can be computed by hand: the next token is the last one plus one.
 
-A proposal is believed as far as it counts on. Used wherever the machinery around an engine is under test.
+A proposal is accepted as far as it counts on. Used by tests of everything around an engine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class CountingEngine(Engine):
-    """Commits one token a session and step, plus as many proposed ones as are right."""
+    """Commits one token per session and step, plus the proposed tokens that are right."""
 
     def __init__(self) -> None:
         self.sessions: dict[int, tuple[OpenSession, list[int]]] = {}
@@ -68,8 +68,8 @@ class CountingEngine(Engine):
         output = StepOutput(load=self.load())
         for session_id, (request, tokens) in list(self.sessions.items()):
             base = len(tokens)
-            hints = self.proposed.pop(session_id, [])
-            accepted = [t for i, t in enumerate(hints) if t == tokens[-1] + 1 + i]
+            proposed_tokens = self.proposed.pop(session_id, [])
+            accepted = [t for i, t in enumerate(proposed_tokens) if t == tokens[-1] + 1 + i]
             new = [*accepted, tokens[-1] + len(accepted) + 1]
             new = new[: request.prompt_length + request.stop.max_tokens - base]
             tokens += new
@@ -77,7 +77,7 @@ class CountingEngine(Engine):
             reason = FinishReason.LENGTH if done else FinishReason.RUNNING
             root = path_hash(np.array(tokens))
             output.commits.append(
-                Commit(session_id, base, np.array(new, np.uint32), root, len(hints), len(accepted), reason)
+                Commit(session_id, base, np.array(new, np.uint32), root, len(proposed_tokens), len(accepted), reason)
             )
             if done:
                 del self.sessions[session_id]
