@@ -1,14 +1,17 @@
 """The parser of flags, and the two help pages of a process.
 
-`--help` shows the flags that most users need, `--help-all` every flag by topic. Both pages are `tyro`'s own, made from
-views of a configuration: its base classes that declare flags name their topic (`topic`), the configuration names its
-most used flags (`common`).
+`--help` shows the flags that most users need, `--help-all` every flag by topic. `tyro` writes both pages, from views of
+a configuration: a class that declares flags has their topic in `topic`, a configuration has the names of its most used
+flags in `common`.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass
+from itertools import pairwise
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
@@ -16,6 +19,7 @@ import tyro
 from outrider.config.argv import current_spelling
 
 Config = TypeVar("Config")
+Field = tuple[str, Any, Any]  # name, type and default, as make_dataclass takes them
 
 # Order of the groups of `--help-all`.
 TOPICS = (
@@ -66,40 +70,40 @@ def flag_classes(config: type) -> Iterator[type]:
 
 def _by_topic(config: type) -> type:
     """A view with a group of flags for each topic."""
-    groups: dict[str, list[type]] = {topic: [] for topic in TOPICS}
+    groups: dict[str, list[Field]] = {topic: [] for topic in TOPICS}
     for cls in flag_classes(config):
-        groups[cls.topic].append(cls)  # type: ignore[attr-defined]
+        groups[cls.topic] += _flags_of(cls)  # type: ignore[attr-defined]
     views = []
-    for number, (topic, classes) in enumerate(groups.items()):
-        if classes:
-            view = make_dataclass(f"Topic{number}", [], bases=tuple(reversed(classes)), frozen=True)
-            views.append((f"topic{number}", _group(view, topic), field(default_factory=view)))
+    for number, (topic, flags) in enumerate(groups.items()):
+        if flags:
+            view = make_dataclass(f"Topic{number}", flags, frozen=True)
+            title = tyro.conf.arg(name=topic)
+            group = Annotated[view, tyro.conf.OmitArgPrefixes, title]  # type: ignore[valid-type]
+            views.append((f"topic{number}", group, field(default_factory=view)))
     return make_dataclass("AllFlags", views, frozen=True)
 
 
-def _group(view: type, title: str) -> Any:
-    """The type of a field whose flags stand below a title, and have no prefix."""
-    return Annotated[view, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=title)]
-
-
 def _most_used(config: type) -> type:
-    """A view with the most used flags alone: the others are hidden."""
+    """A view with the most used flags, and `--help-all`."""
+    flags = {flag[0]: flag for cls in flag_classes(config) for flag in _flags_of(cls)}
+    text = tyro.conf.arg(help=f"show all {len(flags)} flags, by topic, and exit", help_behavior_hint="")
+    pointer = ("help_all", Annotated[bool, tyro.conf.FlagCreatePairsOff, text], False)
     common: tuple[str, ...] = config.common  # type: ignore[attr-defined]
-    classes = [cls for cls in flag_classes(config) if set(common) & {flag.name for flag in fields(cls)}]
-    classes.sort(key=lambda cls: min(common.index(flag.name) for flag in fields(cls) if flag.name in common))
-    hidden = []
-    for cls in classes:
-        types = get_type_hints(cls, include_extras=True)
-        hidden += [
-            (flag.name, Annotated[types[flag.name], tyro.conf.Suppress], flag.default)
-            for flag in fields(cls)
-            if flag.name not in common
-        ]
-    number = sum(len(fields(cls)) for cls in flag_classes(config))
-    return make_dataclass("MostUsedFlags", [*hidden, _pointer(number)], bases=tuple(reversed(classes)), frozen=True)
+    return make_dataclass("MostUsedFlags", [*(flags[name] for name in common), pointer], frozen=True)
 
 
-def _pointer(number: int) -> tuple[str, Any, bool]:
-    """The flag `--help-all`, as a field of a help page. number: of all flags."""
-    text = tyro.conf.arg(help=f"show all {number} flags, by topic, and exit", help_behavior_hint="")
-    return ("help_all", Annotated[bool, tyro.conf.FlagCreatePairsOff, text], False)
+def _flags_of(cls: type) -> list[Field]:
+    """The fields of a class that declares flags, with their docstrings as help texts of one paragraph."""
+    types = get_type_hints(cls, include_extras=True)
+    (definition,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(definition, ast.ClassDef)
+    texts = {
+        declared.target.id: " ".join(text.value.value.split())
+        for declared, text in pairwise(definition.body)
+        if isinstance(declared, ast.AnnAssign) and isinstance(declared.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+    return [
+        (flag.name, Annotated[types[flag.name], tyro.conf.arg(help=texts[flag.name])], flag.default)
+        for flag in fields(cls)
+    ]
