@@ -137,11 +137,12 @@ def engines_of(folder: Path, number_format: str, drafts: str, sessions: int) -> 
         max_running_requests=sessions, max_total_tokens=32 * 1024, disable_radix_cache=True, **narrow,
     )  # type: ignore[arg-type]  # fmt: skip
     model = load(folder, config)
-    works = SpeculationMode.NONE, SpeculationMode.SELF_SPECULATE if model.drafts else SpeculationMode.NONE
+    works = SpeculationMode.NONE, SpeculationMode.SELF_SPECULATE
     engines = {way: TargetEngine(model, config, (work,)) for way, work in zip(WAYS, works, strict=True)}
     for way, engine in engines.items():
         warm_up(engine)
-        engine.own.prompt_lookup = (way, drafts) == ("own", "text")
+        engine.speculation.chooser.looks_up = (way, drafts) == ("own", "text")
+        engine.speculation.chooser.always = True
     return engines
 
 

@@ -32,8 +32,8 @@ from services.target.kernels.kv_cache import token_bytes
 from services.target.model.native import ProgramRunner
 from services.target.process.app import build_engine
 from services.target.process.warmup import step_by_step
-from services.target.speculation.budget import Budget
-from services.target.speculation.draft_wait import DraftWait
+from services.target.speculation.budget import Budget, Selection
+from services.target.speculation.mode_policy import ModePolicy
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 GREEDY = SamplingParams(temperature=0.0)
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
         measure_steps(steps, engine, name, args.steps)
         if name == args.formats[0]:
             rival = TargetEngine(engine.model, config)
-            rival.planner.budget = Budget(copy.deepcopy(engine.planner.budget.cost))
+            rival.speculation.planner.budget = Budget(copy.deepcopy(engine.speculation.planner.budget.cost))
             for sessions in args.sessions:
                 measure_hints(hints, Racer(rival), Racer(engine), sessions, args.steps)
             del rival
@@ -156,8 +156,8 @@ class Floor:
 
 
 class _Everything(Budget):
-    def choose(self, drafts, *_):  # noqa: ANN001, ANN002, ANN202
-        return [len(draft) for draft in drafts]
+    def select(self, drafts, *_, **__):  # noqa: ANN001, ANN002, ANN003, ANN202
+        return Selection([len(draft) for draft in drafts], 0.0)
 
 
 def _nothing() -> None:
@@ -176,8 +176,8 @@ def verified_steps(
     context: tokens before the first of the steps; fewer where the steps would not fit behind them. between: called
     before some of them, rarely enough that caches which it sweeps do not count
     """
-    budget, most = engine.planner.budget, engine.planner.max_rows
-    engine.planner.budget = _Everything()
+    budget, most = engine.speculation.planner.budget, engine.speculation.planner.max_tokens
+    engine.speculation.planner.budget = _Everything()
     new = len(counts) * (steps + 4) + 4
     prompt = prompt_of(1, min(context, engine.max_session_tokens - new)) % engine.model.vocab_size
     engine.open(opening(1, prompt, new))
@@ -188,7 +188,7 @@ def verified_steps(
         for turn in range(len(counts) * (steps + 4)):
             if turn % (_SWEPT * len(counts)) == 0:
                 between()
-            engine.planner.max_rows = rows = counts[turn % len(counts)]
+            engine.speculation.planner.max_tokens = rows = counts[turn % len(counts)]
             engine.draft_tree(1).clear()
             for depth in range(rows - 1):
                 engine.draft_tree(1).add(depth - 1, 7, 0.0)
@@ -196,7 +196,7 @@ def verified_steps(
             engine.step()
             times[rows].append(time.perf_counter() - start)
     engine.close(1)
-    engine.planner.budget, engine.planner.max_rows = budget, most
+    engine.speculation.planner.budget, engine.speculation.planner.max_tokens = budget, most
     return [float(np.median(taken[4:])) for taken in times.values()]
 
 
@@ -280,7 +280,7 @@ class Racer:
         self.hints = hints
         self.worked = 0.0
         self.engine.forget_measurements()
-        self.engine._patience = DraftWait(clock=lambda: time.perf_counter() - self._away)
+        self.engine.speculation.policy = ModePolicy(clock=lambda: time.perf_counter() - self._away)
 
     def begin(self, prompts: dict[int, NDArray[np.uint32]], new: int) -> None:
         """Open the sessions and compute their prompts."""
