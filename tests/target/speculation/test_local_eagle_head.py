@@ -397,7 +397,7 @@ def test_flags(pair, tmp_path):
     assert load_model(target, self_speculation_head=str(folder)).head is not None, "who names one wants it"
     with pytest.raises(ConfigError, match="--self-speculation-head is not for"):
         load_model(target, self_speculation="lookup", self_speculation_head=str(folder))
-    with pytest.raises(ConfigError, match=r"name its folder with --self-speculation-head$"):
+    with pytest.raises(ConfigError, match=r"name a folder with --self-speculation-head$"):
         load_model(target, self_speculation="head")
     with pytest.raises(ConfigError, match=r"--self-speculation head: .*leave it out"):
         load_model(target, self_speculation="head", self_speculation_head=str(folder), attention_backend="torch_native")
