@@ -11,7 +11,7 @@ WORKERS ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1)))
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install lint check test conformance bench gpu serve protos fresh-protos clean
+.PHONY: help install lint check test conformance bench gpu serve protos fresh-protos flags clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,7 +51,7 @@ check: lint fresh-protos  ## lint, and the generated stubs are up to date
 test: install  ## the whole suite, on the CPU
 	CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu" $(ARGS)
 
-conformance: install  ## third-party clients against a running system; writes docs/conformance.md
+conformance: install  ## clients of other projects against a running system; writes docs/conformance.md
 	$(BIN)/python -m tests.conformance $(ARGS)
 
 bench: install  ## benchmark the whole system (ARGS="--help" lists the options)
@@ -84,6 +84,9 @@ fresh-protos: $(PACKAGES)
 		cmp -s "$$file" "outrider/wire/v1/$${file##*/}" || \
 			{ echo "$${file##*/} differs from its definition; run make protos" >&2; exit 1; }; \
 	done && echo "the stubs are up to date"
+
+flags: $(PACKAGES)  ## write docs/flags.md from the configuration classes
+	$(BIN)/python docs/generate_flags.py
 
 clean:  ## remove the virtual environment, caches and build folders
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-"""Ask a running gateway over gRPC, show the text as it comes, and say how speculation went.
+"""Send a question to a running gateway over gRPC, print the text as it arrives, then the accept length.
 
 python docs/examples/generate.py "Why is the sky blue?" [host:port]
 """

@@ -44,7 +44,7 @@ def _self_speculates_alone(config: ServeConfig, chosen: ServeConfig) -> bool:
     """True for the default model on a CPU whose cores the draft service would share, unless a flag asks for a drafter.
 
     Measured in bfloat16 and int8: on shared cores the draft service gains less beside self-speculation than the trials
-    of the mode selector cost (docs/decisions/0020-the-target-alone-on-shared-cores.md).
+    of the mode selector cost (docs/decisions/0020-self-speculation-on-shared-cores.md).
     """
     target = config.target
     if (

@@ -1,1 +1,1 @@
-"""Third-party clients, each in an environment of its own, against a running system: `make conformance`."""
+"""Clients of other projects, each in an environment of its own, against a running system: `make conformance`."""

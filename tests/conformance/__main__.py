@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "conformance.md"
 
 @dataclass(frozen=True)
 class Options:
-    """Run third-party clients against a running system."""
+    """Run clients of other projects against a running system."""
 
     url: str | None = None
     """Base URL of a running system, without /v1. Default: start one."""
@@ -119,7 +119,7 @@ def page(outcomes: Sequence[Outcome], model: str) -> str:
     ]
     rows += [f"| {o.client.name} | - | {o.summary()} | - |" for o in outcomes if o.skipped]
     parts = [
-        "# Third-party clients",
+        "# Clients of other projects",
         "",
         f"`make conformance` wrote this page: Outrider {__version__} with {model}, Python {platform.python_version()}.",
         "Each client has an environment of its own, created on demand in `build/conformance`.",

@@ -1,7 +1,10 @@
-"""The documents name what there is: every file of the packages, every flag, and nothing else."""
+"""The documents are true to the repository: packages, files, flags, links, and the figures of the README."""
 
+import ast
+import importlib.util
 import json
 import re
+import tomllib
 from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
@@ -11,50 +14,55 @@ import pytest
 from outrider.config import DraftConfig, GatewayConfig, ServeConfig, TargetConfig, TrainConfig
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("outrider", "gateway", "services")
+PACKAGES = ("outrider", "gateway", "services", "bench")
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "decisions").glob("*.md")),
 ]
+PATHS = re.compile(r"(?<![\w./])(?:outrider|gateway|services|docs|tests|protos|docker|bench)/[\w/.*-]*[\w*/]")
+LINKED = [*DOCUMENTS, ROOT / "docs" / "benchmarks" / "README.md", *(ROOT / "docs" / "benchmarks").glob("[er]*.md")]
 OF_OTHERS = {
-    "--build", "--drafter", "--help", "--ignore", "--profile",  # of Docker, of benchmarks, of every program
-    "--help-all", "--self-draft", "--self-draft-head",  # of every process; earlier spellings of --self-speculation
-    "--http2-prior-knowledge", "--list-methods", "--policy", "--protocol", "--worker-urls",  # of buf and smg
+    "--build", "--drafter", "--help", "--help-all", "--ignore", "--profile",  # Docker, benchmarks, any program
+    "--self-draft", "--self-draft-head",  # earlier spellings of --self-speculation
+    "--http2-prior-knowledge", "--list-methods", "--policy", "--protocol", "--worker-urls",  # buf and smg
 }  # fmt: skip
 
 
-def files():
-    found = [path for package in PACKAGES for path in (ROOT / package).rglob("*")]
-    kinds = [path for path in found if path.suffix in (".py", ".h", ".cpp") and "v1" not in path.parts]
-    return {path.relative_to(ROOT) for path in kinds if not path.name.startswith("__")}
+def packages():
+    """Every package, by its path from the root."""
+    found = (path.parent for name in PACKAGES for path in (ROOT / name).rglob("__init__.py"))
+    return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
-def named():
-    """(folder, name or pattern) of every file that the tree of ARCHITECTURE.md names."""
-    lines = (ROOT / "ARCHITECTURE.md").read_text().partition("## The tree\n")[2].splitlines()
-    places: list[tuple[int, Path]] = [(0, Path())]
-    for line in filter(str.strip, lines):
-        indent = len(line) - len(line.lstrip())
-        first = line.split()[0]
-        if indent < 20:  # else it goes on with the line before
-            while places[-1][0] >= indent and len(places) > 1:
-                places.pop()
-        if first.endswith("/") and indent < 20:
-            places.append((indent, places[-1][1] / first))
-        for name in re.findall(r"[\w*/]+\.(?:py|h|cpp)\b", line):
-            yield places[-1][1], name
+def mapped():
+    """The paths that begin the lines of ARCHITECTURE.md's map."""
+    lines = ARCHITECTURE.partition("## The map\n")[2].splitlines()
+    return [line.split()[0] for line in lines if line.startswith("    ")]
 
 
-def test_the_tree_names_every_file_and_no_other():
-    there = files()
-    told = set()
-    for folder, name in named():
-        if folder.parts[:1] and folder.parts[0] in PACKAGES:
-            fits = {path for path in there if path.is_relative_to(folder) and fnmatch(str(path), f"*/{name}")}
-            assert fits, f"there is no {folder / name}"
-            told |= fits
-    assert there - told == set()
+def test_the_map_has_one_line_for_every_package():
+    lines = mapped()
+    assert len(lines) == len(set(lines))
+    assert [line for line in lines if not (ROOT / line).is_dir()] == []
+    assert set(packages()) - set(lines) == set()
+
+
+@pytest.mark.parametrize("package", packages())
+def test_every_package_has_a_docstring(package):
+    assert ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text()))
+
+
+def test_the_floors_are_those_of_the_import_contracts():
+    drawn = " ".join(ARCHITECTURE.split())
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    contracts = [one for one in tools["importlinter"]["contracts"] if one["type"] == "layers"]
+    assert contracts
+    for contract in contracts:
+        floors = " > ".join(layer.replace(" | ", ", ") for layer in contract["layers"])
+        assert f"{contract['containers'][0]} {floors} " in drawn, contract["name"]
 
 
 def flags_of(*configs):
@@ -62,42 +70,95 @@ def flags_of(*configs):
     return {"--" + name.replace("_", "-") for name in names}
 
 
-def test_operations_names_every_flag():
-    text = (ROOT / "docs" / "operations.md").read_text()
-    told = set(re.findall(r"--[a-z][a-z0-9-]*[a-z0-9*]", text))
-    processes = flags_of(TargetConfig, DraftConfig, GatewayConfig)
-    missing = {flag for flag in processes if not any(fnmatch(flag, pattern) for pattern in told)}
-    assert missing == set()
+def test_the_page_of_flags_is_what_make_flags_writes():
+    spec = importlib.util.spec_from_file_location("generate_flags", ROOT / "docs" / "generate_flags.py")
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    page = generator.PAGE.read_text()
+    assert page == generator.page(), "run make flags"
+    configs = (TargetConfig, DraftConfig, GatewayConfig, ServeConfig, TrainConfig)
+    assert {flag for flag in flags_of(*configs) if f"`{flag}`" not in page} <= {"--shared", "--gateway"}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_flags_and_files_that_are_named_exist(path):
     text = path.read_text()
-    known = flags_of(TargetConfig, DraftConfig, GatewayConfig, ServeConfig, TrainConfig) | OF_OTHERS
+    known = flags_of(TargetConfig, DraftConfig, GatewayConfig, ServeConfig, TrainConfig) | OF_OTHERS | aliases()
+    known |= {flag.replace("--", "--no-", 1) for flag in known}
     for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9*]", text):
         assert any(fnmatch(name, flag) for name in known), flag
-    for name in re.findall(r"(?:outrider|gateway|services|docs|tests|protos|docker|bench)/[\w/.*]*[\w*/]", text):
+    for name in PATHS.findall(text):
         assert list(ROOT.glob(name + "*")), name
 
 
-OF_PEERS = {  # columns of the README's table beside those of a page; {}: how many bits weights have
-    "llama.cpp, as wide": {"bf16": "llama.cpp bf16", "int8": "llama.cpp q8_0", "int4": "llama.cpp q4_0"},
-    "llama.cpp Q4_0": "llama.cpp q4_0", "vLLM bfloat16": "vLLM bf16", "itself, no drafts": "outrider {}",
-    "OpenVINO int8, eight at once": "OpenVINO int8, 8", "itself, eight at once": "outrider {}, 8",
-}  # fmt: skip
+def aliases():
+    """Other spellings of flags, from the page that is generated of them."""
+    return set(re.findall(r"`(--[a-z0-9-]+)`", (ROOT / "docs" / "flags.md").read_text()))
 
 
-def test_what_the_readme_says_of_peers_is_what_pages_say():
-    lines = [line.strip("| ").split(" | ") for line in (ROOT / "README.md").read_text().splitlines() if "|" in line]
-    start = next(i for i, line in enumerate(lines) if line[1:2] == ["weights"])
-    names, rows = lines[start], lines[start + 2 :]
-    assert set(names[2:]) == set(OF_PEERS)
-    assert len(rows) == 9
-    for row in rows:
-        (page,) = re.findall(r"\(([\w/-]+)\.md\)", row[0])
-        width = {"bfloat16": "bf16"}.get(row[1], row[1])
-        ratios = {ratio["ours"]: ratio for ratio in json.loads((ROOT / f"{page}.json").read_text())["rows"]}
-        for name, value in zip(names[2:], row[2:], strict=True):
-            column = OF_PEERS[name]
-            column = column[width] if isinstance(column, dict) else column.format(width)
-            assert ratios[f"outrider {width}, AUTO"].get(column, "-").split()[0] == value, (row[:2], name)
+@pytest.mark.parametrize("path", LINKED, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_links_lead_to_files_and_headings_that_exist(path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, heading = target.partition("#")
+        place = (path.parent / name) if name else path
+        assert place.exists(), target
+        if heading:
+            titles = re.findall(r"^#+ (.+)$", place.read_text(), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, target
+
+
+def test_every_document_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text()
+    for path in (ROOT / "docs").glob("*.md"):
+        assert path.name == "README.md" or f"({path.name})" in index, path.name
+
+
+@pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.name)
+def test_a_decision_says_context_decision_measurement_and_price_on_one_screen(path):
+    text = path.read_text()
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == ["Context", "Decision", "Measured", "Price"]
+    assert len(text.splitlines()) <= 70
+    assert f"({path.name})" in (path.parent / "README.md").read_text()
+
+
+def figures():
+    """The rows of the README's table of figures."""
+    lines = [
+        line.strip().strip("|").split("|") for line in (ROOT / "README.md").read_text().splitlines() if "|" in line
+    ]
+    lines = [[cell.strip() for cell in line] for line in lines]
+    start = next(i for i, line in enumerate(lines) if line[0] == "two cores of")
+    return lines[start + 2 : start + 6]
+
+
+WIDTHS = {"bfloat16": ("bf16", "bf16"), "int8": ("int8", "q8_0"), "int4": ("int4", "q4_0")}
+CONCURRENCY = {"one request": 1, "eight requests": 8}
+
+
+@pytest.mark.parametrize("row", figures(), ids=lambda row: row[0])
+def test_figures_of_the_readme_are_those_of_their_pages(row):
+    (page,) = re.findall(r"\((docs/benchmarks/[\w-]+)\.md\)", row[0])
+    width, load = row[1].split(", ")
+    ours, others = WIDTHS[width]
+    rows = json.loads((ROOT / f"{page}.json").read_text())["rows"]
+    if "peers" not in page:
+        at_zero = [one for one in rows if one["temperature"] == 0 and one["concurrency"] == CONCURRENCY[load]]
+        (found,) = (one for one in at_zero if one["setting"] == "AUTO")
+        figures = [
+            f"{found['plain_tokens_per_s']:.0f}",
+            f"{found['tokens_per_s']:.0f}",
+            f"{found['ratio']:.2f}",
+            "",
+            "",
+        ]
+        assert row[2:] == figures
+        return
+    assert load == "one request"
+    rates = {one["peer"]: f"{one['tokens/s']:.0f}" for one in rows}
+    ratios = {one["ours"]: one for one in json.loads((ROOT / f"{page}-ratios.json").read_text())["rows"]}
+    against = ratios[f"outrider {ours}, AUTO"]
+    plain, peer = f"outrider {ours}", f"llama.cpp {others}"
+    speedups = [against[name].split()[0] for name in (plain, peer)]
+    assert row[2:] == [rates[plain], rates[f"outrider {ours}, AUTO"], speedups[0], rates[peer], speedups[1]]

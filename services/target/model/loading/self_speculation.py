@@ -72,7 +72,7 @@ def _check_flags(config: TargetConfig) -> None:
 
 
 def _best_source(config: TargetConfig, folder: Path | None) -> str:
-    """The source for `auto`, from measurements: docs/decisions/0021-a-head-in-the-target.md."""
+    """The source for `auto`, from measurements: docs/decisions/0021-local-eagle-head.md."""
     if config.self_speculation_head is not None:
         return "head"
     if config.quantization is None:
