@@ -18,7 +18,7 @@ from outrider.errors import InvalidRequest, Unavailable
 from outrider.serving.features import FeatureBlock
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, StepOutput
-from outrider.speculation.proposal import Commit, FinishReason, Proposal, joined
+from outrider.speculation.proposal import Commit, FinishReason, Proposal, merge_commits
 from outrider.tracing import Tracing
 from services.draft.drafters.base import Drafter
 from services.draft.engine import spans
@@ -125,7 +125,7 @@ class DraftEngine(Engine):
     def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
         """Apply commits of the target. Proposals of other drafters are ignored."""
         del proposals
-        for commit in joined(commits):
+        for commit in merge_commits(commits):
             session = self.sessions.get(commit.session_id)
             if session is not None:
                 self._commit(session, commit)

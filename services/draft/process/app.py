@@ -12,12 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 import outrider
 from outrider.checkpoints import checkpoint
-from outrider.config import DraftConfig, parse_cores, plain_argv
-from outrider.drafts import with_drafter
+from outrider.config import DraftConfig, parse_cores, parse_flags
+from outrider.drafts import resolve_drafter
 from outrider.placement.shares import share_of_draft
 from outrider.process import process
 from outrider.serving.loop import EngineLoop
@@ -39,7 +37,7 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     """Run the service with command-line flags. Returns the exit code; 2 for invalid flags or files, or a used port."""
-    config = tyro.cli(DraftConfig, args=plain_argv(argv), prog="outrider draft")
+    config = parse_flags(DraftConfig, argv, "outrider draft")
     _collect_rarely()
     return process.run("draft", config, serve, share_of_draft)
 
@@ -52,7 +50,7 @@ def _collect_rarely() -> None:
 
 async def serve(config: DraftConfig) -> int:
     """Serve until a signal or a fault. Returns the exit code. Raises ConfigError."""
-    config = with_drafter(config, config.model_path)
+    config = resolve_drafter(config, config.model_path)
     check(config)
     tls = config.server_tls()
     servicers: list[DraftServicer] = []
@@ -65,10 +63,10 @@ async def serve(config: DraftConfig) -> int:
         return servicers[0].register(server)
 
     def build_engine() -> DraftEngine:
-        servers[0].tell("loading")
+        servers[0].set_progress("loading")
         engine, model = build(config)
         for drafter in engine.drafters:
-            drafter.warm_up(lambda part, parts: servers[0].tell(f"compiling {part}/{parts}"))
+            drafter.warm_up(lambda part, parts: servers[0].set_progress(f"compiling {part}/{parts}"))
         servicers[0].serve(describe(engine, model), engine)
         drafters.extend(engine.drafters)
         for drafter in drafters:
@@ -102,7 +100,7 @@ def describe(engine: DraftEngine, model: common_pb2.ModelInfo | None) -> draft_p
 
 def build(config: DraftConfig) -> tuple[DraftEngine, common_pb2.ModelInfo | None]:
     """The engine of a configuration before its warm-up, and the facts of its model. Raises ConfigError."""
-    config = with_drafter(config, config.model_path)
+    config = resolve_drafter(config, config.model_path)
     check(config)
     drafter: Drafter
     model = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, MODEL_ALGORITHMS, DraftConfig, check_least
+from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, MODEL_ALGORITHMS, DraftConfig, check_minimum
 from outrider.errors import ConfigError
 from outrider.speculation.shape import TreeShape, explicit_shape
 from services.draft.ngrams.base import NgramOptions
@@ -63,7 +63,7 @@ _POSITIVE = (
 
 
 def _check_numbers(config: DraftConfig) -> None:
-    check_least(config, dict.fromkeys(_POSITIVE, 1))
+    check_minimum(config, dict.fromkeys(_POSITIVE, 1))
     fraction = config.draft_mem_fraction_static
     if fraction is not None and not 0.0 < fraction <= 1.0:
         raise ConfigError(f"--draft-mem-fraction-static must lie in (0, 1], not {fraction}")

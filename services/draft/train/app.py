@@ -24,11 +24,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import tyro
 import uvloop
 
 from outrider.checkpoints import checkpoint
-from outrider.config import ProcessConfig, ServiceTlsOptions, TrainConfig
+from outrider.config import ProcessConfig, ServiceTlsOptions, TrainConfig, parse_flags
 from outrider.errors import ConfigError
 from outrider.process import process
 from services.draft.learning.disk import explain_full_disk
@@ -45,7 +44,7 @@ _FREE_FLAGS = {field.name for options in (ProcessConfig, ServiceTlsOptions) for 
 
 def main(argv: Sequence[str]) -> int:
     """Train with command-line flags. Returns the exit code of the process; 2 for invalid flags or files."""
-    config = tyro.cli(TrainConfig, args=argv, prog="outrider train")
+    config = parse_flags(TrainConfig, argv, "outrider train")
     return process.run_plainly("train", config, train)
 
 

@@ -8,7 +8,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from outrider.telemetry import say
+from outrider.telemetry import write_line
 
 _EVERY = 15.0  # seconds between lines
 
@@ -56,4 +56,4 @@ class Bar:
         if self._console.is_terminal:
             self._bar.console.out(text, highlight=False)
         else:
-            say(text)
+            write_line(text)

@@ -250,7 +250,7 @@ def test_weights_of_eight_bits_in_blocks(tmp_path):
 
     name = "model.layers.3.self_attn.o_proj.weight"
     change(folder, lambda t: t.update({f"{name}_scale_inv": torch.ones(3, 3)}))
-    with pytest.raises(ConfigError, match=r"o_proj\.weight are not laid out as their format says: 3 scales for 160"):
+    with pytest.raises(ConfigError, match=r"o_proj\.weight do not have the layout of their format: 3 scales for 160"):
         draft.load(jnp.float32)
     change(folder, lambda t: t.pop(f"{name}_scale_inv"))
     with pytest.raises(ConfigError, match=r"o_proj\.weight has number format F8_E4M3"):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from outrider.config import DraftConfig, DraftOptions
-from outrider.drafts import DEFAULT_HEAD, with_drafter
+from outrider.drafts import DEFAULT_HEAD, resolve_drafter
 from services.draft.formats.eagle3 import read_eagle3
 from services.draft.formats.target import TargetCheckpoint
 from services.draft.process.weights import chosen_quantization
@@ -25,7 +25,7 @@ def draft(tmp_path_factory):
 
 
 def test_default_head_serves_the_default_model():
-    chosen = with_drafter(DraftOptions(), "default")
+    chosen = resolve_drafter(DraftOptions(), "default")
     assert (chosen.speculative_algorithm, chosen.speculative_draft_model_path) == ("EAGLE3", str(DEFAULT_HEAD))
 
 

@@ -25,7 +25,7 @@ from tests.support.draft.online import LearningPair, online_engine, some_request
 from tests.support.gateway.services import Gateway
 from tests.support.invariance.engines import target_engine
 from tests.support.invariance.pair import Faults, Pair, request
-from tests.support.system.heads import HINTED, accepted, ask_all
+from tests.support.system.heads import VERIFY_ALL, accepted, ask_all
 from tests.support.system.services import draft_service, target_service
 from tests.support.tiny import write_tokenizer
 
@@ -230,7 +230,7 @@ def test_training_thread_behind_a_gateway(models, learnt, tmp_path):
     drafter, learner = learnt[0].drafter, learnt[0].drafter.learner
     # A twin with the same text, but slowly enough for proposals to arrive in time.
     slow = write_tokenizer(write_cyclic_target(tmp_path / "slow", intermediate_size=16000))
-    served = target_service(slow, f"unix:{tmp_path}/target", **HINTED).start()
+    served = target_service(slow, f"unix:{tmp_path}/target", **VERIFY_ALL).start()
     served.pause = 0.01  # more of them do
     learner.serving = learner.objective.algorithm.params()
     learner.restart()

@@ -1,16 +1,12 @@
-"""Prompts for services with heads, their answers, and counts of accepted draft tokens."""
-
-from __future__ import annotations
+"""Requests to a system whose drafter is a head, and what it accepted."""
 
 import concurrent.futures
 
-HINTED = {"speculative_num_draft_tokens": 8}  # verify draft tokens whatever they cost
+VERIFY_ALL = {"speculative_num_draft_tokens": 8}  # the target verifies draft tokens whatever they cost
 PROMPTS = ["hello there", "so so so", "a b a b a b", "x"]
 
 
 def ask_all(gateway, **options):
-    """Token ids of the answers to all prompts, asked at the same time."""
-
     def ask(prompt):
         answer = gateway.complete(prompt, ignore_eos=True, return_token_ids=True, **options)
         return answer["choices"][0]["token_ids"]
@@ -20,5 +16,4 @@ def ask_all(gateway, **options):
 
 
 def accepted(gateway):
-    """Draft tokens that were accepted so far."""
     return gateway.metric("outrider_accepted_draft_tokens_total")

@@ -31,7 +31,7 @@ from outrider.serving.features import FeatureSpec
 from outrider.serving.messages import Message, OpenSession
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.text.tokenizer import Tokenizer
-from outrider.tls import ClientTls, open_channel, tls_trouble
+from outrider.tls import ClientTls, explain_tls_failure, open_channel
 from outrider.transport.rpc import CHANNEL_OPTIONS
 from outrider.wire import codec
 from outrider.wire.features import feature_spec_to_pb, features_from_pb
@@ -103,7 +103,7 @@ class TargetClient:
         self._broken: OutriderError | None = None
 
     async def __aenter__(self) -> TargetClient:
-        if trouble := await tls_trouble(self.address, self.tls):
+        if trouble := await explain_tls_failure(self.address, self.tls):
             raise ConfigError(f"the target at {self.address} {trouble}")
         self._channel = open_channel(self.address, CHANNEL_OPTIONS, self.tls)
         self.stub: Any = target_pb2_grpc.TargetServiceStub(self._channel)

@@ -12,11 +12,11 @@ from pathlib import Path
 from outrider.checkpoints import checkpoint
 from outrider.config import TargetConfig, TrainConfig, to_argv
 from outrider.errors import ConfigError, EngineFault, Unavailable
-from outrider.process.interpreter import python
 from outrider.process.ports import socket_folder
+from outrider.process.python_command import python_command
 from outrider.serving.features import FeatureSpec, row_bytes
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child
-from outrider.telemetry import say
+from outrider.telemetry import write_line
 from outrider.text.tokenizer import Tokenizer
 from services.draft.formats.target import read_target
 from services.draft.learning.store import Store
@@ -127,7 +127,7 @@ async def _target(config: TrainConfig) -> AsyncIterator[tuple[str, Child | None]
             max_total_tokens=room, cores=config.cores, niceness=config.niceness, log_level=config.log_level,
             log_format=config.log_format,
         )  # fmt: skip
-        child = Child("target", python("-um", "outrider", "target", *to_argv(flags)), address, say)
+        child = Child("target", python_command("-um", "outrider", "target", *to_argv(flags)), address, write_line)
         life = asyncio.create_task(child.keep_alive())
         try:
             yield address, child

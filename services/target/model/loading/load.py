@@ -31,7 +31,7 @@ from services.target.model.linear import pack
 from services.target.model.loading import positions, quantized, shards, support
 from services.target.model.loading import self_check as selfcheck
 from services.target.model.loading.narrow import check_dtype, cpu_format, narrowed, tell_of_experts
-from services.target.model.loading.self_draft import own_drafts
+from services.target.model.loading.self_speculation import plan_self_speculation
 from services.target.model.modules import ModuleRunner
 from services.target.step.upload import use_device
 
@@ -108,7 +108,7 @@ def _runner(
     if device.type == "cpu" and not plain:
         number_format = cpu_format(config.quantization)
         reason = native.reason_against(module, config.attention_backend, cache_dtype)
-        means = own_drafts(config, module, reason)
+        means = plan_self_speculation(config, module, reason)
         if reason is None:
             head = None
             if means.head is not None:
@@ -136,7 +136,7 @@ def _runner(
         pack(module, number_format)
     elif config.quantization is not None and device.type == "cpu":
         raise ConfigError("--quantization on a CPU goes with neither --tp-size nor --enable-torch-compile")
-    own_drafts(config, module, reason)  # raises if they were asked for
+    plan_self_speculation(config, module, reason)  # raises if they were asked for
     if device.type == "cuda" and config.tp_size == 1 and not config.deterministic:
         fused = _fused(module, probe, planner, context_length)
         if fused is not None:

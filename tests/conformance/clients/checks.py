@@ -1,4 +1,4 @@
-"""What a client's script shares: where the system is, and how a check is told. The standard library alone."""
+"""Shared by the clients' scripts: the address of the system, and reports of checks. Uses the standard library only."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ def _asked(route: str) -> Any:
 
 MODEL = _asked("/v1/models")["data"][0]["id"]
 GRPC_ADDRESS = f"{urllib.parse.urlsplit(URL).hostname}:{_asked('/get_server_info')['grpc_port']}"
-TELLER = [{"role": "user", "content": "Name a city and its country."}]
+MESSAGES = [{"role": "user", "content": "Name a city and its country."}]
 
 
 def check(name: str) -> Callable[[Callable[[], object]], None]:
-    """Run a function at once, and tell what it returned, or how it failed."""
+    """Run a function at once, and report its result, or its error."""
 
     def do(function: Callable[[], object]) -> None:
         try:
             found, ok = function(), True
-        except Exception as error:  # whatever a client does when it does not understand
+        except Exception as error:  # clients raise errors of any type
             found, ok = f"{type(error).__name__}: {error}", False
         words = "" if found is None else " ".join(str(found).split())
-        with open(os.environ["TOLD"], "a") as file:
+        with open(os.environ["RESULTS"], "a") as file:
             file.write(json.dumps({"check": name, "ok": ok, "found": words[:300]}) + "\n")
 
     return do
 
 
 def output_of(*command: str, **variables: str) -> str:
-    """What a command of this environment writes. Raises RuntimeError with its last words if it fails.
+    """Output of a command in this environment. Raises RuntimeError with its last lines if it fails.
 
-    All of it lies in COMMAND.log of the client's working folder, the last call at the end.
+    The output is appended to COMMAND.log in the working folder of the client.
     """
     full = [os.path.join(BIN, command[0]), *command[1:]]
     ended = subprocess.run(full, env=os.environ | variables, capture_output=True, text=True, stdin=subprocess.DEVNULL)

@@ -1,7 +1,7 @@
-"""Runs a command that the kernel kills when its parent dies. Used as a script: `python leash.py PARENT_PID COMMAND...`.
+"""Runs a command that the kernel kills when its parent dies: `python parent_death.py PARENT_PID COMMAND...`.
 
-The request is made in the child itself, after its own start: a function between fork and exec would run with the
-parent's threads missing, and gRPC does not survive that.
+The child itself asks the kernel for the signal, after its start: a function between fork and exec would run without the
+parent's threads, which gRPC does not survive.
 """
 
 import ctypes
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 _PR_SET_PDEATHSIG = 1
 
 
-def leashed(command: Sequence[str]) -> list[str]:
-    """The command, on the leash of this process. It is killed, too, when the thread ends that starts it."""
+def tied_to_parent(command: Sequence[str]) -> list[str]:
+    """The command, wrapped so that it dies with this process, and with the thread that starts it."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
 def main(parent: int, command: list[str]) -> None:
-    """Become `command`. The parent's death is noticed even if it came before the request. Exits with 1 if it cannot."""
+    """Become `command`, unless the parent is dead already. Exits with 1 if the command cannot be run."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == parent:
