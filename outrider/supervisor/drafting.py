@@ -43,7 +43,7 @@ def _drafts_alone(config: ServeConfig, chosen: ServeConfig) -> bool:
     """True for the default model on a CPU whose cores its head would share, as long as no flag asks for either.
 
     Measured in bfloat16 and int8: what the head brings beside the target's own drafts is less than what its trials
-    cost (docs/decisions/0020-self-speculation-on-shared-cores.md).
+    cost (docs/decisions/0020-the-target-alone-on-shared-cores.md).
     """
     target = config.target
     if not has_head(target.model_path) or target.self_draft == "off" or not _unsaid(target, *_OF_TARGETS):

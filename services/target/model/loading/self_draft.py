@@ -57,7 +57,7 @@ def own_drafts(config: TargetConfig, module: Any, reason: str | None) -> Means:
 
 
 def _best(config: TargetConfig, folder: Path | None) -> str:
-    """What is taken if nobody says: measured, see docs/decisions/0021-local-eagle-head.md."""
+    """What is taken if nobody says: measured, see docs/decisions/0021-a-head-in-the-target.md."""
     if config.self_draft_head is not None:
         return "head"
     if config.quantization is None:
