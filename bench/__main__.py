@@ -15,71 +15,73 @@ from bench.harness import report
 from outrider import cli
 from outrider.errors import OutriderError
 
-# Name to module, and what it says; in the order in which `all` runs them.
+# Name: module, description; in the order in which `all` runs them.
 BENCHMARKS = {
-    "streams": ("bench.streams.run", "what the gateway adds to a step"),
-    "system": ("bench.end_to_end.system", "the whole system against transformers generate"),
-    "speculation": ("bench.speculation.run", "drafters and their trees side by side; proposes the best flags"),
-    "serve": ("bench.serve.run", "load on any OpenAI-style server: throughput and latencies"),
-    "peers": ("bench.peers.run", "our system beside others on the same weights and prompts"),
-    "scale": ("bench.scale.run", "how speculation grows with context, sessions, acceptance, latencies"),
-    "accept": ("bench.end_to_end.accept", "how much drafters foretell, by kind of prompt"),
-    "online": ("bench.end_to_end.online", "a draft that learns while it serves"),
-    "target": ("bench.services.target", "steps of the target against their floors; hints against plain decoding"),
-    "self-draft": ("bench.services.self_speculation", "drafts of the target's own against plain steps"),
-    "kernels": ("bench.services.kernels", "products and attention of the target on a CPU against their floors"),
-    "draft": ("bench.services.draft", "rounds of growth of the draft against their floors"),
-    "trees": ("bench.services.trees", "explicit trees of the draft: one program against a round a level"),
-    "draft-kernels": ("bench.services.draft_kernels", "the draft's attention on an accelerator"),
-    "quality": ("bench.services.quality", "what narrow weights and caches cost in quality"),
-    "deterministic": ("bench.services.deterministic", "what --deterministic costs"),
-    "gpu": ("bench.gpu.run", "a step of a large model on a GPU against its floor"),
-}
-# These need what not every machine has: a server, a file of prompts, a draft, an accelerator of JAX's, much time.
-_ASKED_FOR = ("serve", "speculation", "peers", "scale", "accept", "online", "draft-kernels")
+    "streams": ("bench.streams.run", "overhead of the gateway per step, with simulated engines"),
+    "system": ("bench.end_to_end.system", "throughput of the whole system against transformers generate"),
+    "speculation": ("bench.speculation.run", "speedup of drafters and tree shapes over plain decoding; best flags"),
+    "serve": ("bench.serve.run", "load generator for any OpenAI-style server: throughput and latency"),
+    "peers": ("bench.peers.run", "Outrider beside other inference systems, on equal weights and prompts"),
+    "scale": ("bench.scale.run", "speedup of speculation by context, sessions, acceptance, draft and network latency"),
+    "accept": ("bench.end_to_end.accept", "accept length of drafters by prompt category"),
+    "online": ("bench.end_to_end.online", "accept length of a drafter that trains online, by round"),
+    "target": ("bench.services.target", "target steps against their floor; draft tokens against plain decoding"),
+    "self-speculation": ("bench.services.self_speculation", "self-speculation of the target against plain decoding"),
+    "kernels": ("bench.services.target_kernels", "matrix products and attention of the target on a CPU"),
+    "draft": ("bench.services.draft", "expansion steps of the draft service against their floor"),
+    "trees": ("bench.services.draft_trees", "explicit draft trees: one fused program against one program per level"),
+    "draft-kernels": ("bench.services.draft_kernels", "attention of the draft service on an accelerator"),
+    "quality": ("bench.services.quality", "loss of quality by quantized weights and KV caches"),
+    "deterministic": ("bench.services.deterministic", "cost of --deterministic"),
+    "gpu": ("bench.gpu.run", "steps of an 8-billion-parameter target on a GPU against their floor"),
+}  # fmt: skip
+ALIASES = {"self-draft": "self-speculation"}  # earlier names
+# `all` omits benchmarks that need a server, a file of prompts, a trained draft, an accelerator for JAX, or hours.
+_NOT_IN_ALL = ("serve", "speculation", "peers", "scale", "accept", "online", "draft-kernels")
 
 
 def usage() -> str:
-    """What `--help` shows."""
-    lines = [f"  {name:<14} {text}" for name, (_, text) in BENCHMARKS.items()]
+    """The text of `--help`."""
+    lines = [f"  {name:<16} {text}" for name, (_, text) in BENCHMARKS.items()]
     return "\n".join([
-        "usage: outrider bench NAME [--output FOLDER] [FLAGS]        (NAME --help shows a benchmark's flags)",
+        "usage: outrider bench NAME [--output FOLDER] [FLAGS]        (NAME --help shows the flags of a benchmark)",
         "",
         *lines,
-        f"  {'all':<14} all of them but {', '.join(_ASKED_FOR)}, and gpu only where there is one",
+        f"  {'all':<16} all except {', '.join(_NOT_IN_ALL)}; gpu only on a machine with a GPU",
         "",
-        "Reports go to docs/benchmarks in a checkout and to ./benchmarks elsewhere; --output names another folder.",
+        "Reports are written to docs/benchmarks in a checkout, elsewhere to ./benchmarks; --output sets the folder.",
     ])  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Dispatch by name. Returns the exit code."""
+    """Run the named benchmark. Returns the exit code."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["all"]
     if name in ("-h", "--help", "help"):
         print(usage())
         return 0
+    name = ALIASES.get(name, name)
     if name not in (*BENCHMARKS, "all"):
         print(f"there is no benchmark {name}; choose among {', '.join(BENCHMARKS)} and all", file=sys.stderr)
         return 2
     common = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     common.add_argument("--output", type=Path)
-    chosen, flags = common.parse_known_args(rest)
-    if chosen.output is not None:
+    output, flags = common.parse_known_args(rest)
+    if output.output is not None:
         try:
-            report.write_into(chosen.output)
+            report.set_folder(output.output)
         except OSError as error:
             print(f"outrider bench {name}: error: --output: {error}", file=sys.stderr)
             return 2
-    with _orderly_end():
-        return _run(name, flags) if name != "all" else max([_one_of_many(one, flags) for one in _those_of_all()])
+    with _exit_on_signals():
+        return _run(name, flags) if name != "all" else max([_run_of_all(one, flags) for one in _names_in_all()])
 
 
 def _run(name: str, flags: list[str]) -> int:
     return importlib.import_module(BENCHMARKS[name][0]).main(flags) or 0
 
 
-def _one_of_many(name: str, flags: list[str]) -> int:
-    """A benchmark that does not keep the others from running where this machine cannot run it."""
+def _run_of_all(name: str, flags: list[str]) -> int:
+    """Run one of all benchmarks; an error is printed, so that the remaining ones still run."""
     try:
         return _run(name, flags)
     except OutriderError as error:
@@ -88,11 +90,11 @@ def _one_of_many(name: str, flags: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def _orderly_end() -> Iterator[None]:
-    """What a benchmark has started ends with it, also where it is ended, or the terminal is closed that it runs in."""
-    # Under nohup the terminal's end is ignored, and stays so.
-    asked = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
-    before = {one: signal.signal(one, lambda number, _: sys.exit(128 + number)) for one in asked}
+def _exit_on_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into SystemExit, so that child processes are ended by their contexts."""
+    # nohup ignores SIGHUP; it stays ignored.
+    numbers = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {one: signal.signal(one, lambda number, _: sys.exit(128 + number)) for one in numbers}
     try:
         yield
     finally:
@@ -100,8 +102,8 @@ def _orderly_end() -> Iterator[None]:
             signal.signal(one, handler)
 
 
-def _those_of_all() -> list[str]:
-    return [one for one in BENCHMARKS if one not in _ASKED_FOR and (one != "gpu" or shutil.which("nvidia-smi"))]
+def _names_in_all() -> list[str]:
+    return [one for one in BENCHMARKS if one not in _NOT_IN_ALL and (one != "gpu" or shutil.which("nvidia-smi"))]
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Benchmarks of the whole system: throughput, accept length, online learning."""
+"""Benchmarks of the whole system over REST: throughput, accept length and online training."""

@@ -1,4 +1,4 @@
-"""Greedy `transformers` generate over prompts on standard input; prints seconds and new tokens as JSON.
+"""Greedy `transformers` generate over prompts on stdin; prints seconds and new tokens as JSON.
 
 `python -m bench.end_to_end.plain_transformers MODEL DTYPE MAX_TOKENS < prompts.json`
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,7 +18,7 @@ def main() -> None:
     """Load, warm up, generate one prompt at a time."""
     folder, dtype, limit = sys.argv[1], sys.argv[2], int(sys.argv[3])
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     texts = [
         tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
         for text in json.load(sys.stdin)

@@ -1,4 +1,4 @@
-"""What is measured on a GPU: a model's size, and works of sessions whose context lies in the cache."""
+"""Dimensions of the measured model, and batches of sessions whose context is in the KV cache."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from services.target.kernels.kv_cache import KVCache
 from services.target.step.batch import SessionWork
 
 PAGE = 16
-VERIFIED = 16  # rows of a session in a step of verification, the root included
+VERIFIED = 16  # tokens of a session in a verification step, root included
 GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True)
 class Size:
-    """What is measured. cells: sessions and tokens of context each; compiled: cells that are measured compiled too."""
+    """Dimensions of the model and the measured cells.
+
+    cells: sessions, and tokens of context of each; compiled: cells that are also measured with compiled layers
+    """
 
     hidden: int = 4096
     inner: int = 14336
@@ -44,18 +47,21 @@ class Size:
 TINY = Size(64, 128, 2, 4, 2, 512, ((1, 64), (2, 100)), ((1, 64),), 2, (1, 2), 2)
 
 
-def sessions(count: int, context: int, rows: int, cache: KVCache) -> list[SessionWork]:
-    """Works of so many sessions with a context in the cache: one row each, a chain of drafts, or a prompt's chunk."""
+def sessions(count: int, context: int, tokens: int, cache: KVCache) -> list[SessionWork]:
+    """The work of `count` sessions: a root, a root with a draft chain (up to VERIFIED tokens), or a prompt chunk.
+
+    tokens: of each session in the step
+    """
     allocator = PageAllocator(cache.pages, PAGE)
     works = []
     for i in range(count):
         stop = StopConditions(max_tokens=64)
         request = OpenSession(i, np.arange(context, dtype=np.uint32) % 500, context, GREEDY, stop)
         session = Session(request, PrefixCache(allocator))
-        nodes = rows - 1 if rows <= VERIFIED else 0
+        nodes = tokens - 1 if tokens <= VERIFIED else 0
         session.table.reserve(context + nodes)
         chain = np.arange(-1, nodes - 1, dtype=np.int32)
         draft = TreeSlice(chain.astype(np.uint32) + 2, chain, chain + 2, np.zeros(nodes, np.float32))
-        start = context - 1 if rows <= VERIFIED else context - rows
+        start = context - 1 if tokens <= VERIFIED else context - tokens
         works.append(SessionWork(Chunk(session, start, context), draft if nodes else EMPTY_SLICE))
     return works

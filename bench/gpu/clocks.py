@@ -1,4 +1,4 @@
-"""Clocks for what a device is asked to do, and what its memory gives."""
+"""Timers for work on a device, and its memory bandwidth."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 
 class Clocks:
-    """repeats: runs of which the best or the median counts."""
+    """Timers of a device. repeats: timed runs."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self.repeats = device, repeats
 
     def host(self, once: Callable[[], Any]) -> float:
-        """Seconds on the host's clock, best of some runs, each to the device's end."""
+        """Seconds on the host's clock until the device is idle: the best of `repeats` runs, after 3 for warm-up."""
         best = float("inf")
         for i in range(self.repeats + 3):
             self.synchronize()
@@ -28,19 +28,19 @@ class Clocks:
         return best
 
     def pace(self, once: Callable[[], Any]) -> float:
-        """Seconds of one call among many in a row, which may leave work for the device behind; best of some rows."""
-        rows = []
+        """Seconds per call of `repeats` calls without synchronization between them: the best of 3 series."""
+        series = []
         for _ in range(4):
             self.synchronize()
             start = time.perf_counter()
             for _ in range(self.repeats):
                 once()
             self.synchronize()
-            rows.append((time.perf_counter() - start) / self.repeats)
-        return min(rows[1:])
+            series.append((time.perf_counter() - start) / self.repeats)
+        return min(series[1:])
 
     def device_alone(self, once: Callable[[], None]) -> float:
-        """Seconds that the device takes, by the median of some replays of a captured run."""
+        """Seconds on the device's clock: the median of `repeats` replays of a captured CUDA graph."""
         if self.device.type != "cuda":
             return self.host(once)
         once()
@@ -68,7 +68,7 @@ class Clocks:
             torch.cuda.synchronize()
 
     def read_bandwidth(self) -> float:
-        """Bytes a second that the device reads: the best of several sums over memory far larger than its caches."""
+        """Read bandwidth in bytes/s: the best of five sums over memory far larger than the device's caches."""
         count = 1 << 31 if self.device.type == "cuda" else 1 << 24
         numbers = torch.ones(count, dtype=torch.float32, device=self.device)
         best = 0.0

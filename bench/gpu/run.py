@@ -1,13 +1,13 @@
-"""The target on a GPU: a step of an 8-billion-parameter model against the memory it must read.
+"""Steps of an 8-billion-parameter target on a GPU against their floor.
 
-The model has the dimensions of Llama-3-8B and random weights, made on the device. The floor of a step is the time in
-which its weights and the keys and values of its sessions can be read. Timed are whole steps on the host's clock: tables
-made and sent, the forward pass, the tokens drawn and brought back.
+The model has the dimensions of Llama-3-8B and random weights, made on the device. The floor of a step is the time to
+read its weights and the keys and values of its sessions. Whole steps are timed on the host's clock: building and
+copying the tables, the forward pass, sampling and copying the samples back.
 
-    step      plain decoding and verification by sessions and context, captured or not
+    step      plain decoding and verification by sessions and context, with and without CUDA graphs
     compiled  the same with compiled layers
-    engine    steps of the whole engine, whose planning and settling come on top, or are done while the device computes
-    attention the kernel alone, against its own floor, by tile: rows times heads x keys, keys a split, warps, stages
+    engine    steps of the whole engine, including planning and commits, with and without overlap
+    attention the kernel alone against its own floor, by tile: (rows x heads) x keys, keys per split, warps, stages
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.gpu.cases import GREEDY, PAGE, TINY, VERIFIED, Size, sessions
 from bench.gpu.clocks import Clocks
-from bench.harness.report import Report, line_of
+from bench.harness.report import Report, format_row, new_figure
 from outrider.config import TargetConfig
 from outrider.serving.messages import OpenSession
 from outrider.speculation.sampling import StopConditions
@@ -43,18 +43,18 @@ from services.target.model.modules import ModuleRunner
 from services.target.sampling import sampler
 from services.target.step.batch import SessionWork, build
 
-SPARE_BYTES = 6 << 30  # for what a step computes, captured and not
+SPARE_BYTES = 6 << 30  # reserved for activations of steps and of CUDA graphs
 PARTS = ("step", "engine", "compiled", "attention")
 
 
 def main(argv: Sequence[str]) -> None:
     """Measure, and write docs/benchmarks/gpu.*."""
     parser = argparse.ArgumentParser(prog="outrider bench gpu", description=__doc__)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to see that this program works")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="measurements (default: all)")
+    parser.add_argument("--tiny", action="store_true", help="run a tiny model on the CPU to test this benchmark")
     flags = parser.parse_args(argv)
     if not flags.tiny and not torch.cuda.is_available():
-        raise SystemExit("there is no GPU on this machine; --tiny shows that this program works")
+        raise SystemExit("there is no GPU on this machine; --tiny tests this benchmark on the CPU")
     report = Report("gpu", "The target on a GPU: steps of a model of 8 billion parameters")
     bench = Bench(TINY if flags.tiny else Size(), torch.device("cpu" if flags.tiny else "cuda"), report)
     for _ in bench.run(flags.parts):
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 class Bench:
-    """One run over a report. A part that fails is told and left out, so that the others are not lost."""
+    """One run for a report. The failure of a part becomes a note, and the other parts still run."""
 
     def __init__(self, size: Size, device: torch.device, report: Report) -> None:
         self.size, self.device, self.report = size, device, report
@@ -80,11 +80,11 @@ class Bench:
         """Measure parts by name; yields after each."""
         with torch.inference_mode():
             if {"step", "engine", "compiled"} & set(parts):
-                with self.failing("model"):
+                with self.note_failure("model"):
                     module = self.module()
                     for part in ("step", "engine", "compiled"):
                         if part in parts:
-                            with self.failing(part):
+                            with self.note_failure(part):
                                 getattr(self, part)(module)
                             self.free()
                             yield
@@ -95,8 +95,8 @@ class Bench:
                 yield
 
     @contextlib.contextmanager
-    def failing(self, what: str) -> Iterator[None]:
-        """What fails inside is told in the report."""
+    def note_failure(self, what: str) -> Iterator[None]:
+        """Turn an exception inside the context into a note of the report."""
         try:
             yield
         except Exception as error:
@@ -104,7 +104,7 @@ class Bench:
             self.report.notes.append(f"{what} failed: {str(error).splitlines()[0] if str(error) else repr(error)}")
 
     def free(self) -> None:
-        """Give back the memory of what was measured."""
+        """Release the memory of the previous measurement."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -128,18 +128,16 @@ class Bench:
         """Plain steps and verification."""
         cells = self.fitting(self.size.cells)
         cache, modules = self.cache(cells), ModuleRunner(module, choose("auto", self.device))
-        with self.failing("modules"):
+        with self.note_failure("modules"):
             self.cell("modules", modules, cache, self.weights(module), *cells[0])
-            self.cell(
-                "modules, graph", self.captured(modules, cells[:1], cache), cache, self.weights(module), *cells[0]
-            )
-        graphs = self.captured(self.fused(module), cells, cache)
+            self.cell("modules, graph", self.capture(modules, cells[:1], cache), cache, self.weights(module), *cells[0])
+        graphs = self.capture(self.fused(module), cells, cache)
         for count, context in cells:
-            with self.failing(f"{count} sessions, {context} tokens"):
+            with self.note_failure(f"{count} sessions, {context} tokens"):
                 self.cell("graph", graphs, cache, self.weights(module), count, context)
 
     def fused(self, module: Any) -> ModuleRunner:
-        """The model as it is served: in few launches where there are kernels."""
+        """The runner of the model as served: fused kernels on a GPU."""
         planner = choose("auto", self.device)
         if self.device.type != "cuda":
             return ModuleRunner(module, planner)
@@ -149,18 +147,18 @@ class Bench:
         return FusedRunner(module, planner, pass_a_token(module, self.device), longest)
 
     def compiled(self, module: Any) -> None:
-        """Modules whose layers are compiled. Comes last, as they stay so."""
+        """Steps with compiled layers. Runs last: the layers of the module stay compiled."""
         from services.target.model.cuda.compiled import compiled
 
         cells = self.size.compiled
         most = max(count for count, _ in cells) * VERIFIED
         cache, runner = self.cache(cells), compiled(ModuleRunner(module, choose("auto", self.device)), most)
-        graphs = self.captured(runner, cells, cache)
+        graphs = self.capture(runner, cells, cache)
         for count, context in cells:
             self.cell("modules, graph, compiled", graphs, cache, self.weights(module), count, context)
 
     def fitting(self, cells: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-        """The cells whose keys and values the device has room for beside the weights; the others are told."""
+        """The cells whose KV cache fits into the device's memory beside the weights; the others become notes."""
         if self.device.type != "cuda":
             return cells
         room = torch.cuda.mem_get_info(self.device)[0] - SPARE_BYTES
@@ -170,7 +168,7 @@ class Bench:
         return fitting
 
     def cache(self, cells: Sequence[tuple[int, int]]) -> KVCache:
-        """A cache with room for each of the cells, all zeros."""
+        """A zeroed KV cache that is large enough for each of the cells."""
         tokens = max(count * (context + 2 * VERIFIED) for count, context in cells)
         pages = -(-tokens // PAGE) + 2 * max(count for count, _ in cells)
         cache = KVCache([self.shape] * self.size.layers, pages, PAGE, self.dtype, self.device)
@@ -179,12 +177,13 @@ class Bench:
         return cache
 
     def weights(self, module: Any) -> int:
-        """Bytes of weights that every step reads: all but the embedding's, of which it takes a few rows."""
-        read = sum(p.numel() * p.element_size() for p in module.parameters())
-        return read - module.get_input_embeddings().weight.numel() * self.dtype.itemsize
+        """Bytes of weights that every step reads: all except the embedding, of which it reads a few rows."""
+        read: int = sum(p.numel() * p.element_size() for p in module.parameters())
+        embedding: int = module.get_input_embeddings().weight.numel() * self.dtype.itemsize
+        return read - embedding
 
-    def captured(self, runner: ModuleRunner, cells: Sequence[tuple[int, int]], cache: KVCache) -> GraphRunner:
-        """The runner with captured steps, plain ones and those of verification."""
+    def capture(self, runner: ModuleRunner, cells: Sequence[tuple[int, int]], cache: KVCache) -> GraphRunner:
+        """The runner with CUDA graphs of plain and verification steps."""
         rows = {count for count, _ in cells}
         rows |= {count * VERIFIED for count in rows if count <= self.size.verify_up_to}
         capturer = CudaCapturer() if self.device.type == "cuda" else direct
@@ -195,7 +194,7 @@ class Bench:
         return graphs
 
     def cell(self, how: str, runner: Runner, cache: KVCache, read: int, count: int, context: int) -> None:
-        """A plain step, and one of verification, of so many sessions."""
+        """Measure a plain step and a verification step of `count` sessions. read: bytes of weights."""
         plain = 0.0
         for rows in (1, VERIFIED) if count <= self.size.verify_up_to else (1,):
             works = sessions(count, context, rows, cache)
@@ -212,13 +211,13 @@ class Bench:
             self.add("verification" if rows > 1 else "plain step", how, count, rows, context, seconds, floor, plain)
 
     def floor(self, read: int, count: int, context: int) -> float:
-        """Seconds in which the weights and the sessions' keys and values can be read. read: bytes of weights."""
+        """Seconds to read the weights and the sessions' keys and values. read: bytes of weights."""
         return (read + count * context * self.token_bytes) / self.bandwidth
 
     # --- the whole engine ---
 
     def engine(self, module: Any) -> None:
-        """Steps of the engine: greedy sessions that began with 1000 tokens, without hints."""
+        """Plain steps of the engine: greedy sessions with prompts of 1000 tokens."""
         most = max(self.size.engine_sessions)
         config = TargetConfig(
             max_running_requests=most, max_total_tokens=most * 1200, chunked_prefill_size=4096, page_size=PAGE
@@ -230,14 +229,15 @@ class Bench:
         )  # fmt: skip
         for count, overlap in itertools.product(self.size.engine_sessions, (False, True)):
             how = "graph, overlapping" if overlap else "graph"
-            with self.failing(f"engine, {count} sessions, {how}"):
+            with self.note_failure(f"engine, {count} sessions, {how}"):
                 self.engine_cell(how, model, config, self.weights(module), count, overlap=overlap)
-            self.free()  # an engine and its pools are part of a circle
+            self.free()  # an engine and its pools form a reference cycle
 
     def engine_cell(
         self, how: str, model: Model, config: TargetConfig, read: int, count: int, *, overlap: bool
     ) -> None:
-        """Steps of an engine with so many sessions."""
+        """Measure steps of an engine with `count` sessions."""
+        assert isinstance(model.runner, ModuleRunner), "`fused` builds it"
         graphs = GraphRunner(model.runner, [count], CudaCapturer() if self.device.type == "cuda" else direct)
         engine = TargetEngine(replace(model, runner=graphs), config)
         graphs.capture(engine.cache, self.device)
@@ -254,22 +254,23 @@ class Bench:
     # --- the attention kernel ---
 
     def attention(self) -> None:
-        """The kernel alone, where it is Triton's."""
+        """Measure the attention kernel alone, if it is Triton's."""
         if choose("auto", self.device).__name__ != "TritonAttention":
             return
         from bench.gpu import tiles
 
         table: list[dict[str, Any]] = []
         self.report.more = [("Attention of a layer", table)]
-        for row in tiles.measured(self.shape, self.size.heads, self.dtype, self.clocks, self.bandwidth, self.failing):
+        arguments = (self.shape, self.size.heads, self.dtype, self.clocks, self.bandwidth, self.note_failure)
+        for row in tiles.measure_tiles(*arguments):
             table.append(row)
-            print(line_of(row), flush=True)
+            print(format_row(row), flush=True)
 
     def add(
         self, what: str, how: str, sessions: int, rows: int, context: int, seconds: float, floor: float | None,
         plain: float | None,
     ) -> None:  # fmt: skip
-        """A row of the report. rows: of a session."""
+        """Add a row to the report. rows: tokens of a session in the step."""
         row: dict[str, Any] = {"what": what, "how": how, "sessions": sessions, "rows": rows, "context": context}
         row["ms"] = round(seconds * 1e3, 4)
         if floor is not None:
@@ -280,24 +281,19 @@ class Bench:
 
 
 def plot(report: Report) -> None:
-    """Steps by sessions and context, in milliseconds, over their floors."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    """Milliseconds of steps and their floor, by sessions and context."""
     rows = [row for row in report.rows if row["how"] == "graph" and row["what"] != "engine's step"]
     cells = list(dict.fromkeys((row["sessions"], row["context"]) for row in rows))
-    figure, axes = plt.subplots(figsize=(11, 3.5), layout="constrained")
+    figure = new_figure(11, 3.5)
+    axes = figure.subplots()
     for nth, what in enumerate(("floor", "plain step", "verification")):
         found = [row for row in rows if row["what"] == (what if nth else "plain step")]
         heights = [row["ms" if nth else "floor ms"] for row in found]
-        places = [cells.index((row["sessions"], row["context"])) + 0.27 * (nth - 1) for row in found]
-        label = f"verification of {VERIFIED} rows a session" if nth == 2 else what
-        axes.bar(places, heights, 0.25, label=label, color=("0.75", "tab:blue", "tab:orange")[nth])
+        positions = [cells.index((row["sessions"], row["context"])) + 0.27 * (nth - 1) for row in found]
+        label = f"verification of {VERIFIED} tokens per session" if nth == 2 else what
+        axes.bar(positions, heights, 0.25, label=label, color=("0.75", "tab:blue", "tab:orange")[nth])
     axes.set(xticks=range(len(cells)), ylabel="ms")
     axes.set_xticklabels([f"{count} x {context:,}" for count, context in cells])
     axes.set_xlabel("sessions x tokens of context")
     axes.legend(frameon=False)
     report.save(figure)
-    plt.close(figure)

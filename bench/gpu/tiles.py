@@ -1,4 +1,4 @@
-"""The attention kernel alone, on some shapes of a batch: the tile that is picked for it, and others."""
+"""The attention kernel alone on several batch shapes, with the selected tile and with alternatives."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ _OTHERS_TALL = (
     Tile(64, 64, _SPLITS, 4, 4), Tile(64, 64, _SPLITS, 8, 3), Tile(64, 32, _SPLITS, 4, 3), Tile(64, 32, _SPLITS, 4, 4),
     Tile(32, 64, _SPLITS, 4, 3), Tile(64, 64, _SHORTER, 4, 3), Tile(64, 64, _FIXED, 4, 3),
 )  # fmt: skip
-# Sessions, rows of each, tokens of context.
+# Sessions, tokens of each in the step, tokens of context.
 _CELLS = (
     (1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (16, 1, 1000), (16, 1, 8192), (1, VERIFIED, 1024), (1, VERIFIED, 8192),
     (4, VERIFIED, 1024), (16, VERIFIED, 1024), (16, VERIFIED, 8192), (1, 2048, 2048),
 )  # fmt: skip
-_LAYERS = 12  # whose keys and values are more than the device's caches hold
+_LAYERS = 12  # their keys and values exceed the device's caches
 
 
-def measured(
+def measure_tiles(
     shape: LayerShape,
     heads: int,
     dtype: torch.dtype,
     clocks: Clocks,
     bandwidth: float,
-    failing: Callable[[str], contextlib.AbstractContextManager[None]],
+    note_failure: Callable[[str], contextlib.AbstractContextManager[None]],
 ) -> Iterator[dict[str, Any]]:
-    """A row of the report for each shape and tile. heads: of queries; bandwidth: bytes a second; failing: a context
-    that tells of a tile that does not compile.
+    """A row of the report for each shape and tile.
+
+    heads: query heads; bandwidth: in bytes/s; note_failure: a context that reports a tile that does not compile
     """
     head, device = shape.key_dim, clocks.device
     short, tall = (pick_tile(head, head, dtype.itemsize, short=short) for short in (True, False))
@@ -54,7 +55,7 @@ def measured(
         picked = tile or (short if rows <= SHORT else tall)
         split = f"{picked.split.least}" + (f" to {picked.split.most}" if picked.split.least < picked.split.most else "")
         name = f"{picked.lanes}x{picked.keys}, split {split}, {picked.warps} warps, {picked.stages} stages"
-        with failing(name):
+        with note_failure(name):
             batch = build(sessions(count, context, rows, cache), device)
             q = torch.randn(len(batch), heads, head, dtype=dtype, device=device)
             kernel = TritonAttention(batch, tile)
@@ -73,7 +74,7 @@ def measured(
 
 
 def _tried() -> Iterator[tuple[tuple[int, int, int], Tile | None]]:
-    """Cells and tiles, each cell first with the tile that is picked."""
+    """Cells and tiles; None, the first tile of each cell, is the selected one."""
     for cell in _CELLS:
         for tile in (None, *(_OTHERS_SHORT if cell[1] <= SHORT else _OTHERS_TALL)):
             yield cell, tile

@@ -1,1 +1,1 @@
-"""What every benchmark uses: processes, prompts, reports, flags."""
+"""Shared parts of all benchmarks: child processes, prompts, reports and types of command-line flags."""

@@ -1,4 +1,4 @@
-"""What ends a benchmark that nobody can mend but its caller."""
+"""The error that ends a benchmark because of its environment, such as a server that does not start."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from outrider.errors import OutriderError
 
 
 class BenchError(OutriderError, RuntimeError):
-    """Such as a system that does not start, or one that refuses a request; the message says why."""
+    """A system under test does not start, or a request fails. The message states the reason."""

@@ -1,4 +1,4 @@
-"""What values of benchmarks' flags may be, and what is said of others."""
+"""Types of command-line flags for argparse. Each raises ArgumentTypeError for a value out of its range."""
 
 from __future__ import annotations
 
@@ -10,59 +10,59 @@ from typing import Any
 from bench.harness.prompts import Prompt, read_prompts
 
 
-def _integer(text: str, least: int) -> int:
+def _int_of_at_least(text: str, minimum: int) -> int:
     try:
         value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+    if value < minimum:
+        raise argparse.ArgumentTypeError(f"{value} is less than {minimum}")
     return value
 
 
-def whole(text: str) -> int:
-    """A whole number of one or more. Raises ArgumentTypeError."""
-    return _integer(text, 1)
+def positive_int(text: str) -> int:
+    """An integer of at least 1."""
+    return _int_of_at_least(text, 1)
 
 
-def seed(text: str) -> int:
-    """A whole number of zero or more. Raises ArgumentTypeError."""
-    return _integer(text, 0)
+def non_negative_int(text: str) -> int:
+    """An integer of at least 0."""
+    return _int_of_at_least(text, 0)
 
 
-def wholes(text: str, between: str, count: int) -> tuple[int, ...]:
-    """So many whole numbers of one or more, with something between them. Raises ArgumentTypeError."""
-    words = text.split(between)
+def positive_ints(text: str, separator: str, count: int) -> tuple[int, ...]:
+    """`count` integers of at least 1, separated by `separator`."""
+    words = text.split(separator)
     if len(words) != count:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {count} whole numbers with {between} between them")
-    return tuple(whole(word) for word in words)
+        raise argparse.ArgumentTypeError(f"{text!r} is not {count} whole numbers with {separator} between them")
+    return tuple(positive_int(word) for word in words)
 
 
-def _number(text: str) -> float:
+def _float(text: str) -> float:
     try:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
 
 
-def positive(text: str) -> float:
-    """A number above zero, perhaps inf. Raises ArgumentTypeError."""
-    value = _number(text)
+def positive_float(text: str) -> float:
+    """A number above 0; inf is allowed."""
+    value = _float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{value:g} is not above 0")
     return value
 
 
-def share(text: str) -> float:
-    """A number in [0, 1). Raises ArgumentTypeError."""
-    value = _number(text)
+def fraction(text: str) -> float:
+    """A number in [0, 1)."""
+    value = _float(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{value:g} is not in [0, 1)")
     return value
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A JSON object. Raises ArgumentTypeError."""
+    """A JSON object."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -72,15 +72,15 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def address(text: str) -> str:
-    """An address of a server. Raises ArgumentTypeError."""
+def server_url(text: str) -> str:
+    """The URL of an HTTP server."""
     if not text.startswith(("http://", "https://")):
-        raise argparse.ArgumentTypeError(f"{text} begins with neither http:// nor https://")
+        raise argparse.ArgumentTypeError(f"{text} starts with neither http:// nor https://")
     return text
 
 
-def prompts_in(parser: argparse.ArgumentParser, file: Path) -> list[Prompt]:
-    """The prompts of a file that a flag names. Ends the program where it has none."""
+def load_prompts(parser: argparse.ArgumentParser, file: Path) -> list[Prompt]:
+    """The prompts of the file given by a flag. Exits with a usage error if the file has no prompts."""
     try:
         found = read_prompts(file)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What is asked in a benchmark: prompts from files in the usual forms, or made of random words."""
+"""Prompts of a benchmark: read from files in the formats of Spec-Bench, MT-bench and ShareGPT, or synthetic."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Each is one token of almost every vocabulary when a space stands before it, so n words are about n tokens.
-_WORDS = """
+BUNDLED_PROMPTS = Path(__file__).parents[1] / "prompts.jsonl"
+
+# With a leading space, each word is one token in almost every vocabulary: n words are about n tokens.
+_COMMON_WORDS = """
 the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one you
 were all her she there would their we him been has when who will no more if out so up said what its about than into them
 can only other time new some could these two may first then do any like my now over such our man me even most made after
@@ -19,11 +21,11 @@ people just say each those take day good how long little use world own still her
 another while last might us great old off come since against right state three take house again small part high
 """.split()  # noqa: SIM905 - a list of them would be a page long
 
-_CHARACTERS = 4  # of a token of an answer whose tokens nobody has counted
+_CHARS_PER_TOKEN = 4  # estimates the length of reference answers, for which a file gives no token count
 
 
 class Prompt(NamedTuple):
-    """What a user says, turn by turn. lengths: of the answers, in tokens, turn by turn; empty if the data has none."""
+    """The user's turns of a conversation. lengths: tokens of each turn's reference answer; empty if unknown."""
 
     category: str
     turns: tuple[str, ...]
@@ -31,19 +33,22 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(file: Path) -> list[Prompt]:
-    """The prompts of a file, in its order.
+    """The prompts of a file, in order.
 
-    Either JSON lines or one JSON list. A row has "turns" (Spec-Bench, MT-bench), "prompt", or "conversations"
-    (ShareGPT, whose turns have "from" and "value", or "role" and "content": the human's are taken, with the lengths of
-    the answers to them, of which four characters are taken for a token; rows in which no human is answered are left
-    out), and perhaps a "category".
-    Raises ValueError that names file and row, for rows of another form and for what is no JSON.
+    The file has JSON lines or one JSON list. A row has an optional "category" and one of:
+    - "turns": a list of texts (Spec-Bench, MT-bench)
+    - "prompt": one text
+    - "conversations": ShareGPT's turns, with "from" and "value" or "role" and "content". Each human turn that is
+      followed by an answer becomes a turn; the answer's length is estimated at 4 characters per token. Rows without
+      such a turn are skipped.
+
+    Raises ValueError with file and row for a row of any other form, and for invalid JSON.
     """
     text = file.read_text(encoding="utf-8-sig")
     if text.lstrip().startswith("["):
         rows = list(enumerate(_parsed(text, str(file)), start=1))
     else:
-        # What else ends lines, such as U+2028, may stand in a text, where JSON escapes this alone.
+        # splitlines() would also split at characters such as U+2028, which JSON texts may contain unescaped.
         lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
         rows = [(number, _parsed(line, f"{file}, row {number}")) for number, line in lines]
     prompts = [_prompt_of(row, f"{file}, row {number}") for number, row in rows]
@@ -66,9 +71,9 @@ def _prompt_of(row: Any, where: str) -> Prompt:
     elif "prompt" in row:
         turns = [row["prompt"]]
     elif "conversations" in row:
-        answered = _answered(row["conversations"], where)
+        answered = _answered_turns(row["conversations"], where)
         turns = [question for question, _ in answered]
-        lengths = tuple(max(1, round(len(answer) / _CHARACTERS)) for _, answer in answered)
+        lengths = tuple(max(1, round(len(answer) / _CHARS_PER_TOKEN)) for _, answer in answered)
     else:
         raise ValueError(f'{where} has neither "turns" nor "prompt" nor "conversations"')
     if not (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)):
@@ -76,22 +81,22 @@ def _prompt_of(row: Any, where: str) -> Prompt:
     return Prompt(str(row.get("category", "all")), tuple(turns), lengths)
 
 
-def _answered(turns: Any, where: str) -> list[tuple[str, str]]:
-    """What humans say in a conversation, where they are answered, and the answers."""
+def _answered_turns(turns: Any, where: str) -> list[tuple[str, str]]:
+    """Pairs of a human turn and the answer that follows it."""
     try:
-        said = [
+        messages = [
             (turn.get("from") or turn["role"], turn["value"] if "value" in turn else turn["content"]) for turn in turns
         ]
     except (TypeError, LookupError, AttributeError):
         raise ValueError(f'{where} has turns without "from" and "value", or "role" and "content"') from None
-    if not all(isinstance(text, str) for _, text in said):
+    if not all(isinstance(text, str) for _, text in messages):
         raise ValueError(f"{where} has turns that are not text")
-    pairs = itertools.pairwise((speaker in ("human", "user"), text) for speaker, text in said)
+    pairs = itertools.pairwise((role in ("human", "user"), text) for role, text in messages)
     return [(question, answer) for (human, question), (again, answer) in pairs if human and not again]
 
 
-def first_of_each(prompts: Iterable[Prompt], limit: int | None) -> list[Prompt]:
-    """The first `limit` prompts of every category, in their order; all of them for None."""
+def first_per_category(prompts: Iterable[Prompt], limit: int | None) -> list[Prompt]:
+    """The first `limit` prompts of each category, in file order; None returns all."""
     seen: dict[str, int] = {}
     kept = []
     for prompt in prompts:
@@ -102,9 +107,9 @@ def first_of_each(prompts: Iterable[Prompt], limit: int | None) -> list[Prompt]:
 
 
 def sample(prompts: Sequence[Prompt], count: int | None, seed: int) -> list[Prompt]:
-    """`count` prompts in an order that the seed decides, the categories taking turns; all of them for None.
+    """`count` prompts in a seeded random order that interleaves the categories; None returns all.
 
-    If there are fewer, the same ones come again, in the same order.
+    Repeats the sequence from the start if there are fewer than `count`.
     """
     rng = random.Random(seed)
     by_category: dict[str, list[Prompt]] = {}
@@ -116,17 +121,17 @@ def sample(prompts: Sequence[Prompt], count: int | None, seed: int) -> list[Prom
     return mixed if count is None else list(itertools.islice(itertools.cycle(mixed), count if mixed else 0))
 
 
-def rounds_of(prompts: Sequence[Prompt], count: int) -> list[list[Prompt]]:
-    """The prompts in `count` parts of equal size; those that are left over are not asked."""
+def equal_parts(prompts: Sequence[Prompt], count: int) -> list[list[Prompt]]:
+    """The prompts in `count` parts of equal size; the remainder is dropped."""
     size = len(prompts) // count
     return [list(prompts[i * size : (i + 1) * size]) for i in range(count)]
 
 
 def synthetic(count: int, input_len: int, output_len: int, spread: float, seed: int) -> list[Prompt]:
-    """Prompts of random common words, about `input_len` of them, for answers of about `output_len` tokens.
+    """Prompts of about `input_len` random common words, with answers of about `output_len` tokens.
 
-    spread: lengths are uniform in [1 - spread, 1 + spread] times those asked for. A word is about a token; what the
-    server counted is in the results.
+    spread: lengths are uniform in [1 - spread, 1 + spread] times the given ones. A word is about one token; results
+    contain the server's own token counts.
     """
     rng = random.Random(f"synthetic {seed}")
 
@@ -134,6 +139,6 @@ def synthetic(count: int, input_len: int, output_len: int, spread: float, seed: 
         return max(1, rng.randint(round(length * (1 - spread)), round(length * (1 + spread))))
 
     return [
-        Prompt("synthetic", (" ".join(rng.choices(_WORDS, k=around(input_len))),), (around(output_len),))
+        Prompt("synthetic", (" ".join(rng.choices(_COMMON_WORDS, k=around(input_len))),), (around(output_len),))
         for _ in range(count)
     ]

@@ -1,4 +1,4 @@
-"""Results of a benchmark: a JSON file, a Markdown page and a plot, each with its recipe, hardware and commit."""
+"""Reports of a benchmark: a JSON file, a Markdown page and a plot, with command, commit, date and hardware."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _CHECKOUT = Path(__file__).parents[2]
-_chosen: Path | None = None
+_folder: Path | None = None
 
 
-def write_into(folder: Path) -> None:
-    """Let this process's reports go to a folder, which is made. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    global _chosen  # noqa: PLW0603 - set once, by the entry point
-    _chosen = folder
+def set_folder(folder: Path | None) -> None:
+    """Write the reports of this process into a folder, which is created; None restores the default. Raises OSError."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    global _folder  # noqa: PLW0603 - set once, by the entry point
+    _folder = folder
 
 
-def chosen() -> Path | None:
-    """The folder that was chosen for reports, if one was."""
-    return _chosen
+def chosen_folder() -> Path | None:
+    """The folder given to `set_folder`, if any."""
+    return _folder
 
 
-def results() -> Path:
-    """Where reports go: the folder that was chosen, docs/benchmarks of a checkout, or ./benchmarks."""
+def results_folder() -> Path:
+    """The folder of reports: the one given to `set_folder`, else docs/benchmarks of a checkout, else ./benchmarks."""
     pages = _CHECKOUT / "docs" / "benchmarks"
-    return _chosen or (pages if pages.is_dir() else Path("benchmarks"))
+    return _folder or (pages if pages.is_dir() else Path("benchmarks"))
 
 
 def command() -> str:
-    """How this process was called, as a stranger would type it; without secrets."""
+    """The command line of this process, as a user types it, without secrets."""
     arguments = [
         "..." if before in ("--api-key", "--header") else re.sub(r"^(--api-key|--header)=.*", r"\1=...", word)
         for before, word in zip(["", *sys.argv[1:]], sys.argv[1:], strict=False)
@@ -52,7 +53,7 @@ def command() -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """What the figures were taken on."""
+    """CPU model, usable cores, memory in GB, and GPU name or None."""
     model = next(
         (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.processor(),
@@ -74,7 +75,7 @@ def _gpu() -> str | None:
 
 
 def commit() -> str:
-    """The commit of the code that was measured, "+changes" if the tree differs from it; elsewhere the version."""
+    """The measured commit, with "+changes" if the tree differs from it; outside a checkout the version."""
     if not (_CHECKOUT / ".git").exists():
         return f"of version {__version__}"
 
@@ -86,60 +87,70 @@ def commit() -> str:
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+changes" if dirty else "")
 
 
-def earlier_rows(name: str, same: Callable[[list[str]], bool]) -> list[dict[str, Any]]:
-    """The rows of the last report of a name, to go on with; none if its notes are not the same in what matters.
+def rows_to_resume(name: str, same: Callable[[list[str]], bool]) -> list[dict[str, Any]]:
+    """The rows of the last report of this name, for --resume; none if `same` rejects its notes.
 
-    Raises ValueError if other code took them, or another machine: a page names one commit and one machine.
+    Raises ValueError if their commit or hardware differs from the present: a page has one commit and one machine.
     """
-    file = results() / f"{name}.json"
+    file = results_folder() / f"{name}.json"
     content = json.loads(file.read_text()) if file.exists() else {"notes": [], "rows": []}
     if not same(content["notes"]) or not content["rows"]:
         return []
     for fact, now in (("commit", commit()), ("hardware", hardware())):
         if content[fact] != now:
-            raise ValueError(f"--resume: the rows of {file} are of {fact} {content[fact]}, not of {now}; measure anew")
+            raise ValueError(f"--resume: the rows of {file} are of {fact} {content[fact]}, not of {now}; omit --resume")
     rows: list[dict[str, Any]] = content["rows"]
     return rows
 
 
 def recipe() -> dict[str, Any]:
-    """What a figure needs beside it so that others can take it again."""
+    """Command, commit, date and hardware: what is needed to reproduce a figure."""
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     return {"command": command(), "commit": commit(), "date": date, "hardware": hardware()}
 
 
+def new_figure(width: float, height: float) -> Figure:
+    """An empty plot; its size in inches. It needs no display."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
 @dataclass
 class Report:
-    """A benchmark's result under way; `write` and `save` put it into the folder of results."""
+    """The result of a benchmark in progress; `write` and `save` write it into the folder of reports.
+
+    more: further tables with their titles
+    """
 
     name: str
     title: str
     notes: list[str] = field(default_factory=list)
     columns: Sequence[str] = ()
     rows: list[dict[str, Any]] = field(default_factory=list)
-    more: list[tuple[str, list[dict[str, Any]]]] = field(default_factory=list)  # further tables, with titles
-    _drawn: bool = field(default=False, init=False)  # or a picture that lies in the folder is an earlier one's
+    more: list[tuple[str, list[dict[str, Any]]]] = field(default_factory=list)
+    _has_plot: bool = field(default=False, init=False)  # a picture already in the folder may be of an earlier run
 
     def add(self, **row: Any) -> None:
         """Add a row and print it."""
         self.rows.append(row)
-        print(line_of({name: row[name] for name in self.columns or row if name in row}), flush=True)
+        print(format_row({name: row[name] for name in self.columns or row if name in row}), flush=True)
 
     def save(self, figure: Figure) -> None:
-        """Write NAME.png, which the page then shows."""
-        results().mkdir(parents=True, exist_ok=True)
-        figure.savefig(results() / f"{self.name}.png", dpi=130)
-        self._drawn = True
+        """Write NAME.png and include it in the page."""
+        results_folder().mkdir(parents=True, exist_ok=True)
+        figure.savefig(results_folder() / f"{self.name}.png", dpi=130)
+        self._has_plot = True
 
     def write(self) -> None:
         """Write NAME.json and NAME.md."""
-        facts, folder = recipe(), results()
+        facts, folder = recipe(), results_folder()
         folder.mkdir(parents=True, exist_ok=True)
         content = {"title": self.title, **facts, "notes": self.notes, "rows": self.rows}
         if self.more:
             content["more"] = dict(self.more)
         (folder / f"{self.name}.json").write_text(json.dumps(content, indent=1) + "\n")
-        (folder / f"{self.name}.md").write_text(self._markdown(facts, self._drawn))
+        (folder / f"{self.name}.md").write_text(self._markdown(facts, self._has_plot))
 
     def _markdown(self, facts: dict[str, Any], plot: bool) -> str:
         machine = facts["hardware"]
@@ -161,8 +172,8 @@ class Report:
         return "\n".join(lines) + "\n"
 
 
-def line_of(row: dict[str, Any]) -> str:
-    """A row for a terminal."""
+def format_row(row: dict[str, Any]) -> str:
+    """A row as one line of text, for the terminal."""
     return "  ".join(f"{key}={_text(value)}" for key, value in row.items())
 
 
@@ -176,7 +187,7 @@ def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str] = ()) -> list[
 
 
 def _cell(text: str) -> str:
-    """A text within a table of Markdown, in which it must not end its cell."""
+    """A text with line breaks and pipes escaped, for a cell of a Markdown table."""
     return " ".join(text.split("\n")).replace("|", "\\|")
 
 

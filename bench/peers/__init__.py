@@ -1,1 +1,1 @@
-"""Our system beside others on the same weights, prompts and limits, in turns, in one run."""
+"""Outrider beside other inference systems, on equal weights, prompts and limits, alternating in one run."""

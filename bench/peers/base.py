@@ -1,4 +1,4 @@
-"""What every peer is asked for, whatever it is."""
+"""The interface of a peer: an inference system that answers greedy requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. tokens: new ones, counted by the peer; first, seconds: until the first token, and until it is whole"""
+    """An answer. tokens: new ones, counted by the peer; first, seconds: latency of first token and of whole answer."""
 
     text: str
     tokens: int
@@ -20,15 +20,19 @@ class Reply:
 
     @property
     def rate(self) -> float:
-        """Tokens a second behind the first one."""
+        """Tokens/s after the first token."""
         return (self.tokens - 1) / max(self.seconds - self.first, 1e-9)
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Of a peer. family: peers of one family and one number format should say the same; weights: number format;
-    speculation: how it drafts, "" for not at all; size: bytes of weights that a step reads; batched: whether steps
-    are shared by requests that come at once, which are answered one after another otherwise
+class PeerInfo:
+    """A description of a peer.
+
+    family: peers of one family with equal weights should give equal texts
+    weights: number format
+    speculation: method, "" for plain decoding
+    size: bytes of weights that a step reads
+    batched: True if concurrent requests share steps, False if they run one after another
     """
 
     name: str
@@ -40,25 +44,28 @@ class Facts:
 
 
 class Peer(ABC):
-    """Use: `with peer.running():` then `ask`."""
+    """An inference system. Call `generate` inside `with peer.running():`."""
 
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
+    def __init__(self, info: PeerInfo) -> None:
+        self.info = info
 
     @abstractmethod
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """The peer, started and ready."""
+        """Start the peer, and stop it at the end of the context. Raises BenchError if it does not start."""
 
     @abstractmethod
-    def ask(self, texts: Sequence[str], new: int) -> tuple[float, list[Reply]]:
-        """Greedy answers of at most `new` tokens to what a user says, all at once. Returns seconds for all of them."""
+    def generate(self, texts: Sequence[str], new: int) -> tuple[float, list[Reply]]:
+        """Send user messages concurrently, for greedy answers of at most `new` tokens.
+
+        Returns seconds for all, and the answers.
+        """
 
 
-def log_of(folder: Path, facts: Facts) -> Path:
-    """The file that takes what a peer says."""
-    return folder / (facts.name.replace("/", "-").replace(" ", "-") + ".log")
+def log_file(folder: Path, info: PeerInfo) -> Path:
+    """The log file of a peer."""
+    return folder / (info.name.replace("/", "-").replace(" ", "-") + ".log")
 
 
-def end_of(log: Path) -> str:
-    """What a peer said last."""
+def log_tail(log: Path) -> str:
+    """The last 2,000 bytes of a log."""
     return log.read_text(errors="replace")[-2000:]

@@ -1,14 +1,14 @@
-"""What is made of many replies: rates with their spread, ratios, and whether texts are the same."""
+"""Figures from replies: rates with quartiles, speedups, and counts of equal texts. Pure functions."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
 
-from bench.peers.base import Facts, Reply
+from bench.peers.base import PeerInfo, Reply
 
-Replies = Mapping[str, Sequence[Reply]]  # by peer, one a prompt
-Rates = Mapping[str, Sequence[float]]  # by peer, tokens a second of each group of requests at once
+Replies = Mapping[str, Sequence[Reply]]  # by peer, one per prompt
+Rates = Mapping[str, Sequence[float]]  # by peer, tokens/s of each group of concurrent requests
 
 
 def median_and_quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -20,18 +20,18 @@ def median_and_quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ratios(ours: Sequence[Reply], theirs: Sequence[Reply]) -> list[float]:
-    """Rates over rates, prompt by prompt; prompts that either answers with less than two tokens tell nothing."""
+    """Speedups per prompt; prompts to which either answers with less than two tokens are skipped."""
     pairs = [(a.rate, b.rate) for a, b in zip(ours, theirs, strict=True) if min(a.tokens, b.tokens) > 1]
     return [a / b for a, b in pairs]
 
 
-def same_texts(peers: Sequence[Facts], replies: Replies) -> dict[str, str]:
-    """For each peer that drafts: how many of its texts are those of its own family without, same number format."""
-    plain = {(facts.family, facts.weights): facts.name for facts in peers if not facts.speculation}
+def equal_texts(peers: Sequence[PeerInfo], replies: Replies) -> dict[str, str]:
+    """For each peer with speculation: how many texts equal those of plain decoding in its family and number format."""
+    plain = {(info.family, info.weights): info.name for info in peers if not info.speculation}
     found = {}
-    for facts in peers:
-        base = plain.get((facts.family, facts.weights))
-        if facts.speculation and base is not None:
-            pairs = zip(replies[facts.name], replies[base], strict=True)
-            found[facts.name] = f"{sum(a.text == b.text for a, b in pairs)}/{len(replies[base])}"
+    for info in peers:
+        base = plain.get((info.family, info.weights))
+        if info.speculation and base is not None:
+            pairs = zip(replies[info.name], replies[base], strict=True)
+            found[info.name] = f"{sum(a.text == b.text for a, b in pairs)}/{len(replies[base])}"
     return found

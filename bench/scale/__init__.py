@@ -1,1 +1,1 @@
-"""How costs grow: with context, sessions, acceptance, a slow draft and a long way to it."""
+"""Speedup of speculation as context, sessions, acceptance, draft latency and network latency grow."""

@@ -1,4 +1,4 @@
-"""A network with a delay: a proxy between Unix sockets that hands every byte on, so many seconds later, in order.
+"""A simulated network delay: a proxy between Unix sockets that forwards all bytes in order after a fixed time.
 
 `python -m bench.scale.delay LISTEN_PATH CONNECT_PATH SECONDS`
 """
@@ -14,14 +14,14 @@ import uvloop
 _PIECE = 1 << 18
 
 
-async def _hand_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter, seconds: float) -> None:
-    """Everything that arrives in one direction; the end, too."""
+async def _forward(source: asyncio.StreamReader, sink: asyncio.StreamWriter, seconds: float) -> None:
+    """Forward one direction, including the end of the stream, `seconds` late."""
     loop = asyncio.get_running_loop()
-    under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+    in_transit: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 
     async def deliver() -> None:
         while True:
-            due, piece = await under_way.get()
+            due, piece = await in_transit.get()
             if (left := due - loop.time()) > 0:
                 await asyncio.sleep(left)
             if not piece:
@@ -35,30 +35,30 @@ async def _hand_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter, sec
         piece = b"-"
         while piece:
             piece = await source.read(_PIECE)
-            under_way.put_nowait((loop.time() + seconds, piece))
+            in_transit.put_nowait((loop.time() + seconds, piece))
         await delivery
     finally:
         delivery.cancel()
 
 
 async def serve(listen: str, connect: str, seconds: float) -> None:
-    """Until cancelled."""
+    """Forward connections from `listen` to `connect` until cancelled."""
 
-    async def met(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             far_reader, far_writer = await asyncio.open_unix_connection(connect)
         except OSError:
             writer.close()
             return
         try:
-            await asyncio.gather(_hand_on(reader, far_writer, seconds), _hand_on(far_reader, writer, seconds))
+            await asyncio.gather(_forward(reader, far_writer, seconds), _forward(far_reader, writer, seconds))
         except ConnectionError:
             pass
         finally:
             far_writer.close()
             writer.close()
 
-    server = await asyncio.start_unix_server(met, listen)
+    server = await asyncio.start_unix_server(relay, listen)
     async with server:
         await server.serve_forever()
 

@@ -1,9 +1,9 @@
-"""A draft service that knows the answers: its proposals are right as often as it is told, and come as late.
+"""A simulated draft service with a given acceptance and latency: it knows the answers and corrupts some tokens.
 
-Whether it is right at a position is decided once for ever, by the text and the position; so one run is like another,
-however its steps fall. It stands for a draft on an accelerator of its own: while it waits, it uses no core.
+Whether the draft token of a position is correct depends only on text and position, so runs are reproducible for any
+sequence of steps. It simulates a draft service on its own accelerator: it sleeps for its latency and uses no core.
 
-`python -m bench.scale.oracle ADDRESS TEXTS.json ACCEPTANCE SECONDS TOKENS`, where the file holds lists of token ids
+`python -m bench.scale.oracle ADDRESS TEXTS.json ACCEPTANCE SECONDS TOKENS`, where the file has lists of token ids
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
 
-_WRONG = 7  # bits that make a token another one
-_SURE = 0.98  # a proposal that is always right says so no louder
+_WRONG_TOKEN_XOR = 7  # turns a token into a different one
+_MAX_CLAIMED = 0.98  # upper bound of the claimed acceptance probability; 1 minus it is the lower bound
 
 
 class Text:
-    """A sequence that is known, and what is proposed at each position. tokens, proposed: [n] uint32."""
+    """A known sequence and the draft token of each position. tokens, proposed: [n] uint32."""
 
     def __init__(self, number: int, tokens: Sequence[int], acceptance: float) -> None:
         self.tokens = np.array(tokens, np.uint32)
-        right = np.random.default_rng([number, len(tokens)]).random(len(tokens)) < acceptance
-        self.proposed = np.where(right, self.tokens, self.tokens ^ np.uint32(_WRONG))
+        correct = np.random.default_rng([number, len(tokens)]).random(len(tokens)) < acceptance
+        self.proposed = np.where(correct, self.tokens, self.tokens ^ np.uint32(_WRONG_TOKEN_XOR))
 
-    def begins(self, tokens: NDArray[np.uint32]) -> bool:
-        """True if it begins with these."""
+    def starts_with(self, tokens: NDArray[np.uint32]) -> bool:
+        """True if the sequence starts with these tokens."""
         return len(tokens) <= len(self.tokens) and bool((self.tokens[: len(tokens)] == tokens).all())
 
 
@@ -46,28 +46,28 @@ class _Session:
 
 
 class OracleEngine(Engine):
-    """Proposes a chain after each commit, `seconds` later, for all sessions that wait by then."""
+    """Proposes a draft chain after each commit, `seconds` later, in one batch for all waiting sessions."""
 
     def __init__(self, texts: Sequence[Text], acceptance: float, seconds: float, count: int) -> None:
-        """count: tokens of a chain."""
+        """count: draft tokens of a chain."""
         self._texts, self._seconds, self._count = texts, seconds, count
-        self._score = math.log(min(max(acceptance, 1 - _SURE), _SURE))
+        self._score = math.log(min(max(acceptance, 1 - _MAX_CLAIMED), _MAX_CLAIMED))
         self._sessions: dict[int, _Session] = {}
-        self._roots: dict[int, int] = {}  # path hash of those that wait for a proposal
+        self._roots: dict[int, int] = {}  # path hashes of the sessions that wait for a proposal
 
     def open(self, request: OpenSession) -> None:
-        """Take a session on, if its text is known."""
-        text = next((text for text in self._texts if text.begins(request.tokens)), None)
+        """Add a session if its text is known."""
+        text = next((text for text in self._texts if text.starts_with(request.tokens)), None)
         if text is not None:
             self._sessions[request.session_id] = _Session(text, request.tokens)
 
     def close(self, session_id: int) -> None:
-        """Forget a session."""
+        """Remove a session."""
         self._sessions.pop(session_id, None)
         self._roots.pop(session_id, None)
 
     def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
-        """Follow commits. A session that leaves its text is of no further interest."""
+        """Apply commits. A session that deviates from its text is removed."""
         del proposals
         for commit in commits:
             session = self._sessions.get(commit.session_id)
@@ -83,11 +83,11 @@ class OracleEngine(Engine):
 
     @property
     def idle(self) -> bool:
-        """True if nobody waits."""
+        """True if no session waits for a proposal."""
         return not self._roots
 
     def step(self) -> StepOutput:
-        """One chain for each session that waits."""
+        """Propose a chain for each waiting session."""
         time.sleep(self._seconds)
         proposals = []
         for session_id, root in self._roots.items():
@@ -100,7 +100,7 @@ class OracleEngine(Engine):
         return StepOutput(proposals=proposals, load=self.load())
 
     def load(self) -> EngineLoad:
-        """Sessions at present."""
+        """The number of sessions."""
         return EngineLoad(running_sessions=len(self._sessions))
 
     def check(self) -> None:
@@ -108,7 +108,7 @@ class OracleEngine(Engine):
 
 
 def main(address: str, file: str, acceptance: float, seconds: float, count: int) -> int:
-    """Serve until a signal."""
+    """Serve until a signal. Returns the exit code."""
     texts = [Text(i, tokens, acceptance) for i, tokens in enumerate(json.loads(Path(file).read_text()))]
     return serve_draft(lambda: OracleEngine(texts, acceptance, seconds, count), address, "ORACLE")
 

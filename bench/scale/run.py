@@ -1,8 +1,8 @@
-"""Tokens a second, with hints over without, as the work grows: context, sessions, acceptance, draft and network.
+"""Speedup of speculation over plain decoding, by context, sessions, acceptance, draft latency and network latency.
 
-The target and the gateway are real; the draft is simulated, so that one thing changes at a time. Requests with and
-without hints alternate on the same processes. Beside the ratio stands what theory.py expects of steps as they were
-measured, and what a round through the streams takes.
+The target and the gateway are real. The draft service is simulated, so that one parameter changes at a time. Requests
+with and without speculation alternate on the same processes. The column `expected` has the speedup that theory.py
+computes from measured step times and the latency of the streams.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from bench.end_to_end.system import PROMPTS
-from bench.harness.flags import whole
-from bench.harness.prompts import read_prompts
-from bench.harness.report import Report
-from bench.scale.system import Draft, gateway, remember, target, tell
+from bench.harness.flags import positive_int
+from bench.harness.prompts import BUNDLED_PROMPTS, read_prompts
+from bench.harness.report import Report, new_figure
+from bench.scale.system import Draft, gateway, generate, target, write_texts
 from bench.scale.theory import Cost, speedup
 from outrider.checkpoints.checkpoint import resolve
-from outrider.config import TargetConfig
+from outrider.config import DType, TargetConfig
 
-_ROWS = (1, 2, 4, 8, 12, 16)  # of steps that are measured
-_STEPS = 30
-_STREAMS = 0.0007  # seconds of a round through the streams (docs/benchmarks/streams.md)
+STEP_TOKENS = (1, 2, 4, 8, 12, 16)  # tokens of the measured steps
+STEPS = 30  # timed steps of each size
+STREAM_LATENCY = 0.0007  # seconds from target to draft and back through the gateway (docs/benchmarks/streams.md)
 
 
 class Cell(NamedTuple):
@@ -47,7 +46,7 @@ class Cell(NamedTuple):
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
-    """All points. What an axis does not say is as of `args`."""
+    """The points of all axes; other parameters of a point have the values in `args`."""
     usual = Draft(args.acceptance, args.draft_ms / 1e3, 0.0, args.tokens)
     axes: dict[str, list[Cell]] = {
         "context": [Cell("context", n, n, 1, usual) for n in args.contexts],
@@ -59,9 +58,11 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     return [cell for name in args.axes for cell in axes[name]]
 
 
-def targets(todo: Sequence[Cell]) -> list[list[Cell]]:
-    """Points that are measured at one target after another. More and more sessions come to the same one; what else
-    changes stays as it is for as long as a target lives, so that it need not find out first that it has.
+def by_target(todo: Sequence[Cell]) -> list[list[Cell]]:
+    """Groups of points that share a target process.
+
+    Points of the axis `sessions` share one. Every other point has a new target, which has no estimates of an earlier
+    acceptance or latency to unlearn.
     """
     groups: list[list[Cell]] = []
     for cell in todo:
@@ -73,31 +74,27 @@ def targets(todo: Sequence[Cell]) -> list[list[Cell]]:
 
 
 def step_costs(model: str, dtype: str, contexts: Iterable[int]) -> dict[int, Cost]:
-    """For each context: seconds of a step of the engine alone by its number of hints.
-
-    Between measured points they lie on straight lines.
-    """
-    from bench.services.target import verified_steps
+    """For each context: seconds of an engine step by its number of draft tokens, linearly interpolated."""
+    from bench.services.target import verification_steps
     from services.target.process.app import build_engine
 
-    engine = build_engine(
-        resolve(model), TargetConfig(model_path=model, dtype=dtype, disable_radix_cache=True, self_draft="off")
-    )  # type: ignore[arg-type]
-    taken = {context: verified_steps(engine, _ROWS, _STEPS, context) for context in contexts}
+    config = TargetConfig(model_path=model, dtype=cast(DType, dtype), disable_radix_cache=True, self_draft="off")
+    engine = build_engine(resolve(model), config)
+    taken = {context: verification_steps(engine, STEP_TOKENS, STEPS, context) for context in contexts}
     del engine
     gc.collect()
-    return {context: partial(_between, seconds) for context, seconds in taken.items()}
+    return {context: partial(_interpolate, seconds) for context, seconds in taken.items()}
 
 
-def _between(seconds: Sequence[float], hints: int) -> float:
-    """Seconds of a step with so many hints. seconds: of steps with _ROWS rows."""
-    return float(np.interp(hints + 1, _ROWS, seconds))
+def _interpolate(seconds: Sequence[float], draft_tokens: int) -> float:
+    """Seconds of a step with this number of draft tokens. seconds: of steps with STEP_TOKENS tokens."""
+    return float(np.interp(draft_tokens + 1, STEP_TOKENS, seconds))
 
 
 def prompts(folder: Path, context: int, count: int) -> list[list[int]]:
-    """So many different prompts of so many tokens, of the benchmark's texts."""
+    """`count` different prompts of `context` tokens, made of the bundled prompts."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    texts = [prompt.turns[0] for prompt in read_prompts(PROMPTS)]
+    texts = [prompt.turns[0] for prompt in read_prompts(BUNDLED_PROMPTS)]
     found = []
     for i in range(count):
         tokens: list[int] = []
@@ -112,14 +109,16 @@ def prompts(folder: Path, context: int, count: int) -> list[list[int]]:
 def measure(
     address: str, asked: Sequence[Sequence[int]], new: int, rounds: int
 ) -> Iterator[tuple[float, float, float]]:
-    """Tokens a second plain and with hints, and tokens a step, round by round; the first one is to get used to it."""
+    """Tokens/s of plain decoding and of speculation, and accept length, per round. A first round is for warm-up."""
     for turn in range(rounds + 1):
         order = (False, True) if turn % 2 else (True, False)
-        told = {hints: asyncio.run(tell(address, asked, new, hints)) for hints in order}
-        assert [t.tokens for t in told[True]] == [t.tokens for t in told[False]], "hints never change the text"
+        results = {speculate: asyncio.run(generate(address, asked, new, speculate)) for speculate in order}
+        assert [t.tokens for t in results[True]] == [t.tokens for t in results[False]], (
+            "speculation never changes the text"
+        )
         if turn:
-            rates = [sum(t.rate for t in told[hints]) for hints in (False, True)]
-            yield rates[0], rates[1], statistics.mean(t.accept for t in told[True])
+            rates = [sum(t.rate for t in results[speculate]) for speculate in (False, True)]
+            yield rates[0], rates[1], statistics.mean(t.accept for t in results[True])
 
 
 def main(argv: Sequence[str]) -> None:
@@ -127,20 +126,24 @@ def main(argv: Sequence[str]) -> None:
     names = ["context", "sessions", "acceptance", "draft ms", "network ms"]
     parser = argparse.ArgumentParser(prog="outrider bench scale", description=__doc__)
     parser.add_argument("--model-path", default="default")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--axes", nargs="+", choices=names, default=names)
-    parser.add_argument("--contexts", type=whole, nargs="+", default=[128, 512, 2048, 4096, 7936])
-    parser.add_argument("--sessions", type=whole, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--acceptances", type=float, nargs="+", default=[0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0])
-    parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 1.0, 2.0, 5.0, 10.0, 20.0])
-    parser.add_argument("--context", type=whole, default=256, help="of all other axes, in tokens")
-    parser.add_argument("--acceptance", type=float, default=0.8, help="of all other axes")
-    parser.add_argument("--draft-ms", type=float, default=1.0, help="of all other axes")
-    parser.add_argument("--tokens", type=whole, default=16, help="of a chain that is proposed")
-    parser.add_argument("--new-tokens", type=whole, default=128)
-    parser.add_argument("--rounds", type=whole, default=3)
+    parser.add_argument("--dtype", default="auto", help="number format of the target")
+    parser.add_argument("--axes", nargs="+", choices=names, default=names, help="parameters to vary (default: all)")
+    parser.add_argument("--contexts", type=positive_int, nargs="+", default=[128, 512, 2048, 4096, 7936],
+                        help="points of the axis `context`, in tokens")  # fmt: skip
+    parser.add_argument("--sessions", type=positive_int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64],
+                        help="points of the axis `sessions`")  # fmt: skip
+    parser.add_argument("--acceptances", type=float, nargs="+", default=[0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0],
+                        help="points of the axis `acceptance`")  # fmt: skip
+    parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 1.0, 2.0, 5.0, 10.0, 20.0],
+                        help="points of the axes `draft ms` and `network ms`")  # fmt: skip
+    parser.add_argument("--context", type=positive_int, default=256, help="tokens of context in the other axes")
+    parser.add_argument("--acceptance", type=float, default=0.8, help="acceptance in the other axes")
+    parser.add_argument("--draft-ms", type=float, default=1.0, help="draft latency in the other axes, in ms")
+    parser.add_argument("--tokens", type=positive_int, default=16, help="draft tokens of a proposal")
+    parser.add_argument("--new-tokens", type=positive_int, default=128, help="tokens of an answer")
+    parser.add_argument("--rounds", type=positive_int, default=3, help="paired rounds per point")
     args = parser.parse_args(argv)
-    report = Report("scale", "How speculation grows: tokens per second with hints over those without")
+    report = Report("scale", "Speedup of speculation over plain decoding as one parameter grows")
     todo = cells(args)
     costs = step_costs(args.model_path, args.dtype, sorted({cell.context for cell in todo if cell.sessions == 1}))
     report.notes = _notes(args, costs)
@@ -152,65 +155,61 @@ def main(argv: Sequence[str]) -> None:
     flags += ["--max-total-tokens", str(room), "--context-length", str(longest + 1)]
     with tempfile.TemporaryDirectory(prefix="outrider-") as where, Progress() as progress:
         bar = progress.add_task("points", total=len(todo))
-        for group in targets(todo):
+        for group in by_target(todo):
             with target(Path(where), flags) as address:
                 for cell in group:
-                    report.add(**_point(Path(where), folder, address, cell, args, costs))
+                    report.add(**measure_point(Path(where), folder, address, cell, args, costs))
                     progress.advance(bar)
                     _plot(report, args.axes)
                     report.write()
 
 
-def _point(
+def measure_point(
     where: Path, folder: Path, address: str, cell: Cell, args: argparse.Namespace, costs: Mapping[int, Cost]
 ) -> dict[str, Any]:
+    """A row of the report. where: folder of sockets and texts; folder: of the model; address: of the target."""
     asked = prompts(folder, cell.context, cell.sessions)
     with gateway(where, address) as plain:
-        texts = asyncio.run(tell(plain, asked, args.new_tokens, hints=False))
-    remember(where, [[*prompt, *text.tokens] for prompt, text in zip(asked, texts, strict=True)])
-    with gateway(where, address, cell.draft) as hinted:
-        rounds = list(measure(hinted, asked, args.new_tokens, args.rounds))
-    ratios = sorted(with_hints / without for without, with_hints, _ in rounds)
+        texts = asyncio.run(generate(plain, asked, args.new_tokens, speculate=False))
+    write_texts(where, [[*prompt, *text.tokens] for prompt, text in zip(asked, texts, strict=True)])
+    with gateway(where, address, cell.draft) as speculative:
+        rounds = list(measure(speculative, asked, args.new_tokens, args.rounds))
+    ratios = sorted(speculative / without for without, speculative, _ in rounds)
     row: dict[str, Any] = {
         "axis": cell.axis, "value": cell.value, "plain tokens/s": statistics.median(r[0] for r in rounds),
-        "with hints": statistics.median(r[1] for r in rounds), "ratio": statistics.median(ratios),
+        "speculative tokens/s": statistics.median(r[1] for r in rounds), "ratio": statistics.median(ratios),
         "lowest": ratios[0], "highest": ratios[-1], "accept length": statistics.median(r[2] for r in rounds),
     }  # fmt: skip
     if cell.sessions == 1:
-        away = cell.draft.seconds + 2 * cell.draft.delay + _STREAMS
-        row["expected"] = speedup(cell.draft.acceptance, costs[cell.context], away, cell.draft.tokens)
+        draft_latency = cell.draft.seconds + 2 * cell.draft.delay + STREAM_LATENCY
+        row["expected"] = speedup(cell.draft.acceptance, costs[cell.context], draft_latency, cell.draft.tokens)
     return row
 
 
 def _notes(args: argparse.Namespace, costs: Mapping[int, Cost]) -> list[str]:
     steps = "; ".join(
-        f"at {context} tokens " + ", ".join(f"{rows} {1e3 * cost(rows - 1):.1f}" for rows in _ROWS)
+        f"at {context} tokens of context " + ", ".join(f"{n} {1e3 * cost(n - 1):.1f}" for n in STEP_TOKENS)
         for context, cost in costs.items()
     )
     expected = (
-        "expected (bench/scale/theory.py), for one session: of steps of the engine alone at the point's context, rows "
-        f"and ms: {steps}; and of {1e3 * _STREAMS:g} ms for a round through the streams; the target does what pays "
-        "best, at least plain steps"
+        "expected (bench/scale/theory.py), for one session: from steps of the engine alone, their tokens and ms: "
+        f"{steps}; and {1e3 * STREAM_LATENCY:g} ms for the streams; in the fastest mode, at least plain decoding"
     )
     return [
-        f"{resolve(args.model_path).name}, {args.dtype}; greedy, {args.new_tokens} new tokens; where an axis does not "
-        f"say otherwise: {args.context} tokens of context, 1 session, acceptance {args.acceptance:g}, proposals of "
-        f"{args.tokens} tokens {args.draft_ms:g} ms after a commit, no network between",
-        "ratio: median of rounds in which requests with and without hints alternate on the same processes; lowest and "
-        "highest of them; texts are compared, and equal",
-        "the draft is simulated and uses no core: it waits; network: one way, each way",
-        "the sessions' points are one target's, one after another; each other point is a target's own",
+        f"{resolve(args.model_path).name}, {args.dtype}; greedy, {args.new_tokens} new tokens; unless varied: "
+        f"{args.context} tokens of context, 1 session, acceptance {args.acceptance:g}, proposals of "
+        f"{args.tokens} tokens {args.draft_ms:g} ms after a commit, no network latency",
+        "ratio: speedup over plain decoding: median, lowest and highest of rounds in which requests with and without "
+        "speculation alternate on the same processes; all texts are equal",
+        "the draft service is simulated and uses no core; network: one-way latency, in each direction",
+        "the points of `sessions` share one target process; every other point has its own",
         *([expected] if costs else []),
     ]
 
 
 def _plot(report: Report, axes: Sequence[str]) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, len(axes), figsize=(3.0 * len(axes), 3.0), layout="constrained", squeeze=False)
+    figure = new_figure(3.0 * len(axes), 3.0)
+    panels = figure.subplots(1, len(axes), squeeze=False)
     for panel, name in zip(panels[0], axes, strict=True):
         rows = [row for row in report.rows if row["axis"] == name]
         x, ratio = [row["value"] for row in rows], [row["ratio"] for row in rows]
@@ -220,11 +219,10 @@ def _plot(report: Report, axes: Sequence[str]) -> None:
             known = [row for row in rows if "expected" in row]
             panel.plot([r["value"] for r in known], [r["expected"] for r in known], "k--", label="expected")
         panel.axhline(1.0, color="gray", linewidth=0.8)
-        if rows and name in ("context", "sessions"):  # no scale without points
+        if rows and name in ("context", "sessions"):  # a logarithmic axis needs points
             panel.set_xscale("log", base=2)
         panel.set(xlabel=name, ylim=(0, None))
         panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("with hints / without")
+    panels[0][0].set_ylabel("speedup over plain decoding")
     panels[0][-1].legend(fontsize=7)
     report.save(figure)
-    plt.close(figure)

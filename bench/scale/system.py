@@ -1,4 +1,4 @@
-"""A target that stays, and gateways with a simulated draft and a network in front of it, one after the other.
+"""A real target service, and gateways with a simulated draft service and network delay, started one after another.
 
 clients ── gateway ──────────────────── target    (real)
                └──── delay ──── oracle            (simulated)
@@ -20,18 +20,21 @@ from typing import Any
 import httpx
 
 from bench.harness.errors import BenchError
-from bench.harness.processes import running, wait_until
-from bench.serve.outrider_system import free_port
+from bench.harness.processes import free_port, running, wait_until
 from outrider.client import AsyncClient
 from outrider.supervisor.health import is_healthy
 
-_PATIENCE = 300.0  # seconds until a process serves
+_STARTUP_TIMEOUT = 300.0  # seconds
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What the draft is like. acceptance: 0 to 1; seconds: that a proposal takes; delay: of the network, one way, in
-    seconds; tokens: of a chain
+    """A simulated draft service.
+
+    acceptance: probability that a draft token is correct, 0 to 1
+    seconds: latency of a proposal
+    delay: one-way latency of the network in seconds
+    tokens: draft tokens of a chain
     """
 
     acceptance: float = 0.8
@@ -50,13 +53,13 @@ def target(folder: Path, flags: Sequence[str]) -> Iterator[str]:
     """A target service; yields its address."""
     address = f"unix:{folder}/target"
     with _module("outrider", "target", "--listen", address, "--log-level", "warning", *flags) as process:
-        wait_until(process, lambda: asyncio.run(is_healthy(address, 2.0)), _PATIENCE)
+        wait_until(process, lambda: asyncio.run(is_healthy(address, 2.0)), _STARTUP_TIMEOUT)
         yield address
 
 
 @contextlib.contextmanager
 def gateway(folder: Path, target_address: str, draft: Draft | None = None) -> Iterator[str]:
-    """A gateway, with a simulated draft if there is to be one, that knows texts.json; yields the gRPC address."""
+    """A gateway, with a simulated draft service for texts.json unless None; yields its gRPC address."""
     port, grpc_port = free_port(), free_port()
     flags = ["--target", target_address, "--port", str(port), "--grpc-port", str(grpc_port), "--log-level", "warning"]
     with contextlib.ExitStack() as stack:
@@ -64,19 +67,20 @@ def gateway(folder: Path, target_address: str, draft: Draft | None = None) -> It
             oracle, far = folder / "oracle", folder / "far"
             for socket in (oracle, far):
                 socket.unlink(missing_ok=True)
-            facts = [str(fact) for fact in (draft.acceptance, draft.seconds, draft.tokens)]
+            options = [str(option) for option in (draft.acceptance, draft.seconds, draft.tokens)]
             texts = str(folder / "texts.json")
-            process = stack.enter_context(_module("bench.scale.oracle", f"unix:{oracle}", texts, *facts))
-            wait_until(process, lambda: asyncio.run(is_healthy(f"unix:{oracle}", 2.0)), _PATIENCE)
+            process = stack.enter_context(_module("bench.scale.oracle", f"unix:{oracle}", texts, *options))
+            wait_until(process, lambda: asyncio.run(is_healthy(f"unix:{oracle}", 2.0)), _STARTUP_TIMEOUT)
             if draft.delay:
                 stack.enter_context(_module("bench.scale.delay", str(far), str(oracle), str(draft.delay)))
             flags += ["--draft", f"unix:{far if draft.delay else oracle}"]
         process = stack.enter_context(_module("outrider", "gateway", *flags))
-        wait_until(process, lambda: _serves(port), _PATIENCE)
+        wait_until(process, lambda: _ready(port), _STARTUP_TIMEOUT)
         yield f"127.0.0.1:{grpc_port}"
 
 
-def _serves(port: int) -> bool:
+def _ready(port: int) -> bool:
+    """True if the gateway is healthy and does not report plain decoding for lack of a draft service."""
     with contextlib.suppress(httpx.HTTPError):
         health = httpx.get(f"http://127.0.0.1:{port}/health", timeout=2)
         return health.status_code == 200 and "plainly" not in health.text
@@ -84,40 +88,40 @@ def _serves(port: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Told:
-    """An answer. tokens: new ids; rate: tokens a second between its first part and its last; accept: tokens a step."""
+class Generation:
+    """An answer. tokens: new ids; rate: tokens/s from the first part to the last; accept: accept length."""
 
     tokens: tuple[int, ...]
     rate: float
     accept: float
 
 
-async def tell(address: str, prompts: Sequence[Sequence[int]], new: int, hints: bool) -> list[Told]:
-    """Greedy answers of `new` tokens to all prompts at once. hints: whether steps may verify any.
+async def generate(address: str, prompts: Sequence[Sequence[int]], new: int, speculate: bool) -> list[Generation]:
+    """Greedy answers of `new` tokens to all prompts, concurrently. speculate: False sets max_draft_tokens to 0.
 
-    Raises BenchError if one comes in a single part, which tells of no rate.
+    Raises BenchError if an answer arrives in a single part, because it has no rate.
     """
 
-    async def one(client: AsyncClient, prompt: Sequence[int]) -> Told:
+    async def one(client: AsyncClient, prompt: Sequence[int]) -> Generation:
         options: dict[str, Any] = {"max_tokens": new, "temperature": 0.0, "ignore_eos": True}
-        if not hints:
+        if not speculate:
             options["max_draft_tokens"] = 0
         tokens: list[int] = []
-        first, began, steps = 0, 0.0, 0
+        first, start, steps = 0, 0.0, 0
         async for part in client.generate(prompt, **options):
             now = time.perf_counter()
             tokens += part.token_ids
             if not first and tokens:
-                first, began = len(tokens), now
+                first, start = len(tokens), now
             steps = part.speculation.steps or steps
         if len(tokens) == first:
-            raise BenchError(f"all {len(tokens)} tokens came at once; ask for more of them (--new-tokens)")
-        return Told(tuple(tokens), (len(tokens) - first) / (now - began), len(tokens) / max(1, steps))
+            raise BenchError(f"all {len(tokens)} tokens arrived together; increase --new-tokens")
+        return Generation(tuple(tokens), (len(tokens) - first) / (now - start), len(tokens) / max(1, steps))
 
     async with AsyncClient(address) as client:
         return list(await asyncio.gather(*(one(client, prompt) for prompt in prompts)))
 
 
-def remember(folder: Path, texts: Sequence[Sequence[int]]) -> None:
-    """Leave whole sequences for the oracle."""
+def write_texts(folder: Path, texts: Sequence[Sequence[int]]) -> None:
+    """Write the sequences that the simulated draft service knows."""
     (folder / "texts.json").write_text(json.dumps([list(text) for text in texts]))

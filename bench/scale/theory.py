@@ -1,12 +1,13 @@
-"""What should come out: tokens a second with hints over those without, for a chain of hints and one session.
+"""The expected speedup of speculation over plain decoding, for draft chains and one session.
 
-    acceptance a   probability that a hint is right once those before it are
-    rows n         hints of a step; E(n) = (1 - a^(n+1)) / (1 - a) tokens come of it, the bonus included
-    cost(n)        seconds of a step with n hints, measured; cost(0) is a plain step
-    away           seconds from a commit until hints for it are there: the draft's own, and the way there and back
+    acceptance a    probability that a draft token is correct if those before it are
+    draft tokens n  per step; E(n) = (1 - a^(n+1)) / (1 - a) tokens are committed, bonus included
+    cost(n)         seconds of a step with n draft tokens, measured; cost(0) is a plain step
+    draft latency   seconds from a commit to the arrival of its proposal: drafting and both ways of the network
 
-The target may wait for hints, or go on without: then a step has hints only if those for it were sent with the last
-ones, that is if all of these were right, and the one after them. It does what pays, with as many hints as pay.
+In mode WAIT_FOR_DRAFT, each step waits for its proposal. In mode DRAFT_IF_READY no step waits: a step has draft tokens
+only if they were sent with the previous proposal, that is if all of its draft tokens and the one after them were
+correct. The expectation is the faster mode with the best number of draft tokens, and at least plain decoding.
 """
 
 from __future__ import annotations
@@ -16,37 +17,35 @@ from collections.abc import Callable
 Cost = Callable[[int], float]
 
 
-def expected_tokens(acceptance: float, rows: int) -> float:
-    """Tokens that a step with so many hints brings."""
+def expected_tokens(acceptance: float, draft_tokens: int) -> float:
+    """Tokens committed by a step, bonus included."""
     if acceptance >= 1.0:
-        return rows + 1.0
-    return (1 - acceptance ** (rows + 1)) / (1 - acceptance)
+        return draft_tokens + 1.0
+    return (1 - acceptance ** (draft_tokens + 1)) / (1 - acceptance)
 
 
-def waiting(acceptance: float, rows: int, cost: Cost, away: float) -> float:
-    """Tokens a second if every step waits for its hints."""
-    return expected_tokens(acceptance, rows) / (cost(rows) + away)
+def wait_for_draft(acceptance: float, draft_tokens: int, cost: Cost, draft_latency: float) -> float:
+    """Tokens/s if every step waits for its proposal."""
+    return expected_tokens(acceptance, draft_tokens) / (cost(draft_tokens) + draft_latency)
 
 
-def going_on(acceptance: float, rows: int, cost: Cost, away: float, length: int) -> float:
-    """Tokens a second if no step waits. length: tokens of a chain, of which a step verifies `rows`.
+def draft_if_ready(acceptance: float, draft_tokens: int, cost: Cost, draft_latency: float, length: int) -> float:
+    """Tokens/s if no step waits. length: of a proposed chain, of which a step verifies `draft_tokens`.
 
-    After a step whose hints were not all right, plain steps follow until hints for what was committed are there; those
-    of plain steps keep in line with the chain as long as it is right.
+    After a step with a rejected draft token, plain steps follow until the proposal for its commit arrives. The tokens
+    of plain steps continue the chain as long as it is correct.
     """
-    hit = expected_tokens(acceptance, rows)
-    stays = acceptance ** (rows + 1) if length > rows else 0.0  # the next step has hints, too
-    plain_steps = max(1.0, away / cost(0))
-    runs = 1 / (1 - stays) if stays < 1.0 else 1e9  # steps with hints between two lapses
-    return (runs * hit + plain_steps) / (runs * cost(rows) + plain_steps * cost(0))
+    committed = expected_tokens(acceptance, draft_tokens)
+    # Probability that the next step has draft tokens, too.
+    continues = acceptance ** (draft_tokens + 1) if length > draft_tokens else 0.0
+    plain_steps = max(1.0, draft_latency / cost(0))
+    run_length = 1 / (1 - continues) if continues < 1.0 else 1e9  # consecutive steps with draft tokens
+    return (run_length * committed + plain_steps) / (run_length * cost(draft_tokens) + plain_steps * cost(0))
 
 
-def speedup(acceptance: float, cost: Cost, away: float, length: int) -> float:
-    """Tokens a second with the best number of hints and the better of both ways, over plain decoding's; at least 1."""
+def speedup(acceptance: float, cost: Cost, draft_latency: float, length: int) -> float:
+    """Speedup over plain decoding in the faster mode, with the best number of draft tokens; at least 1."""
     plain = 1 / cost(0)
-    ways = [
-        way
-        for rows in range(1, length + 1)
-        for way in (waiting(acceptance, rows, cost, away), going_on(acceptance, rows, cost, away, length))
-    ]
-    return max(plain, *ways) / plain
+    rates = [wait_for_draft(acceptance, n, cost, draft_latency) for n in range(1, length + 1)]
+    rates += [draft_if_ready(acceptance, n, cost, draft_latency, length) for n in range(1, length + 1)]
+    return max(plain, *rates) / plain

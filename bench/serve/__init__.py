@@ -1,1 +1,1 @@
-"""Load on any OpenAI-style server, and what its clients saw."""
+"""A load generator for OpenAI-style servers: throughput, latency and speculation as clients observe them."""

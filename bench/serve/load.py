@@ -1,4 +1,4 @@
-"""Who asks when: a fixed number of users who each wait for their answer, or arrivals that wait for nobody."""
+"""Schedules of requests: closed-loop with a fixed concurrency, or open-loop with arrivals at a given rate."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from bench.serve.outcome import Outcome
 
 @dataclass(frozen=True)
 class Plan:
-    """How a load is put on.
+    """The schedule of a load.
 
-    concurrency: most conversations at a time; None for no limit
-    rate: conversations that begin in a second; None: as soon as another one has ended
-    burstiness: 1 for Poisson arrivals, below 1 for bursts, above 1 for even ones, infinite for those without chance
-    seed: of arrivals; request i asks for seed + i
+    concurrency: maximum of concurrent conversations; None for no limit
+    rate: arrivals of conversations per second; None starts one as soon as another ends (closed loop)
+    burstiness: shape of the gamma distribution of gaps: 1 for Poisson arrivals, below 1 burstier, above 1 more even,
+        inf for constant gaps
+    seed: of the arrivals; request i has seed + i
     """
 
     concurrency: int | None = 1
@@ -34,10 +35,10 @@ class Plan:
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """When requests come, in seconds, the first at 0.
+    """Arrival times of requests in seconds, the first at 0.
 
-    Gaps are drawn from a gamma distribution of shape `burstiness` and scaled so that the last request comes when the
-    rate says; with few requests the load would otherwise be off by much.
+    Gaps are sampled from a gamma distribution of shape `burstiness`, then scaled so that the last arrival is at
+    (count - 1) / rate; without scaling, the rate of a few requests would deviate widely.
     """
     rest = max(0, count - 1)
     even = math.isinf(burstiness)
@@ -49,7 +50,7 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
 
 
 async def warm_up(target: Target, count: int, concurrency: int, seed: int) -> list[Outcome]:
-    """Ask for short answers about random words, which no later prompt has in it. Returns what came of it."""
+    """Send `count` short synthetic prompts, which share no prefix with later ones. Returns their outcomes."""
     prompts = synthetic(count, 32, 16, 0.5, seed + 0x5EED)
     return await run(target, prompts, Plan(concurrency, seed=seed))
 
@@ -57,16 +58,17 @@ async def warm_up(target: Target, count: int, concurrency: int, seed: int) -> li
 async def run(
     target: Target, prompts: Sequence[Prompt], plan: Plan, done: Callable[[Outcome], None] = lambda _: None
 ) -> list[Outcome]:
-    """Hold a conversation over each prompt. Returns what came of every request, conversation by conversation."""
-    return [outcome for talk in await hold(target, prompts, plan, done) for outcome in talk]
+    """Run one conversation per prompt. Returns the outcomes of all requests, ordered by conversation."""
+    conversations = await run_conversations(target, prompts, plan, done)
+    return [outcome for outcomes in conversations for outcome in outcomes]
 
 
-async def hold(
+async def run_conversations(
     target: Target, prompts: Sequence[Prompt], plan: Plan, done: Callable[[Outcome], None] = lambda _: None
 ) -> list[list[Outcome]]:
-    """Hold a conversation over each prompt. Returns what came of its turns, for each; one that fails is the last.
+    """Run one conversation per prompt. Returns the outcomes of each one's turns, up to the first that fails.
 
-    done: called after every request.
+    done: called after each request
     """
     started = time.perf_counter()
     due = [0.0] * len(prompts) if plan.rate is None else arrivals(len(prompts), plan.rate, plan.burstiness, plan.seed)
@@ -78,36 +80,36 @@ async def hold(
             if plan.rate is not None:
                 await asyncio.sleep(due[index] - client.clock())
             async with gate:
-                # Without a rate a conversation is due when its user is free.
+                # Without a rate, a conversation is due when a slot of the concurrency limit is free.
                 begin = due[index] if plan.rate is not None else client.clock()
-                return await converse(client, prompts[index], begin, plan.seed + index, done)
+                return await run_conversation(client, prompts[index], begin, plan.seed + index, done)
 
         return list(await asyncio.gather(*(one(index) for index in range(len(prompts)))))
 
 
-def checked(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
-    """The same. Raises BenchError if a request failed; a model that had nothing to say did not."""
+def raise_on_failure(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+    """Return the outcomes. Raises BenchError if a request failed; an empty answer is no failure."""
     for outcome in outcomes:
-        if outcome.error and not outcome.silent:
+        if outcome.error and not outcome.empty:
             raise BenchError(f"a request failed: {outcome.error}: {outcome.detail}")
     return outcomes
 
 
-async def converse(
+async def run_conversation(
     client: Client, prompt: Prompt, due: float, seed: int, done: Callable[[Outcome], None]
 ) -> list[Outcome]:
-    """Hold one conversation; every turn is due when the answer before it is complete."""
+    """Run one conversation; each turn is due when the answer to the previous one is complete."""
     outcomes: list[Outcome] = []
     messages: list[dict[str, str]] = []
     for turn, text in enumerate(prompt.turns):
         outcome = Outcome(prompt.category, turn, due)
         messages.append({"role": "user", "content": text})
-        asked: Mapping[str, Any] = {"messages": messages} if client.target.endpoint == "chat" else {"prompt": text}
+        content: Mapping[str, Any] = {"messages": messages} if client.target.endpoint == "chat" else {"prompt": text}
         length = {"max_tokens": prompt.lengths[turn]} if turn < len(prompt.lengths) else {}
-        await client.ask(outcome, {"seed": seed, **length, **asked})
+        await client.request(outcome, {"seed": seed, **length, **content})
         outcomes.append(outcome)
         done(outcome)
-        if outcome.error and not outcome.silent:
+        if outcome.error and not outcome.empty:
             break
         messages.append({"role": "assistant", "content": outcome.content})
         due = client.clock()

@@ -1,4 +1,4 @@
-"""What came of one request, and how it is read from the chunks that servers of many makes send."""
+"""The outcome of one request, and the parser of chunks from Outrider, vLLM, SGLang, llama.cpp and others."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from typing import Any
 
-SILENT = "empty answer"
-_CUT = ("abort", "error")  # finish reasons of answers that a server gave up: Outrider's, SGLang's and vLLM's
+EMPTY_ANSWER = "empty answer"
+_ABORTED = ("abort", "error")  # finish reasons of answers that Outrider, SGLang or vLLM aborted
 
 
 @dataclass
 class Outcome:
-    """One request. Times are seconds on the clock of the load, which starts at 0.
+    """One request. Times are in seconds on the clock of the load, which starts at 0.
 
-    due: when it should have been sent; latencies count from here, so that a client or a limit that holds requests back
-        cannot hide what they waited
-    pieces: when each piece of text, or of a call of a tool, came; a piece has one token or several
-    owners: of which choice each piece is; empty if there is one
-    last: when the last chunk of the answer came; tokens without text, such as the end of text, lie behind all pieces
-    lasts: the same of each choice
-    texts, contents: of each piece, with and without what the model thinks; both empty where it only calls a tool
-    output_tokens: as the server counted them, unless it did not; then the pieces, and `counted` is False
-    drafted, accepted: draft tokens that were verified and accepted, if the server told; None if not
-    histogram: how many steps accepted 0, 1, 2, ... draft tokens, of those that had any; empty if it is not told
-    streamed: whether the answer came in a stream, so that its chunks tell of time
-    error: what kind of failure it was; empty if none. detail: one example in words
+    due: scheduled time of sending. Latencies start here, so that they include delays by the client and its
+        concurrency limit
+    pieces: arrival times of pieces of text or of tool calls; a piece has one token or more
+    owners: index of the choice of each piece; empty if there is one choice
+    last: arrival time of the last chunk; later than all pieces if the last tokens have no text, such as end of text
+    lasts: the same for each choice
+    texts, contents: text of each piece, with and without reasoning; both empty for a piece of a tool call
+    output_tokens: the server's count; without one, the number of pieces, and `counted` is False
+    drafted, accepted: verified and accepted draft tokens; None if the server does not report them
+    histogram: number of steps that accepted 0, 1, 2, ... draft tokens; empty if the server does not report it
+    streamed: True if the answer was streamed, so that its chunks have meaningful times
+    error, detail: kind of failure and its message; empty if the request succeeded
     """
 
     category: str
@@ -53,34 +53,34 @@ class Outcome:
 
     @property
     def text(self) -> str:
-        """The whole answer, with what the model thought; of several, the first one."""
+        """The answer with reasoning; of several choices, the first."""
         return "".join(self._of_first(self.texts))
 
     @property
     def content(self) -> str:
-        """The answer without thoughts: what later turns of a conversation have of it; of several, the first one."""
+        """The answer without reasoning, as later turns of a conversation contain it; of several choices, the first."""
         return "".join(self._of_first(self.contents))
 
     @property
     def end(self) -> float:
-        """When the answer was complete, in seconds on the clock of the load."""
+        """Time of the complete answer."""
         return max([self.last, *self.pieces[-1:]])
 
     @property
     def ttft(self) -> float | None:
-        """Time to the first piece, in seconds; None where the answer came whole."""
+        """Time to the first piece; None if the answer was not streamed."""
         return self.pieces[0] - self.due if self.streamed else None
 
     @property
     def latency(self) -> float:
-        """Time to the end of the answer, in seconds."""
+        """Time to the end of the answer."""
         return self.end - self.due
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first, in seconds; None for a single one, and where all came at once.
+        """Time per output token after the first; None for a single token, or if all tokens arrived together.
 
-        Of several choices each takes its own time for its own tokens, and all have a first one.
+        With several choices: the sum of their times over the sum of their tokens, excluding the first token of each.
         """
         times = self._times()
         seconds = sum(max(self.lasts.get(choice, self.last), own[-1]) - own[0] for choice, own in times.items())
@@ -89,16 +89,16 @@ class Outcome:
 
     @property
     def gaps(self) -> list[float]:
-        """Times between pieces of the same choice, in seconds."""
+        """Times between pieces of the same choice."""
         return [later - earlier for own in self._times().values() for earlier, later in pairwise(own)]
 
     @property
-    def silent(self) -> bool:
-        """True if the answer is complete, but has no text in it."""
-        return self.error == SILENT and self.counted
+    def empty(self) -> bool:
+        """True if the answer is complete and has no text."""
+        return self.error == EMPTY_ANSWER and self.counted
 
     def _times(self) -> dict[int, list[float]]:
-        """When the pieces of each choice came."""
+        """Arrival times of the pieces of each choice."""
         times: dict[int, list[float]] = {}
         for owner, piece in zip_longest(self.owners, self.pieces, fillvalue=0):
             times.setdefault(int(owner), []).append(piece)
@@ -111,59 +111,59 @@ class Outcome:
         return [part for owner, part in zip(self.owners, parts, strict=True) if owner == first]
 
     def fail(self, kind: str, detail: str = "") -> None:
-        """Note a failure; the first one counts."""
+        """Record a failure, unless one is recorded already."""
         if not self.error:
             self.error, self.detail = kind, detail.strip()[:200]
 
 
-def take(outcome: Outcome, event: dict[str, Any], now: float) -> None:
-    """Note what a chunk of a stream, or a whole answer, says; one of an unforeseen form is a failure of the request."""
+def read_event(outcome: Outcome, event: dict[str, Any], now: float) -> None:
+    """Record a chunk of a stream, or a whole answer. A chunk of an unknown form is a failure of the request."""
     try:
-        _take(outcome, event, now)
+        _read_fields(outcome, event, now)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         outcome.fail("chunk of an unknown form", f"{type(error).__name__}: {error}, in {event}")
 
 
-def _take(outcome: Outcome, event: dict[str, Any], now: float) -> None:
+def _read_fields(outcome: Outcome, event: dict[str, Any], now: float) -> None:
     if event.get("error"):
         error = event["error"]
         outcome.fail("error in the stream", str(error.get("message", error) if isinstance(error, dict) else error))
     for choice in event.get("choices") or []:
         owner = int(choice.get("index") or 0)
-        said = choice.get("delta") or choice.get("message") or {}
-        thought, content = _thought(said), _joined(choice.get("text") or said.get("content"), "text")
-        if thought or content or said.get("tool_calls") or said.get("function_call"):
+        message = choice.get("delta") or choice.get("message") or {}
+        reasoning, content = _reasoning_of(message), _text_of(choice.get("text") or message.get("content"), "text")
+        if reasoning or content or message.get("tool_calls") or message.get("function_call"):
             outcome.pieces.append(now)
-            outcome.texts.append(thought + content)
+            outcome.texts.append(reasoning + content)
             outcome.contents.append(content)
             outcome.owners.append(owner)
         outcome.last = outcome.lasts[owner] = now
         steps = ((choice.get("metrics") or {}).get("speculative_decoding") or {}).get("acceptance_histogram") or ()
         outcome.histogram = [sum(counts) for counts in zip_longest(outcome.histogram, map(int, steps), fillvalue=0)]
         outcome.finish = str(choice.get("finish_reason") or outcome.finish)
-        if outcome.finish in _CUT:
+        if outcome.finish in _ABORTED:
             outcome.fail("cut off", f"finish reason {outcome.finish}")
     if usage := event.get("usage"):
         outcome.prompt_tokens = int(usage.get("prompt_tokens") or 0)
         outcome.output_tokens = int(usage.get("completion_tokens") or 0)
         outcome.counted = usage.get("completion_tokens") is not None
-    _take_speculation(outcome, event)
+    _read_speculation(outcome, event)
 
 
-def _thought(said: dict[str, Any]) -> str:
-    """What a model thinks, in one of two fields, which some servers send both, or in parts of the content."""
-    content = said.get("content")
-    parts = _joined(content, "thinking") if isinstance(content, list) else ""
-    return _joined(said.get("reasoning_content") or said.get("reasoning"), "text") + parts
+def _reasoning_of(message: dict[str, Any]) -> str:
+    """The reasoning text: in one of two fields, of which some servers send both, or in parts of the content."""
+    content = message.get("content")
+    parts = _text_of(content, "thinking") if isinstance(content, list) else ""
+    return _text_of(message.get("reasoning_content") or message.get("reasoning"), "text") + parts
 
 
-def _joined(value: Any, name: str) -> str:
-    """A text, or what a list of parts has by a name, texts or lists of texts again; nothing of None."""
-    return value if isinstance(value, str) else "".join(_joined(part.get(name), "text") for part in value or ())
+def _text_of(value: Any, name: str) -> str:
+    """The value if it is a text; otherwise the joined fields `name` of a list of parts, which may nest; "" for None."""
+    return value if isinstance(value, str) else "".join(_text_of(part.get(name), "text") for part in value or ())
 
 
-def _take_speculation(outcome: Outcome, event: dict[str, Any]) -> None:
-    """Draft tokens, where servers tell them: OpenAI's field (ours), llama.cpp's timings, vLLM's and SGLang's blocks."""
+def _read_speculation(outcome: Outcome, event: dict[str, Any]) -> None:
+    """Record draft token counts: OpenAI's usage field (Outrider), llama.cpp's timings, vLLM's and SGLang's blocks."""
     details = (event.get("usage") or {}).get("completion_tokens_details") or {}
     timings = event.get("timings") or {}
     vllm = (event.get("metrics") or {}).get("speculative_decoding") or {}
@@ -183,7 +183,7 @@ def _take_speculation(outcome: Outcome, event: dict[str, Any]) -> None:
         (sglang.get("spec_num_proposed_drafts"), sglang.get("spec_num_correct_drafts")),
         (sglang.get("spec_draft_token_num"), sglang.get("spec_accept_token_num")),
     ]
-    for drafted, right in found:
-        if drafted is not None and right is not None:
-            outcome.drafted, outcome.accepted = int(drafted), int(right)
+    for drafted, correct in found:
+        if drafted is not None and correct is not None:
+            outcome.drafted, outcome.accepted = int(drafted), int(correct)
             return

@@ -1,4 +1,4 @@
-"""`outrider serve` as a user would start it, conversations over REST, and how speculation went in them."""
+"""`outrider serve` as a user starts it, conversations with it over REST, and their speculation figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,39 +17,33 @@ from typing import IO, Any
 import httpx
 
 from bench.harness.errors import BenchError
-from bench.harness.processes import start
+from bench.harness.processes import free_port, start
 from bench.harness.prompts import Prompt
-from bench.serve import load, measures
+from bench.serve import load, metrics
 from bench.serve.client import Target
-from bench.serve.measures import seconds_of
+from bench.serve.metrics import seconds_of
 from bench.serve.outcome import Outcome
 
-_SAID = 3  # last lines of a system that does not start
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+_LAST_LINES = 3  # of the stderr of a system that does not start, quoted in the error
+_STARTUP_TIMEOUT = 300.0  # seconds
 
 
 @contextlib.contextmanager
-def served(model: str, flags: Sequence[str], dtype: str, most: int = 8) -> Iterator[str]:
-    """`outrider serve` while the context lasts; yields its base URL. Raises BenchError if it does not come up.
+def served(model: str, flags: Sequence[str], dtype: str, max_running: int = 8) -> Iterator[str]:
+    """`outrider serve` for the duration of the context; yields its base URL. Raises BenchError if it does not start.
 
-    flags: "{model}" in them is the model. most: requests that run together.
+    flags: "{model}" in them is replaced by the model. max_running: --max-running-requests
     """
     port, grpc_port = free_port(), free_port()
     command = [sys.executable, "-m", "outrider", "serve", "--model-path", model, "--dtype", dtype]
     command += ["--port", str(port), "--grpc-port", str(grpc_port), "--log-level", "warning"]
-    command += ["--max-running-requests", str(most), "--disable-draft-self-test"]
+    command += ["--max-running-requests", str(max_running), "--disable-draft-self-test"]
     command += [flag.replace("{model}", model) for flag in flags]
     url = f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
-        process = start(command, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = start(command, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True)
         try:
-            _wait(process, url, shlex.join(command), said)
+            _wait(process, url, shlex.join(command), log)
             yield url
         finally:
             process.send_signal(signal.SIGINT)
@@ -61,13 +54,13 @@ def served(model: str, flags: Sequence[str], dtype: str, most: int = 8) -> Itera
                 raise
 
 
-def _wait(process: subprocess.Popen[bytes], url: str, command: str, said: IO[str]) -> None:
-    """Until it can be asked. Raises BenchError with what it said last if it ends, or is not ready in five minutes."""
-    deadline = time.monotonic() + 300
+def _wait(process: subprocess.Popen[bytes], url: str, command: str, log: IO[str]) -> None:
+    """Poll /health. Raises BenchError with the last lines of the log if the process ends, or after five minutes."""
+    deadline = time.monotonic() + _STARTUP_TIMEOUT
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            said.seek(0)
-            last = " / ".join(_words(said.read())[-_SAID:])
+            log.seek(0)
+            last = " / ".join(_plain_lines(log.read())[-_LAST_LINES:])
             raise BenchError(f"{command} ended with code {process.returncode}: {last}")
         with contextlib.suppress(httpx.HTTPError):
             if httpx.get(f"{url}/health", timeout=2).status_code == 200:
@@ -76,38 +69,41 @@ def _wait(process: subprocess.Popen[bytes], url: str, command: str, said: IO[str
     raise BenchError(f"{command} was not ready in five minutes")
 
 
-def _words(text: str) -> list[str]:
-    """The lines of a text that say something, without the box that stands around what flags are refused for."""
+def _plain_lines(text: str) -> list[str]:
+    """The non-empty lines of a text, without the box-drawing characters around errors about flags."""
     lines = (re.sub(r"[\u2500-\u257f]+", " ", line).strip() for line in text.splitlines())
     return [line for line in lines if line]
 
 
-async def ask(
+async def generate(
     url: str,
     conversations: Sequence[Sequence[str]],
     concurrency: int,
     body: Mapping[str, Any],
     done: Callable[[Outcome], None] = lambda _: None,
 ) -> tuple[float, list[list[Outcome]]]:
-    """Hold conversations, `concurrency` at a time. Returns seconds, and what came of each one's turns in order.
+    """Run conversations, `concurrency` at a time. Returns seconds, and the outcomes of each one's turns.
 
-    conversations: what the user says, turn by turn. body: of every request; the seed is the conversation's number.
-    Answers come whole, which costs the least. done: called after every request. Raises BenchError if one fails.
+    conversations: the user's turns of each; its index is the seed of its requests
+    body: fields of every request. Answers are not streamed, which has the least overhead
+    done: called after each request
+
+    Raises BenchError if a request fails.
     """
     prompts = [Prompt("all", tuple(turns)) for turns in conversations]
     target = Target(url, body={**body, "stream": False})
-    talks = await load.hold(target, prompts, load.Plan(concurrency), done)
-    answers = load.checked([outcome for talk in talks for outcome in talk])
-    return seconds_of(answers), talks
+    turns = await load.run_conversations(target, prompts, load.Plan(concurrency), done)
+    answers = load.raise_on_failure([outcome for outcomes in turns for outcome in outcomes])
+    return seconds_of(answers), turns
 
 
 def new_tokens(answers: Iterable[Outcome]) -> int:
-    """Tokens of answers."""
+    """Total output tokens of answers."""
     return sum(answer.output_tokens for answer in answers)
 
 
 def speculation(answers: Sequence[Outcome]) -> dict[str, float]:
-    """Accept length (tokens a step, bonus included) and acceptance rate; 1 and 0 where nothing was drafted."""
-    found = measures.speculation(answers)
+    """Accept length (tokens per step, bonus included) and acceptance rate; 1 and 0 without draft tokens."""
+    found = metrics.speculation(answers)
     length, rate = (found.accept_length, found.acceptance_rate or 0.0) if found else (1.0, 0.0)
     return {"accept_length": length, "acceptance_rate": rate}

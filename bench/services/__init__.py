@@ -1,1 +1,1 @@
-"""Benchmarks of one service alone: steps, kernels, growth, quality, determinism."""
+"""Benchmarks of the target or the draft service alone: steps, kernels, expansion, quality and determinism."""

@@ -1,10 +1,10 @@
-"""The draft's attention kernel on an accelerator of JAX's, alone, against the memory that it must read.
+"""The attention kernel of the draft service alone, on an accelerator of JAX, against its floor.
 
-floor   the time in which the keys and values that the sessions see can be read, at the bandwidth measured beside it
-tile    of the GPU's kernel: lanes x keys, warps, stages, and shares of a context; the first row of a cell is what is
-        picked. "plain" is the twin in XLA's operations
+floor   the time to read the keys and values of all contexts, at the bandwidth measured in the same run
+kernel  the tile of the GPU kernel: lanes x keys, warps, stages, and splits of a context. "picked" is the tile that the
+        service selects; "plain" is the plain twin in XLA operations
 
-A figure is the time of one call among many in one program, each of which takes what the one before gave.
+A figure is the time of one call of many in one program; each call takes the output of the previous one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ SPLITS = (1, 8, 32)
 
 @dataclass(frozen=True)
 class Size:
-    """What is measured. cells: sessions, rows and tokens of context of each; repeats: calls in a program."""
+    """Dimensions of the attention and the measured cells.
+
+    cells: sessions, nodes of each in the step, tokens of context; repeats: calls in a program
+    """
 
     heads: int = 32
     kv_heads: int = 8
@@ -54,12 +57,12 @@ TINY = Size(4, 2, 16, ((1, 2, 40), (2, 2, 24)), 2, 1 << 20)
 def main(argv: Sequence[str]) -> None:
     """Measure, and write docs/benchmarks/draft-kernels.*."""
     parser = argparse.ArgumentParser(prog="outrider bench draft-kernels", description=__doc__)
-    parser.add_argument("--tiny", action="store_true", help="interpreted on the CPU, to see that this program works")
+    parser.add_argument("--tiny", action="store_true", help="interpret tiny cases on the CPU to test this benchmark")
     flags = parser.parse_args(argv)
     platform = jax.default_backend()
     if not flags.tiny and platform not in KERNELS:
-        raise SystemExit("JAX has no accelerator on this machine; --tiny shows that this program works")
-    report = Report("draft-kernels", f"The draft's attention on a {platform.upper()}, against its memory floor")
+        raise SystemExit("JAX has no accelerator on this machine; --tiny tests this benchmark on the CPU")
+    report = Report("draft-kernels", f"Attention of the draft service on a {platform.upper()} against its floor")
     report.columns = ("sessions", "rows", "context", "kernel", "us", "floor us", "of floor")
     run(TINY if flags.tiny else Size(), platform, report, interpret=flags.tiny)
     if not flags.tiny:
@@ -67,7 +70,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def run(size: Size, platform: str, report: Report, *, interpret: bool) -> None:
-    """Every kernel on every cell. One that fails is told and left out."""
+    """Measure every kernel on every cell. A kernel that fails becomes a note."""
     bandwidth = device_bandwidth(size.read_bytes)
     report.notes.append(f"Measured read bandwidth: {bandwidth / 1e9:,.0f} GB/s; bfloat16, pages of {PAGE} tokens.")
     for sessions, rows, context in size.cells:
@@ -86,17 +89,20 @@ def run(size: Size, platform: str, report: Report, *, interpret: bool) -> None:
 
 
 def kernels(backend: Any, interpret: bool) -> Iterator[tuple[str, Callable[..., jax.Array]]]:
-    """What is picked, its twin, and other tiles and shares."""
+    """The selected tile, the plain twin, and other tiles and splits."""
     yield "picked", partial(attention, paging=Paging(PAGE, backend, interpret))
     yield "plain", partial(attention, paging=Paging(PAGE))
     if backend == "pallas_gpu":
         for tile, splits in itertools.product(TILES[:1] if interpret else TILES, SPLITS[:2] if interpret else SPLITS):
-            name = f"{tile.lanes}x{tile.keys}, {tile.warps} warps, {tile.stages} stages, {splits} shares"
+            name = f"{tile.lanes}x{tile.keys}, {tile.warps} warps, {tile.stages} stages, {splits} splits"
             yield name, partial(gpu_attention, page_size=PAGE, tile=tile, splits=splits, interpret=interpret)
 
 
 def case(size: Size, sessions: int, rows: int, context: int) -> tuple[jax.Array, jax.Array, Context]:
-    """Sessions of the same length, each with a chain of nodes in its scratch; pages in any order."""
+    """Query, KV pool and context of sessions of equal length, each with a draft chain in its scratch slots.
+
+    Pages are in random order. q: [S, R, H, D]; pool: [slots, 2, KV heads, D]; both bfloat16.
+    """
     rng = np.random.default_rng(0)
     own = -(-context // PAGE) + SCRATCH_SLOTS // PAGE
     pages = 1 + rng.permutation(sessions * own).reshape(sessions, own)
@@ -115,17 +121,18 @@ def case(size: Size, sessions: int, rows: int, context: int) -> tuple[jax.Array,
 
 
 def time_of(kernel: Callable[..., jax.Array], repeats: int, q: jax.Array, pool: jax.Array, seen: Context) -> float:
-    """Seconds of a call, best of some programs of many."""
+    """Seconds per call: the best of five programs of `repeats` calls."""
 
     @jax.jit
-    def many(q: jax.Array, pool: jax.Array, seen: Context) -> jax.Array:
-        return lax.fori_loop(0, repeats, lambda _, x: kernel(x, pool, seen), q)
+    def calls(q: jax.Array, pool: jax.Array, seen: Context) -> jax.Array:
+        result: jax.Array = lax.fori_loop(0, repeats, lambda _, x: kernel(x, pool, seen), q)
+        return result
 
-    return _best(lambda: many(q, pool, seen)) / repeats
+    return _best(lambda: calls(q, pool, seen)) / repeats
 
 
 def device_bandwidth(size: int) -> float:
-    """Bytes a second that the device reads: sums over memory larger than its caches. size: in bytes."""
+    """Read bandwidth of the device in bytes/s: a sum over memory larger than its caches. size: in bytes."""
     numbers = jnp.ones(size // 4, jnp.float32)
     total = jax.jit(jnp.sum)
     return size / _best(lambda: total(numbers))

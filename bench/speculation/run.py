@@ -1,10 +1,10 @@
-"""Which flags of speculation are best on this machine, for this model and these prompts, load by load.
+"""Finds the best speculation flags for a machine, a model and a set of prompts, at each load.
 
-Every setting (a drafter with trees that adapt, or with an explicit tree) is started as a system of its own beside one
-that decodes plainly. The two take turns over parts of the prompts, so that a machine that is now faster and now slower
-is so for both; a setting's figure is its ratio over plain decoding, with a confidence interval over the rounds. At the
-end stand the flags to serve with, and whether trees that adapt beat the best explicit one. --resume goes on with what
-an earlier call of the same flags has measured, by the same code on the same machine.
+Each setting (a drafter with adaptive trees or with an explicit tree) is started as a system beside one with plain
+decoding. The two answer parts of the prompts alternately, so that drift of the machine's speed affects both. The result
+of a setting is its speedup over plain decoding, with a confidence interval over the rounds. The report ends with the
+recommended flags and with a comparison of adaptive trees and the best explicit tree. --resume continues an earlier run
+with the same flags, commit and machine.
 """
 
 from __future__ import annotations
@@ -23,47 +23,51 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench.harness.errors import BenchError
-from bench.harness.flags import whole
-from bench.harness.prompts import Prompt, read_prompts, rounds_of, sample
-from bench.harness.report import line_of
+from bench.harness.flags import positive_int
+from bench.harness.prompts import Prompt, equal_parts, read_prompts, sample
+from bench.harness.report import format_row
 from bench.serve.client import Target
 from bench.serve.outrider_system import served
 from bench.speculation.page import Page
-from bench.speculation.rounds import Cell, facts_of, take_turns
+from bench.speculation.paired_rounds import Cell, measured_row, run_pairs
 from bench.speculation.settings import PLAIN, Setting, grid, named
 from outrider.drafts import has_head
 
-# Of a model, flags, a dtype and a number of requests at a time: a system's address while the context lasts.
+# Starts a system from model, flags, dtype and maximum of concurrent requests; a context that yields its URL.
 Serve = Callable[[str, Sequence[str], str, int], AbstractContextManager[str]]
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """The command-line flags."""
     made = argparse.ArgumentParser(
         prog="outrider bench speculation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("prompts", type=Path, help="a file as of `outrider bench serve`")
+    made.add_argument("prompts", type=Path, help="file of prompts, as in `outrider bench serve`")
     made.add_argument("--model-path", default="default")
-    made.add_argument("--dtype", default="auto", help="of the target")
-    made.add_argument("--flags", type=shlex.split, default=[], help="further flags of every system, as one word; two "
-                      "run at a time, which on a GPU must share its memory (--mem-fraction-static)")  # fmt: skip
-    made.add_argument("--drafters", nargs="*", metavar="ALGORITHM", help="NGRAM, EAGLE3, STANDALONE, ...; with +NGRAM "
-                      "behind it beside n-grams; by default NGRAM, and EAGLE3 where a head is known")  # fmt: skip
-    made.add_argument("--draft-model-path", help="checkpoint of the drafters that have a model")
+    made.add_argument("--dtype", default="auto", help="number format of the target")
+    made.add_argument("--flags", type=shlex.split, default=[], help="additional flags of every system, as one "
+                      "argument; two systems run at a time and share a GPU (--mem-fraction-static)")  # fmt: skip
+    made.add_argument("--drafters", nargs="*", metavar="ALGORITHM", help="NGRAM, EAGLE3, STANDALONE, ...; the suffix "
+                      "+NGRAM adds the n-gram drafter (default: NGRAM, and EAGLE3 if a head is known)")  # fmt: skip
+    made.add_argument("--draft-model-path", help="checkpoint of drafters with a model")
     made.add_argument("--num-steps", type=int, nargs="+", default=[1, 3, 5], help="depths of explicit trees")
-    made.add_argument("--eagle-topk", type=int, nargs="+", default=[1, 4], help="their breadths")
-    made.add_argument("--num-draft-tokens", type=int, nargs="+", default=[4, 8, 16], help="rows they verify in a step")
+    made.add_argument("--eagle-topk", type=int, nargs="+", default=[1, 4], help="children per node of explicit trees")
+    made.add_argument("--num-draft-tokens", type=int, nargs="+", default=[4, 8, 16],
+                      help="tokens that explicit trees verify per step")  # fmt: skip
     made.add_argument("--setting", type=_setting, action="append", default=[], metavar="NAME=FLAGS",
-                      help="a further setting, by flags of `outrider serve`")  # fmt: skip
-    made.add_argument("--num-prompts", type=whole, help="of all rounds, of categories in turns; by default all")
-    made.add_argument("--turns", type=whole, default=1, help="turns of a conversation at most (default: %(default)s)")
-    made.add_argument("--max-tokens", type=whole, default=128, help="of an answer (default: %(default)s)")
-    made.add_argument("--ignore-eos", action="store_true", help="answers go on to their greatest length")
-    made.add_argument("--concurrency", type=whole, nargs="+", default=[1, 8])
+                      help="additional setting, given by flags of `outrider serve`")  # fmt: skip
+    made.add_argument("--num-prompts", type=positive_int, help="prompts of all rounds together, categories "
+                      "interleaved (default: all)")  # fmt: skip
+    made.add_argument("--turns", type=positive_int, default=1,
+                      help="maximum turns of a conversation (default: %(default)s)")  # fmt: skip
+    made.add_argument("--max-tokens", type=positive_int, default=128,
+                      help="maximum tokens of an answer (default: %(default)s)")  # fmt: skip
+    made.add_argument("--ignore-eos", action="store_true", help="generate every answer to its maximum length")
+    made.add_argument("--concurrency", type=positive_int, nargs="+", default=[1, 8], help="concurrent conversations")
     made.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
-    made.add_argument("--rounds", type=int, default=6, help="parts of the prompts, 2 or more (default: %(default)s)")
-    made.add_argument("--seed", type=int, default=0, help="of the prompts' order")
-    made.add_argument("--resume", action="store_true", help="keep the last run's rows; measure what they lack")
+    made.add_argument("--rounds", type=int, default=6, help="paired rounds, at least 2 (default: %(default)s)")
+    made.add_argument("--seed", type=int, default=0, help="seed of the order of prompts (default: 0)")
+    made.add_argument("--resume", action="store_true", help="keep the rows of the last run and measure missing ones")
     return made
 
 
@@ -75,7 +79,7 @@ def _setting(text: str) -> Setting:
 
 
 def settings_of(args: argparse.Namespace) -> list[Setting]:
-    """What is compared."""
+    """The settings to compare."""
     drafters = args.drafters
     if drafters is None:
         drafters = ["NGRAM", *(["EAGLE3"] if has_head(args.model_path) else [])]
@@ -83,18 +87,21 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
     return [*made, *args.setting]
 
 
-def parts_of(args: argparse.Namespace) -> list[list[Prompt]]:
-    """The prompts of each round; none comes twice, for a drafter would know its answer. Raises ValueError, OSError."""
-    there = sample(read_prompts(args.prompts), None, args.seed)
-    chosen = [prompt._replace(turns=prompt.turns[: args.turns]) for prompt in there[: args.num_prompts]]
+def prompt_parts(args: argparse.Namespace) -> list[list[Prompt]]:
+    """The prompts of each round, without repetition: a drafter would have cached the answer.
+
+    Raises ValueError, OSError.
+    """
+    available = sample(read_prompts(args.prompts), None, args.seed)
+    chosen = [prompt._replace(turns=prompt.turns[: args.turns]) for prompt in available[: args.num_prompts]]
     if args.rounds < 2:
-        raise ValueError("--rounds: one round says nothing of the spread; ask for 2 or more")
-    parts = rounds_of(chosen, args.rounds)
-    most = max(args.concurrency)
-    if len(parts[0]) < most:
+        raise ValueError("--rounds: a single round gives no confidence interval; use 2 or more")
+    parts = equal_parts(chosen, args.rounds)
+    largest = max(args.concurrency)
+    if len(parts[0]) < largest:
         raise ValueError(
-            f"{len(chosen)} prompts in {args.rounds} rounds are {len(parts[0])} each, too few for {most} at a time; "
-            "name a file with more of them, or less --rounds or --concurrency"
+            f"{len(chosen)} prompts in {args.rounds} rounds are {len(parts[0])} each, too few for concurrency "
+            f"{largest}; use a file with more prompts, or lower --rounds or --concurrency"
         )
     return parts
 
@@ -104,7 +111,7 @@ def main(argv: list[str], serve: Serve = served) -> int:
     flags = parser()
     args = flags.parse_args(argv)
     try:
-        parts = parts_of(args)
+        parts = prompt_parts(args)
         page = Page(args, len(parts[0]))
     except (OSError, ValueError) as error:
         flags.error(str(error))
@@ -121,12 +128,12 @@ def main(argv: list[str], serve: Serve = served) -> int:
     for title, rows in page.report.more:
         print(f"\n{title}")
         for row in rows:
-            print(f"  {line_of(row)}")
+            print(f"  {format_row(row)}")
     return 0 if page.report.rows else 1
 
 
 def _add(page: Page, setting: Setting, measure: Callable[[], list[dict[str, Any]]]) -> None:
-    """A setting's rows, or a note of why there are none; what is known so far is written at once."""
+    """Add the rows of a setting, or a note with the reason of a failure, and write the page."""
     try:
         for row in measure():
             page.report.add(**row)
@@ -144,7 +151,7 @@ def _measure(
     serve: Serve,
     title: str,
 ) -> list[dict[str, Any]]:
-    """The rows of a setting, at every load. Raises BenchError."""
+    """The rows of a setting, one per load. Raises BenchError."""
     cells = [Cell(t, c) for t in args.temperature for c in args.concurrency]
     body = {"max_tokens": args.max_tokens} | ({"ignore_eos": True} if args.ignore_eos else {})
     rows = []
@@ -155,8 +162,8 @@ def _measure(
         progress.update(bar, description=title)
         own, other = (Target(address, body=body) for address in (url, plain))
         for cell in cells:
-            pairs = uvloop.run(take_turns(own, other, parts, cell, lambda: progress.advance(bar)))
+            pairs = uvloop.run(run_pairs(own, other, parts, cell, lambda: progress.advance(bar)))
             facts = {"setting": setting.name, "drafter": setting.drafter, "kind": setting.kind}
             facts |= {"flags": shlex.join(setting.flags), **cell._asdict()}
-            rows.append(facts | facts_of(pairs))
+            rows.append(facts | measured_row(pairs))
     return rows

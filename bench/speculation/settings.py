@@ -1,4 +1,4 @@
-"""Settings of speculation that are compared: drafters, each with trees that adapt and with explicit ones."""
+"""Settings of speculation: drafters, each with adaptive and with explicit trees."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from outrider.speculation.shape import explicit_shape
 
 Kind = Literal["plain", "adaptive", "fixed"]
 
-_BESIDE = "+NGRAM"
-_TREE = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens")
+_WITH_NGRAM = "+NGRAM"
+_TREE_FLAGS = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Flags of `outrider serve`. drafter: whose trees they shape; settings of one drafter are compared."""
+    """Flags of `outrider serve`. drafter: its name; tree shapes are compared among settings of one drafter."""
 
     name: str
     drafter: str
@@ -27,17 +27,17 @@ class Setting:
 
     @property
     def kind(self) -> Kind:
-        """What the flags leave to the system: nothing, as there is no drafter; the tree; or no part of it."""
+        """plain: no drafter; adaptive: the system chooses the trees; fixed: the flags set an explicit tree."""
         if self == PLAIN:
             return "plain"
-        return "fixed" if any(flag.partition("=")[0] in _TREE for flag in self.flags) else "adaptive"
+        return "fixed" if any(flag.partition("=")[0] in _TREE_FLAGS for flag in self.flags) else "adaptive"
 
 
 PLAIN = Setting("plain", "none", ("--speculative-algorithm", "NONE"))
 
 
 def named(text: str) -> Setting:
-    """A setting of the command line, NAME=FLAGS. Raises ValueError."""
+    """A setting on the command line, NAME=FLAGS. Raises ValueError."""
     name, equals, flags = text.partition("=")
     if not (name and equals and flags):
         raise ValueError(f"{text!r} is not NAME=FLAGS")
@@ -45,37 +45,37 @@ def named(text: str) -> Setting:
 
 
 def grid(
-    drafters: Iterable[str], steps: Sequence[int], topk: Sequence[int], rows: Sequence[int], draft: str | None
+    drafters: Iterable[str], steps: Sequence[int], topk: Sequence[int], tokens: Sequence[int], draft: str | None
 ) -> list[Setting]:
-    """Every drafter as it is, and with every explicit tree that makes sense.
+    """Each drafter with adaptive trees, and with each valid explicit tree.
 
-    drafters: algorithms; with "+NGRAM" behind it, one has the n-gram drafter beside it
-    rows: --speculative-num-draft-tokens. NGRAM has this one flag alone; chains have as many as they are deep, and one
-    draft: --speculative-draft-model-path of drafters with a model, if one is named
+    drafters: algorithms; the suffix "+NGRAM" adds the n-gram drafter
+    tokens: values of --speculative-num-draft-tokens, the only tree flag of NGRAM; a chain has its depth + 1
+    draft: --speculative-draft-model-path of drafters with a model, or None
     """
     found = []
     for drafter in drafters:
-        algorithm = drafter.removesuffix(_BESIDE)
+        algorithm = drafter.removesuffix(_WITH_NGRAM)
         flags: tuple[str, ...] = ("--speculative-algorithm", algorithm)
         if draft is not None and algorithm != "NGRAM":
             flags += ("--speculative-draft-model-path", draft)
-        if drafter.endswith(_BESIDE):
+        if drafter.endswith(_WITH_NGRAM):
             flags += ("--speculative-ngram-beside",)
         found.append(Setting(f"{drafter}, adaptive", drafter, flags))
         if algorithm == "NGRAM":
-            found += [Setting(f"{drafter}, {n} rows", drafter, (*flags, _TREE[2], str(n))) for n in rows]
+            found += [Setting(f"{drafter}, {n} tokens", drafter, (*flags, _TREE_FLAGS[2], str(n))) for n in tokens]
             continue
-        for shape in shapes(steps, topk, rows):
-            words = [word for flag, value in zip(_TREE, shape, strict=True) for word in (flag, str(value))]
+        for shape in shapes(steps, topk, tokens):
+            words = [word for flag, value in zip(_TREE_FLAGS, shape, strict=True) for word in (flag, str(value))]
             found.append(Setting(f"{drafter}, {'x'.join(map(str, shape))}", drafter, (*flags, *words)))
     return found
 
 
-def shapes(steps: Sequence[int], topk: Sequence[int], rows: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Steps, topk and rows of the explicit trees that there can be and that can be as deep as they have steps."""
+def shapes(steps: Sequence[int], topk: Sequence[int], tokens: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Steps, topk and tokens of valid explicit trees whose tokens suffice for a path of full depth."""
     found = []
-    for s, k, asked in itertools.product(steps, topk, rows):
-        n = s + 1 if k == 1 else asked
+    for s, k, count in itertools.product(steps, topk, tokens):
+        n = s + 1 if k == 1 else count
         try:
             explicit_shape(s, k, n)
         except ConfigError:

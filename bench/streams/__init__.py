@@ -1,1 +1,1 @@
-"""What the gateway adds to a step: services, gateway and wire, with engines that only take time."""
+"""Overhead of the gateway per step: real services, gateway and streams, with simulated engines that only sleep."""

@@ -1,4 +1,4 @@
-"""Clients that read as fast as they can and do little else: over gRPC, and server-sent events over bare sockets."""
+"""Minimal clients for load with low CPU use: gRPC, and server-sent events (SSE) over plain sockets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHUNK = 1 << 16  # bytes
 
 
 async def over_grpc(port: int, sessions: int, tokens: int) -> float:
-    """So many sessions of so many tokens at once. Returns seconds."""
+    """Generate `tokens` tokens in each of `sessions` concurrent sessions over gRPC. Returns seconds."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
 
@@ -31,11 +31,11 @@ async def over_grpc(port: int, sessions: int, tokens: int) -> float:
 
 
 async def over_sse(port: int, sessions: int, tokens: int) -> float:
-    """The same from /v1/completions."""
+    """The same over SSE from /v1/completions."""
 
     async def one(index: int) -> None:
-        wanted = {"prompt": [index, index + 1], "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        body = orjson.dumps(wanted | {"stream": True, "stream_options": {"include_usage": True}})
+        request = {"prompt": [index, index + 1], "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body = orjson.dumps(request | {"stream": True, "stream_options": {"include_usage": True}})
         head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(body)}\r\n"
         head += "content-type: application/json\r\nconnection: close\r\n\r\n"
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -1,8 +1,8 @@
-"""A target and a draft whose engines only take time, behind the real servers and streams.
+"""A simulated target and draft service: engines that only sleep, in the real servers and streams.
 
-They work in lockstep: the target steps once every session has a fresh hint, the draft hints once per commit. A step is
-then one frame of commits and one frame of proposals, each over two streams, and nothing else. While an engine takes its
-time it sleeps, as one does whose accelerator computes.
+They run in lockstep: the target steps when every session has a new proposal, the draft service proposes once per
+commit. So a step is one frame of commits and one frame of proposals, each over two streams. An engine sleeps for its
+step time, like an engine that waits for an accelerator.
 
 `python -m bench.streams.fakes target|draft ADDRESS MILLISECONDS`
 """
@@ -28,13 +28,13 @@ from outrider.wire import codec
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 VOCAB = 4096
-NODES = 4
+NODES = 4  # draft tokens of a proposal
 _PARENTS = np.arange(-1, NODES - 1, dtype=np.int32)
 _SCORES = np.full(NODES, -0.2, dtype=np.float32)
 
 
-class Counted:
-    """A sequence in which every token is the one before it plus one."""
+class CountingSequence:
+    """A sequence in which every token is the previous one plus one."""
 
     def __init__(self, request: OpenSession) -> None:
         self.length, self.last = len(request.tokens), int(request.tokens[-1])
@@ -42,7 +42,7 @@ class Counted:
         self.end = request.prompt_length + request.stop.max_tokens
 
     def advance(self, count: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
-        """The next tokens."""
+        """Append `count` tokens. Returns them: [count] uint32."""
         tokens = (np.arange(self.last + 1, self.last + 1 + count) % VOCAB).astype(np.uint32)
         for token in tokens.tolist():
             self.hash = extend_hash(self.hash, token)
@@ -52,45 +52,45 @@ class Counted:
 
 
 class LockstepEngine(Engine):
-    """Sessions, and those of them that have something to say."""
+    """Sessions, and the subset that is ready for a step."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        """seconds: that a step takes."""
-        self._seconds = seconds
-        self.sessions: dict[int, Counted] = {}
+        """seconds: of a step."""
+        self._step_seconds = seconds
+        self.sessions: dict[int, CountingSequence] = {}
         self.ready: set[int] = set()
 
     def open(self, request: OpenSession) -> None:
-        """Take a session on."""
-        self.sessions[request.session_id] = Counted(request)
-        self.opened(request.session_id)
+        """Add a session."""
+        self.sessions[request.session_id] = CountingSequence(request)
+        self.on_open(request.session_id)
 
-    def opened(self, session_id: int) -> None:
-        """A session was opened."""
+    def on_open(self, session_id: int) -> None:
+        """Hook of subclasses for a new session."""
 
     def close(self, session_id: int) -> None:
-        """Forget a session."""
+        """Remove a session."""
         self.sessions.pop(session_id, None)
         self.ready.discard(session_id)
 
     def load(self) -> EngineLoad:
-        """Sessions at present."""
+        """The number of sessions."""
         return EngineLoad(running_sessions=len(self.sessions))
 
     def check(self) -> None:
         """Nothing to audit."""
 
-    def work(self) -> None:
-        """What a step takes."""
-        if self._seconds:
-            time.sleep(self._seconds)
+    def sleep(self) -> None:
+        """Sleep for the time of a step."""
+        if self._step_seconds:
+            time.sleep(self._step_seconds)
 
 
 class LockstepTarget(LockstepEngine):
-    """Commits one accepted and one bonus token a session, once all sessions have a hint."""
+    """Commits one accepted and one bonus token per session, when all sessions have a proposal."""
 
     def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:  # noqa: ARG002
-        """Note whose hints are there."""
+        """Mark sessions with a current proposal as ready."""
         for proposal in proposals:
             session = self.sessions.get(proposal.session_id)
             if session is not None and session.hash == proposal.anchor_hash:
@@ -98,12 +98,12 @@ class LockstepTarget(LockstepEngine):
 
     @property
     def idle(self) -> bool:
-        """True until every session has a hint."""
+        """True until every session has a proposal."""
         return not self.sessions or len(self.ready) < len(self.sessions)
 
     def step(self) -> StepOutput:
-        """One step for all."""
-        self.work()
+        """Commit up to two tokens in every session."""
+        self.sleep()
         commits = []
         for session_id, session in list(self.sessions.items()):
             base = session.length
@@ -118,14 +118,14 @@ class LockstepTarget(LockstepEngine):
 
 
 class LockstepDraft(LockstepEngine):
-    """Proposes a chain per commit."""
+    """Proposes a chain of NODES draft tokens per commit."""
 
-    def opened(self, session_id: int) -> None:
-        """The first hint needs no commit."""
+    def on_open(self, session_id: int) -> None:
+        """The first proposal needs no commit."""
         self.ready.add(session_id)
 
     def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:  # noqa: ARG002
-        """Follow the commits."""
+        """Apply commits and mark their sessions as ready."""
         for commit in commits:
             if commit.finish_reason != FinishReason.RUNNING:
                 self.close(commit.session_id)
@@ -136,12 +136,12 @@ class LockstepDraft(LockstepEngine):
 
     @property
     def idle(self) -> bool:
-        """True if every commit was answered."""
+        """True if every commit has its proposal."""
         return not self.ready
 
     def step(self) -> StepOutput:
-        """A hint for each session whose commit has come."""
-        self.work()
+        """Propose a chain for each ready session."""
+        self.sleep()
         proposals = []
         for session_id in self.ready:
             session = self.sessions[session_id]
@@ -209,7 +209,7 @@ class _Draft(draft_pb2_grpc.DraftServiceServicer):
 
 
 def serve_draft(engine: Callable[[], Engine], address: str, name: str) -> int:
-    """Serve an engine that proposes, of a drafter without a model, until a signal. Returns the exit code."""
+    """Serve an engine as a draft service until a signal. name: of its drafter. Returns the exit code."""
 
     def register(server: Any, hub: Any, _: Any) -> list[str]:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(_Draft(hub, name), server.server)
@@ -220,7 +220,7 @@ def serve_draft(engine: Callable[[], Engine], address: str, name: str) -> int:
 
 
 def main(role: str, address: str, seconds: float) -> int:
-    """Serve until a signal. seconds: that a step takes."""
+    """Serve until a signal. seconds: of a step. Returns the exit code."""
     if role == "draft":
         return serve_draft(partial(LockstepDraft, seconds), address, "COUNTING")
 

@@ -1,6 +1,6 @@
-"""The floor: bare frames between two processes over a Unix domain socket, there and back, nothing else.
+"""The floor: round trips of bare frames between two processes over a Unix domain socket.
 
-As a module it is the echoing process: `python -m bench.streams.pingpong PATH`.
+The echoing process is `python -m bench.streams.pingpong PATH`.
 """
 
 from __future__ import annotations
@@ -15,74 +15,75 @@ import time
 from bench.harness.processes import start
 from outrider.transport.frame_socket import FrameSocket
 
-_PATIENCE = 20.0  # seconds that the other process gets to start
+_STARTUP_TIMEOUT = 20.0  # seconds
 
 
-def _read(pipe: FrameSocket) -> bytes:
-    """The next frame; the other side sends one at a time. Raises EOFError at the end."""
-    come = select.poll()
-    come.register(pipe.file, select.POLLIN)
+def _read(connection: FrameSocket) -> bytes:
+    """The next frame; the peer sends one at a time. Raises EOFError at the end of the stream."""
+    readable = select.poll()
+    readable.register(connection.file, select.POLLIN)
     while True:
-        come.poll()
-        for frame in pipe.receive():
+        readable.poll()
+        for frame in connection.receive():
             return frame
 
 
-def _write(pipe: FrameSocket, frame: bytes) -> None:
-    pipe.send(frame)
-    room = select.poll()
-    room.register(pipe.file, select.POLLOUT)
-    while pipe.unsent:
-        room.poll()
-        pipe.flush()
+def _write(connection: FrameSocket, frame: bytes) -> None:
+    connection.send(frame)
+    writable = select.poll()
+    writable.register(connection.file, select.POLLOUT)
+    while connection.unsent:
+        writable.poll()
+        connection.flush()
 
 
 def serve(path: str) -> None:
-    """Echo the frames of one connection, until it ends."""
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(path)
-        listening.listen()
-        pipe = FrameSocket(listening.accept()[0])
-    with contextlib.closing(pipe), contextlib.suppress(EOFError):
+    """Echo the frames of one connection until it ends."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        connection = FrameSocket(listener.accept()[0])
+    with contextlib.closing(connection), contextlib.suppress(EOFError):
         while True:
-            _write(pipe, _read(pipe))
+            _write(connection, _read(connection))
 
 
 def _connect(path: str) -> FrameSocket:
-    until = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _STARTUP_TIMEOUT
     while True:
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.connect(path)
         except OSError:
             connection.close()
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
         else:
             return FrameSocket(connection)
 
 
-def _measure(path: str, sizes: list[int], rounds: int) -> list[float]:
+def measure_frames(path: str, sizes: list[int], rounds: int) -> list[float]:
+    """Median round trips in microseconds of frames of given sizes, with the echoing process at `path`."""
     medians = []
-    pipe = _connect(path)
+    connection = _connect(path)
     for size in sizes:
         frame, times = b"x" * size, []
         for _ in range(rounds):
-            start = time.perf_counter()
-            _write(pipe, frame)
-            _read(pipe)
-            times.append(time.perf_counter() - start)
+            began = time.perf_counter()
+            _write(connection, frame)
+            _read(connection)
+            times.append(time.perf_counter() - began)
         medians.append(1e6 * statistics.median(times[rounds // 10 :]))
-    pipe.close()
+    connection.close()
     return medians
 
 
 def round_trips(path: str, sizes: list[int], rounds: int = 1000) -> list[float]:
-    """Median round trip in microseconds for frames of given sizes in bytes."""
+    """Start the echoing process. Returns median round trips in microseconds of frames of given sizes in bytes."""
     process = start([sys.executable, "-m", "bench.streams.pingpong", path])
     try:
-        return _measure(path, sizes, rounds)
+        return measure_frames(path, sizes, rounds)
     finally:
         process.kill()
         process.wait()

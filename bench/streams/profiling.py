@@ -1,4 +1,4 @@
-"""Where a process spends its processor time, by part: samples of py-spy, summed over who was at work."""
+"""A CPU profile of a process by component, from samples of py-spy."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from typing import Any
 
 from outrider.errors import ConfigError
 
-_RATE = 400  # samples a second
-_PARTS = (  # what a frame's file says of the part that it belongs to; the innermost that fits counts
+_SAMPLES_PER_SECOND = 400
+_PARTS = (  # path patterns of stack frames and their components; the innermost matching frame counts
     ("uvicorn/", "uvicorn: HTTP and the clients' sockets"),
     ("starlette/", "starlette and fastapi"),
     ("fastapi/", "starlette and fastapi"),
-    ("grpc/", "gRPC, its Python part"),
-    ("gateway/api/", "gateway: answers as JSON"),
-    ("gateway/text/", "gateway: text of tokens"),
-    ("gateway/grpc/service.py", "gateway: answers as protobuf messages"),
+    ("grpc/", "gRPC: Python"),
+    ("gateway/api/", "gateway: JSON responses"),
+    ("gateway/text/", "gateway: detokenization"),
+    ("gateway/grpc/service.py", "gateway: protobuf responses"),
     ("gateway/streams/", "gateway: frames of the services"),
     ("outrider/wire/", "gateway: frames of the services"),
-    ("gateway/", "gateway: sessions, parts and metrics"),
-    ("threading.py", "gRPC, its polling thread"),
-    ("asyncio/runners.py", "event loop, and gRPC's compiled part"),
+    ("gateway/", "gateway: sessions and metrics"),
+    ("threading.py", "gRPC: polling thread"),
+    ("asyncio/runners.py", "event loop and gRPC's native code"),
 )
 
 
 def profiler() -> str:
-    """py-spy's program. Raises ConfigError where it is missing."""
+    """The path of py-spy. Raises ConfigError if it is not installed."""
     py_spy = shutil.which("py-spy")
     if py_spy is None:
         raise ConfigError("--profile needs py-spy; pip install py-spy")
@@ -40,22 +40,22 @@ def profiler() -> str:
 
 
 def profiled(pid: int, work: Callable[[], Any]) -> list[dict[str, Any]]:
-    """Shares of a process's samples by part while some work is done. Raises ConfigError where py-spy is missing."""
+    """Shares of a process's samples by component during `work`. Raises ConfigError if py-spy is not installed."""
     py_spy = profiler()
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "raw"
-        command = [py_spy, "record", "--rate", str(_RATE), "--duration", "3600", "--format", "raw"]
+        command = [py_spy, "record", "--rate", str(_SAMPLES_PER_SECOND), "--duration", "3600", "--format", "raw"]
         command += ["--output", str(raw), "--pid", str(pid)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(2)  # it looks at the process first
+        time.sleep(2)  # py-spy attaches to the process
         work()
-        process.send_signal(signal.SIGINT)  # it writes what it has
+        process.send_signal(signal.SIGINT)  # py-spy writes its samples
         process.wait(60)
         return shares(raw.read_text())
 
 
 def shares(raw: str) -> list[dict[str, Any]]:
-    """Shares by part of stacks as py-spy writes them: frames from the outermost on, a space, how often."""
+    """Shares by component. raw: py-spy's raw format; a line has the frames from outermost to innermost and a count."""
     parts = Counter[str]()
     for line in raw.splitlines():
         stack, _, count = line.rpartition(" ")

@@ -1,7 +1,7 @@
-"""The least that can stand between a target and a draft: it passes frames on, and knows neither texts nor clients.
+"""A minimal relay between a target and a draft service: it forwards frames and has no texts and no clients.
 
-What the gateway takes longer than this is what it adds. `python -m bench.streams.relay TARGET DRAFT SESSIONS STEPS`
-prints the seconds of so many steps.
+The overhead of the gateway is its time beyond the relay's. `python -m bench.streams.relay TARGET DRAFT SESSIONS STEPS`
+prints the seconds of STEPS steps.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from outrider.serving.messages import OpenSession
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire.opens import open_to_pb
 
-_PATIENCE = 60.0  # seconds that services get to answer
+_STARTUP_TIMEOUT = 60.0  # seconds
 
 
 def relayed(addresses: dict[str, str], sessions: int, steps: int) -> float:
-    """Seconds of so many steps of fake services at these addresses, in a process of its own as the gateway has one."""
+    """Seconds of `steps` steps of the simulated services, relayed by a separate process as with the gateway."""
     arguments = [addresses["target"], addresses["draft"], str(sessions), str(steps)]
     command = [sys.executable, "-m", "bench.streams.relay", *arguments]
     return float(output_of(command))
@@ -34,11 +34,11 @@ def relayed(addresses: dict[str, str], sessions: int, steps: int) -> float:
 async def _relay(target_address: str, draft_address: str, sessions: int, steps: int) -> float:
     target = TargetLink(target_address)
     target.start()
-    await target.wait_up(_PATIENCE)
-    assert target.info is not None, "a link that is up knows its service"
+    await target.wait_up(_STARTUP_TIMEOUT)
+    assert target.info is not None, "a connected link has the service's info"
     draft = DraftLink(draft_address, target.info.model)
     draft.start()
-    await draft.wait_up(_PATIENCE)
+    await draft.wait_up(_STARTUP_TIMEOUT)
     left, done = steps, asyncio.Event()
 
     async def from_target(frame: Any) -> None:

@@ -26,7 +26,7 @@ class Session:
     opened_at, admitted_at, first_at: when it came, was first given pages, and committed first, in nanoseconds since
         1970; 0 if that has not been
     to_score: rows from the first on whose logits somebody asked for; scored: how many of them were computed
-    hushed: what its drafters heard last is that no hints are wanted for it
+    drafting_paused: its drafters were told last that no proposals are wanted
     """
 
     def __init__(self, request: OpenSession, prefix: PrefixCache) -> None:
@@ -46,7 +46,7 @@ class Session:
         asked = request.prompt_logprobs is not None and self.length == self.prompt_length
         self.to_score = self.prompt_length - 1 if asked else 0
         self.scored = 0
-        self.hushed = False
+        self.drafting_paused = False
         self.table = SharedTable(prefix, request.cache_salt, self.id)
         self._began = False  # it has been evicted, or has committed something
         self._tokens = np.empty(self.length + 256, dtype=np.uint32)

@@ -141,12 +141,12 @@ def test_benchmarks_by_their_names(monkeypatch, tmp_path):
 
 
 def test_reports_go_where_they_are_wanted(monkeypatch, tmp_path):
-    monkeypatch.setattr("bench.harness.report._chosen", None)
+    monkeypatch.setattr("bench.harness.report._folder", None)
     monkeypatch.setattr("sys.argv", ["outrider", "bench", "x", "--api-key", "s3cret", "--prompts", "a b.jsonl"])
     assert report.command() == "outrider bench x --api-key ... --prompts 'a b.jsonl'"
-    assert report.results() == Path(cli.__file__).parents[1] / "docs" / "benchmarks"
+    assert report.results_folder() == Path(cli.__file__).parents[1] / "docs" / "benchmarks"
     monkeypatch.setattr("bench.harness.report._CHECKOUT", tmp_path / "site-packages")
-    assert report.results() == Path("benchmarks")
+    assert report.results_folder() == Path("benchmarks")
 
     def main(flags):
         made = report.Report("x", "A title")

@@ -1,1 +1,1 @@
-"""Scripts that run under the Pythons of others; they import nothing of ours."""
+"""Worker scripts, which run in the Python environments of other systems and import nothing of Outrider."""

@@ -1,5 +1,5 @@
-"""Commits that tell more than tokens: the first of a session, one that ends it from outside, and one that has none; and
-those of rounds that were computed in one go."""
+"""Commits that carry more than tokens: the first of a session, one that ends it from outside, one that pauses drafting,
+and those of the earlier iterations of a fused loop."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from outrider.speculation.proposal import Commit, FinishReason
 from services.target.sampling.session import TargetSession
-from services.target.step.fused_loop import LoopRound
+from services.target.step.programs import LoopIteration
 
 
 def first(commit: Commit, entry: TargetSession) -> Commit:
-    """The first commit of a session, with what it tells besides."""
+    """The first commit of a session, with cached tokens and the prompt's log-probabilities."""
     entry.session.first_at = time.time_ns()
     prompt = entry.prompt_scores
     return replace(
@@ -26,31 +26,31 @@ def first(commit: Commit, entry: TargetSession) -> Commit:
     )
 
 
-def of_earlier_rounds(
-    entry: TargetSession, rounds: Sequence[LoopRound], tokens: NDArray[np.uint32]
+def of_earlier_iterations(
+    entry: TargetSession, iterations: Sequence[LoopIteration], tokens: NDArray[np.uint32]
 ) -> tuple[list[Commit], NDArray[np.uint32]]:
-    """A commit for each of a session's rounds but the last, whose tokens become its own, and the tokens of the last.
+    """A commit for each iteration of a session's loop but the last, whose tokens are appended to the session.
 
-    tokens: those of all rounds, [n]
+    tokens: of all iterations, [n]. Returns the commits, and the tokens of the last iteration.
     """
-    said: list[Commit] = []
-    for one in rounds[:-1]:
+    commits: list[Commit] = []
+    for one in iterations[:-1]:
         part, tokens = tokens[: one.committed], tokens[one.committed :]
         base = entry.session.length
         entry.append(part)
-        commit = Commit(entry.session.id, base, part, entry.tree.root_hash, one.nodes, one.accepted, draft_budget=0)
-        said.append(commit if base > entry.session.opened_length else first(commit, entry))
-    return said, tokens
+        commit = Commit(entry.session.id, base, part, entry.tree.root_hash, one.verified, one.accepted, draft_budget=0)
+        commits.append(commit if base > entry.session.opened_length else first(commit, entry))
+    return commits, tokens
 
 
 def aborted(entry: TargetSession) -> Commit:
-    """The last word of a session that is ended from outside."""
+    """The last commit of a session that is ended from outside."""
     return replace(_empty(entry), finish_reason=FinishReason.ABORT)
 
 
-def hush(entry: TargetSession) -> Commit:
-    """A word to drafters before the next commit, so that they leave a long prompt unread."""
-    entry.session.hushed = True
+def paused(entry: TargetSession) -> Commit:
+    """A commit without tokens that pauses drafting, so that drafters leave a long prompt unread."""
+    entry.session.drafting_paused = True
     return replace(_empty(entry), draft_budget=0)
 
 

@@ -1,9 +1,10 @@
-"""What the flags allow: a step, a session, the pool, ways of working; what makes no sense is refused by name."""
+"""What the flags allow: sizes of a step, of sessions and of the pool, speculation modes. Wrong values are refused by
+name."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import torch
 
@@ -13,13 +14,13 @@ from outrider.serving.scheduler import Limits
 from outrider.speculation.acceptance import Thresholds
 from services.target.model.base import Model
 from services.target.sampling.logprobs import scored_rows
-from services.target.speculation.draft_wait import ALWAYS
+from services.target.speculation.mode_policy import MEASURING_MODES
 from services.target.speculation.mode_selector import DRAFT_MODES, SpeculationMode
 
 log = logging.getLogger(__name__)
 
-# Tokens of a step where no flag says it. A chunk holds up whoever decodes, so it is as short as it can be without
-# making long prompts slower: a CPU is busy with this many rows, a GPU needs more.
+# Tokens of a step where no flag says it. A chunk delays the sessions that decode, so it is as short as it can be
+# without making long prompts slower: this many tokens keep a CPU busy, a GPU needs more.
 _CHUNK = {"cpu": 128, "cuda": 2048}
 
 _LEAST = {
@@ -46,13 +47,13 @@ def check_limits(config: TargetConfig) -> None:
 
 
 def thresholds(config: TargetConfig) -> Thresholds:
-    """Acceptance thresholds, which are announced where they are not exact. Raises ConfigError."""
+    """Acceptance thresholds; a warning is logged where they are lossy. Raises ConfigError."""
     for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
         if not 0.0 <= getattr(config, name) <= 1.0:
             raise ConfigError(f"--{name.replace('_', '-')} must lie in [0, 1], not {getattr(config, name)}")
     chosen = Thresholds(config.speculative_accept_threshold_single, config.speculative_accept_threshold_acc)
     if not chosen.exact:
-        log.warning("acceptance thresholds below 1: hints may change sampled text, which is no longer the model's own")
+        log.warning("acceptance thresholds below 1 are lossy: draft tokens can change sampled text")
     return chosen
 
 
@@ -69,11 +70,13 @@ def scheduling(config: TargetConfig, vocab_size: int, device: torch.device) -> L
     )
 
 
-def weighed(ways: Iterable[SpeculationMode], config: TargetConfig, model: Model) -> list[SpeculationMode]:
-    """Those ways of working that a model has and the flags leave open, the one to begin with first."""
+def open_modes(modes: Collection[SpeculationMode], config: TargetConfig, model: Model) -> list[SpeculationMode]:
+    """The speculation modes that the model supports and the flags leave open, the one to begin with first."""
     if config.verifies_all_draft_tokens:
-        ways = ALWAYS if config.speculative_always else DRAFT_MODES
-    open_ways = [way for way in ways if model.drafts or way is not SpeculationMode.SELF_SPECULATE]
+        modes = MEASURING_MODES if config.speculative_always else DRAFT_MODES
+    own = model.prompt_lookup and SpeculationMode.SELF_SPECULATE in modes
+    unused = SpeculationMode.NONE if own else SpeculationMode.SELF_SPECULATE
+    opened = [mode for mode in modes if mode is not unused]
     if model.prompt_lookup:
-        open_ways.sort(key=lambda way: way in DRAFT_MODES)
-    return open_ways
+        opened.sort(key=lambda mode: mode in DRAFT_MODES)
+    return opened

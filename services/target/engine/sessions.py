@@ -1,4 +1,4 @@
-"""Who is open: sessions are checked, wait for their grammars, are scheduled, and end."""
+"""The open sessions: they are checked, wait for their grammars, are scheduled, and end."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from services.target.sampling.session import TargetSession
 from services.target.step.batch import SessionWork
 
 
-class Sessions:
-    """Those of one engine.
+class OpenSessions:
+    """The open sessions of one engine.
 
-    entries: by id, those that wait for their grammar or for pages, too
-    longest: tokens that one may have
+    by_id:   those that wait for their grammar or for pages included
+    longest: most tokens of a session
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class Sessions:
         longest: int,
         ended: Callable[[TargetSession], None],
     ) -> None:
-        """ended: told of a session that is open no more, and whose pages are home."""
-        self.entries: dict[int, TargetSession] = {}
+        """ended: called with a session that was closed, once its pages are returned."""
+        self.by_id: dict[int, TargetSession] = {}
         self.longest = longest
         self._vocab_size = model.vocab_size
         self._eos = tuple(token for token in model.eos_token_ids if token < model.vocab_size)
@@ -39,7 +39,7 @@ class Sessions:
         self._scheduler, self._features, self._ended = scheduler, features, ended
 
     def open(self, request: OpenSession) -> None:
-        """Take a session on. Raises InvalidRequest."""
+        """Open a session. Raises InvalidRequest."""
         stop_ids = self._check(request)
         self.close(request.session_id)
         session = Session(self._features.open(request), self._scheduler.prefix)
@@ -52,10 +52,10 @@ class Sessions:
         except Exception:
             self._features.close(session.id)
             raise
-        self.entries[session.id] = entry
+        self.by_id[session.id] = entry
 
     def _check(self, request: OpenSession) -> frozenset[int]:
-        """The tokens that end a session that can be taken on."""
+        """The stop tokens of a session that can be opened. Raises InvalidRequest."""
         request.validate(self._vocab_size, self.longest)
         stop_ids = request.stop.stop_ids(self._eos)
         if request.grammar is not None:
@@ -70,8 +70,8 @@ class Sessions:
         return stop_ids
 
     def close(self, session_id: int, *, trusted: bool = True) -> None:
-        """Forget a session and free its pages. trusted: False if its rows must not serve others."""
-        entry = self.entries.pop(session_id, None)
+        """Close a session and free its pages. trusted: False if its cached tokens must not serve others."""
+        entry = self.by_id.pop(session_id, None)
         self.grammars.forget(session_id)
         if entry is not None:
             self._scheduler.remove(entry.session, trusted=trusted)
@@ -79,12 +79,12 @@ class Sessions:
             self._ended(entry)
 
     def begin(self) -> list[SessionFailure]:
-        """Let sessions begin whose grammars are ready. Returns those whose grammars are wrong."""
+        """Start sessions whose grammars are ready. Returns those whose grammars are invalid."""
         failures: list[SessionFailure] = []
         for session_id, grammar, start in self.grammars.ready():
-            entry = self.entries[session_id]
+            entry = self.by_id[session_id]
             try:
-                self.entries[session_id] = entry.guided(start, grammar)
+                self.by_id[session_id] = entry.guided(start, grammar)
                 self._scheduler.add(entry.session)
             except OutriderError as error:
                 met_a_limit = isinstance(error, InvalidRequest) and error is not start
@@ -94,9 +94,9 @@ class Sessions:
         return failures
 
     def stuck(self, work: SessionWork, fault: EngineFault) -> list[SessionFailure]:
-        """Nothing could be drawn for a session: it ends, unless another automaton of its grammar may lead further."""
+        """No token could be sampled for a session: it ends, unless another automaton of its grammar may go on."""
         session = work.chunk.session
-        matcher = self.entries[session.id].matcher
+        matcher = self.by_id[session.id].matcher
         limit = None if matcher is None else matcher.fault
         if matcher is not None and limit is not None and self.grammars.renew(session.id, matcher.grammar):
             self._features.settle(work, (), goes_on=True)

@@ -8,8 +8,8 @@ from outrider.serving.session import Session
 from outrider.tracing import Tracing, Value
 
 
-def tell(tracing: Tracing, session: Session) -> None:
-    """Say how a session's time went. One that ended early has fewer spans."""
+def record(tracing: Tracing, session: Session) -> None:
+    """Record how a session's time was spent. A session that ended early has fewer spans."""
     now = time.time_ns()
     admitted, first = session.admitted_at or now, session.first_at or now
     own: dict[str, Value] = {"outrider.session_id": str(session.id)}

@@ -1,4 +1,4 @@
-"""What a step's samples mean for a session: the accepted path, the bonus token, and whether the session ends."""
+"""Verification: from a step's samples to a session's accepted path, its bonus token, and whether it ends."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _NOT_FINITE = "the model's logits are not finite; the session cannot go on"
 
 
 class StepOutcome(NamedTuple):
-    """What one step commits in one session.
+    """What a step commits in one session.
 
-    path:   accepted nodes that are committed, as indices into the draft
+    path:   accepted draft tokens that are committed, as indices into the draft
     tokens: [n] uint32, n >= 1: the path's tokens and then the bonus token, unless the session ended before it
     """
 
@@ -28,15 +28,15 @@ class StepOutcome(NamedTuple):
     reason: FinishReason
 
 
-def settle(draft: TreeSlice, sampled: NDArray[np.integer], stop_ids: AbstractSet[int], room: int) -> StepOutcome:
-    """Walk the draft along the samples, and stop behind the first token that ends the session.
+def verify(draft: TreeSlice, sampled: NDArray[np.integer], stop_ids: AbstractSet[int], room: int) -> StepOutcome:
+    """Walk the draft along the samples, and stop after the first token that ends the session.
 
-    sampled: [N + 1], the tokens drawn after the root and after each node; -1 where nothing could be drawn. Without a
+    sampled: [N + 1], the tokens sampled after the root and after each draft token; -1 where none could be. Without a
     draft [n], those of n steps. room: most tokens that may be committed. Raises EngineFault if the bonus token could
-    not be drawn.
+    not be sampled.
     """
     if not len(draft.tokens):
-        return _settle_plain(sampled, stop_ids, room)
+        return _verify_plain(sampled, stop_ids, room)
     path, bonus = accepted_path(draft, sampled)
     if bonus < 0:
         raise EngineFault(_NOT_FINITE)
@@ -48,10 +48,10 @@ def settle(draft: TreeSlice, sampled: NDArray[np.integer], stop_ids: AbstractSet
     return StepOutcome(path[:room], np.array(tokens[:room], np.uint32), reason)
 
 
-def _settle_plain(sampled: NDArray[np.integer], stop_ids: AbstractSet[int], room: int) -> StepOutcome:
-    """Without a draft: most sessions of most steps."""
+def _verify_plain(sampled: NDArray[np.integer], stop_ids: AbstractSet[int], room: int) -> StepOutcome:
+    """Without a draft, as most sessions of most steps are."""
     tokens = sampled.tolist()
-    assert len(tokens) <= room, "no more is drawn than may be committed"
+    assert len(tokens) <= room, "a step samples no more than may be committed"
     if min(tokens) < 0:
         raise EngineFault(_NOT_FINITE)
     for count, token in enumerate(tokens, start=1):

@@ -223,7 +223,7 @@ class Features:
     def _capture_late(self, works: Sequence[SessionWork]) -> Capture:
         """The states of all rows; mostly as many of them as in the step before."""
         rows = 0
-        drafts = any(work.own for work in works)
+        drafts = any(work.draft for work in works)
         for work in works:
             if drafts:
                 self._late_first[work.chunk.session.id] = rows

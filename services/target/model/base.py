@@ -15,7 +15,7 @@ from torch import Tensor
 from services.target.kernels.kv_cache import KVCache, LayerShape, token_bytes
 from services.target.model.head import Head
 from services.target.step.batch import Batch
-from services.target.step.fused_loop import LoopRound
+from services.target.step.programs import LoopIteration
 
 
 class Outputs(NamedTuple):
@@ -25,13 +25,13 @@ class Outputs(NamedTuple):
     features: [n * F, W], of the rows of `batch.capture`: its states side by side, as wide as the model each; None
               without. Step after step of n: one, or more of a burst
     tokens:   [n * drawn] int64, drawn by `batch.draws`, step after step; None if the runner cannot
-    rounds:   what came of those of a burst, whose tokens are all that they commit
+    iterations: outcomes of a fused loop, whose tokens are all that it committed
     """
 
     logits: Tensor
     features: Tensor | None = None
     tokens: NDArray[np.int64] | None = None
-    rounds: Sequence[LoopRound] = ()
+    iterations: Sequence[LoopIteration] = ()
 
 
 class Runner(Protocol):

@@ -21,6 +21,7 @@ from services.target.model.base import Outputs
 from services.target.model.head import Head, HeadWeights
 from services.target.model.linear import head_format, plain_format
 from services.target.step.batch import Batch
+from services.target.step.programs import FusedLoop
 
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 _LANES = 16
@@ -99,10 +100,10 @@ class ProgramRunner:
 
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
         """Write the batch's keys and values; return logits in float32, features in the model's dtype, and tokens."""
-        if batch.burst is not None and batch.burst.rounds is not None:
+        if isinstance(batch.program, FusedLoop):
             head = None if self.head is None else self.head.program
-            logits, drawn, rounds = self._program.rounds(head, batch, cache)
-            return Outputs(logits, None, drawn, rounds)
+            logits, tokens, iterations = self._program.loop(head, batch, cache)
+            return Outputs(logits, None, tokens, iterations)
         logits, features, tokens = self._program.run(batch, cache)
         return Outputs(logits, features if features is None else features.to(self._dtype), tokens)
 

@@ -15,15 +15,15 @@ from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.speculation.tree import TreeSlice
 from services.target.engine.engine import TargetEngine
 from services.target.model.cuda.graphs import GraphRunner
-from services.target.speculation.budget import Budget
+from services.target.speculation.budget import Budget, Selection
 from services.target.speculation.estimates.step_cost import StepCost
 
 log = logging.getLogger(__name__)
 
 _ID = 0
 _TIMED_STEPS = 3
-_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-_DRAFTED = 24  # tokens with drafts of the target's own: some chains
+_TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+_DRAFTED = 24  # tokens with draft tokens of the model source: some chains
 _LENGTHS = (64, 1024)  # tokens of a short and of a long context
 
 
@@ -33,25 +33,27 @@ def warm_up(engine: TargetEngine) -> None:
     with step_by_step(engine):
         _run(engine)
     engine.forget_measurements()
-    if engine.model.drafts:
-        engine.own.prompt_lookup = False  # it is the copy that is to be measured
+    chooser = engine.speculation.chooser
+    if chooser is not None and chooser.source is not None:
+        chooser.looks_up, chooser.always = False, True  # the model source is to be measured
         _open(engine, min(4, engine.max_session_tokens - 1), _DRAFTED, SamplingParams(temperature=0.0))
         while not engine.idle:
             engine.step()
-        engine.own.prompt_lookup = True
+        chooser.looks_up, chooser.always = True, False
         engine.forget_measurements()
 
 
 @contextmanager
 def step_by_step(engine: TargetEngine) -> Iterator[None]:
     """Each of the engine's steps begins and ends by itself, so that it can be timed."""
+    speculation = engine.speculation
     overlap, engine.overlap = engine.overlap, False
-    seconds, engine.bursts.seconds = engine.bursts.seconds, 0.0
-    hinted_only, engine.hinted_only = engine.hinted_only, True
+    window, speculation.multi_step.window = speculation.multi_step.window, 0.0
+    service_only, speculation.service_only = speculation.service_only, True
     try:
         yield
     finally:
-        engine.overlap, engine.bursts.seconds, engine.hinted_only = overlap, seconds, hinted_only
+        engine.overlap, speculation.multi_step.window, speculation.service_only = overlap, window, service_only
 
 
 def _run(engine: TargetEngine) -> None:
@@ -64,7 +66,7 @@ def _run(engine: TargetEngine) -> None:
             engine.step()
     cost = _measure(engine)
     if cost is not None:
-        engine.planner.budget = Budget(cost)
+        engine.speculation.planner.budget = Budget(cost)
         log.info("%s", cost.describe())
 
 
@@ -81,31 +83,32 @@ def _draft_chain(engine: TargetEngine, nodes: int) -> None:
 
 
 def _measure(engine: TargetEngine) -> StepCost | None:
-    """Time steps of some numbers of rows, and of a long context. None where there is no room for it."""
-    rows = [count for count in _ROWS if count <= engine.max_session_tokens // 4]
-    seconds = dict.fromkeys(rows, np.inf)
+    """Time steps of some numbers of tokens, and of a long context. None where there is no room for it."""
+    counts = [count for count in _TOKENS if count <= engine.max_session_tokens // 4]
+    seconds = dict.fromkeys(counts, np.inf)
     short, long = _LENGTHS[0], min(_LENGTHS[1], engine.max_session_tokens // 2)
-    if len(rows) < 2 or long < 2 * short:
+    if len(counts) < 2 or long < 2 * short:
         return None
-    engine.planner.budget, most = Measuring(), engine.planner.max_rows
+    planner = engine.speculation.planner
+    planner.budget, most = Measuring(), planner.max_tokens
     try:
         for _ in range(_TIMED_STEPS):
-            for count in rows:
-                engine.planner.max_rows = count
+            for count in counts:
+                planner.max_tokens = count
                 seconds[count] = min(seconds[count], _timed(engine, short, count))
-        engine.planner.max_rows = 1
-        by_keys = min(_timed(engine, long, 1) for _ in range(_TIMED_STEPS))
+        planner.max_tokens = 1
+        with_context = min(_timed(engine, long, 1) for _ in range(_TIMED_STEPS))
     finally:
-        engine.planner.max_rows = most
-    return StepCost(seconds, max(0.0, by_keys - seconds[1]) / (long - short))
+        planner.max_tokens = most
+    return StepCost(seconds, max(0.0, with_context - seconds[1]) / (long - short))
 
 
-def _timed(engine: TargetEngine, keys: int, rows: int) -> float:
-    """Seconds of a step with so many rows of a session that has so many tokens."""
-    _open(engine, keys, rows + 2, SamplingParams(temperature=0.0))
+def _timed(engine: TargetEngine, kv_tokens: int, tokens: int) -> float:
+    """Seconds of a step with some tokens of a session that has a context of `kv_tokens`."""
+    _open(engine, kv_tokens, tokens + 2, SamplingParams(temperature=0.0))
     while not engine.step().commits:
         pass
-    _draft_chain(engine, rows - 1)
+    _draft_chain(engine, tokens - 1)
     start = time.perf_counter()
     engine.step()
     elapsed = time.perf_counter() - start
@@ -114,8 +117,8 @@ def _timed(engine: TargetEngine, keys: int, rows: int) -> float:
 
 
 class Measuring(Budget):
-    """Takes whatever there is."""
+    """Takes all draft tokens."""
 
-    def choose(self, drafts: Sequence[TreeSlice], *_: Any) -> list[int]:
-        """All nodes of all drafts."""
-        return [len(draft) for draft in drafts]
+    def select(self, drafts: Sequence[TreeSlice], *_: Any, **__: Any) -> Selection:
+        """All tokens of all drafts."""
+        return Selection([len(draft) for draft in drafts], 0.0)

@@ -31,7 +31,7 @@ from services.target.sampling.session import TargetSession
 from services.target.sampling.thresholds import relax
 from services.target.step.batch import Batch, SamplingPlan, SessionWork
 from services.target.step.download import Download
-from services.target.step.fused_loop import LoopRound
+from services.target.step.programs import LoopIteration
 from services.target.step.token_mask import TokenMask
 from services.target.step.upload import UploadBatch, upload, use_device
 
@@ -40,12 +40,12 @@ _IS_PLAIN, _SAMPLING = attrgetter("plain"), attrgetter("sampling")
 
 @dataclass(frozen=True)
 class StepSamples:
-    """What a step drew. tokens: [R], after each root and its nodes, session by session; of a burst [steps * R].
+    """What a step drew. tokens: [R], after each root and its nodes, session by session; of several steps [steps * R].
 
-    steps:   more than one for a burst; tokens of its session, if it was rounds
-    rounds:  what came of those
-    redrawn: [R] bool, where a token is another than the device took it for at first; None if that is nowhere
-    moved:   whether the rows of accepted nodes have moved in the cache already
+    steps:      in one call; tokens of its session for a fused loop
+    iterations: outcomes of a fused loop
+    redrawn:    [R] bool, where a token is another than the device took it for at first; None if that is nowhere
+    moved:      whether the rows of accepted nodes have moved in the cache already
     """
 
     tokens: NDArray[np.int64]
@@ -54,12 +54,12 @@ class StepSamples:
     redrawn: NDArray[np.bool_] | None = None
     moved: bool = False
     steps: int = 1
-    rounds: Sequence[LoopRound] = ()
+    iterations: Sequence[LoopIteration] = ()
 
     @property
-    def turns(self) -> int:
+    def model_steps(self) -> int:
         """Steps of the model."""
-        return len(self.rounds) or self.steps
+        return len(self.iterations) or self.steps
 
     def of(self, first: int, stop: int) -> NDArray[np.int64]:
         """What was drawn in rows first .. stop - 1: after a root and each node, or after a root in each step."""
@@ -77,7 +77,7 @@ class StepSamples:
 
 @dataclass
 class _Scored:
-    """Log-probabilities of new tokens: on the device, and whose rows they are; see Draws."""
+    """Log-probabilities of new tokens: on the device, and whose rows they are; see StepSamples."""
 
     scores: Scores
     firsts: Mapping[int, int]
@@ -93,13 +93,13 @@ class LaunchedStep:
         prompts: tuple[Scores, Callable[[Scores], None]] | None = None,
         redraw: Callable[[], Tensor] | None = None,
         steps: int = 1,
-        rounds: Sequence[LoopRound] = (),
+        iterations: Sequence[LoopIteration] = (),
     ) -> None:
         """tokens: [R], UNSURE where `redraw` must draw again; prompts: scores, and who keeps them on the host.
 
-        steps, rounds: as of Draws.
+        steps, iterations: as of StepSamples.
         """
-        self.steps, self.rounds = steps, rounds
+        self.steps, self.iterations = steps, iterations
         self.tokens = torch.from_numpy(tokens) if isinstance(tokens, np.ndarray) else tokens
         self.moved = False
         self._scored, self._prompts, self._redraw = scored, prompts, redraw
@@ -114,7 +114,7 @@ class LaunchedStep:
         return (
             self._download_draws()
             if self._here is None
-            else StepSamples(self._here, steps=self.steps, rounds=self.rounds)
+            else StepSamples(self._here, steps=self.steps, iterations=self.iterations)
         )
 
     @torch.inference_mode()
@@ -166,7 +166,7 @@ class StepSampler:
         use_device(device)
         drawing = [work for work in works if work.chunk.last]
         drawn = [entries[work.chunk.session.id] for work in drawing]
-        logits, tokens, rounds = self._forward(batch)
+        logits, tokens, iterations = self._forward(batch)
         prompts = None
         if len(batch.rows.sampled) > batch.drawn:
             prompts = self._score_prompts(logits, batch.drawn, works, entries)
@@ -175,7 +175,7 @@ class StepSampler:
         if batch.draws is not None:
             if tokens is None:
                 tokens = compiled.draw(logits[: batch.drawn].float(), batch.draws)
-            return LaunchedStep(tokens, None, prompts, steps=len(tokens) // batch.drawn, rounds=rounds)
+            return LaunchedStep(tokens, None, prompts, steps=len(tokens) // batch.drawn, iterations=iterations)
         if self._compiled:
             return self._launch_compiled(batch, logits, drawing, drawn, prompts)
         # The device is busy by now; what the draws need is laid out meanwhile, and follows in one transfer.
@@ -267,11 +267,11 @@ class StepSampler:
 
         return logprobs.score(logits, rows, tokens, top), keep
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, NDArray[np.int64] | None, Sequence[LoopRound]]:
-        """The logits of the sampled rows, [R, V], tokens and rounds as of Outputs; features are set out before."""
+    def _forward(self, batch: Batch) -> tuple[Tensor, NDArray[np.int64] | None, Sequence[LoopIteration]]:
+        """The logits of the sampled rows, [R, V], tokens and iterations as of Outputs; features are set out before."""
         outputs = self._model.runner.forward(batch, self._cache)
         self._features.take(batch, outputs.features)
-        return outputs.logits, outputs.tokens, outputs.rounds
+        return outputs.logits, outputs.tokens, outputs.iterations
 
     def _mask(self, works: Sequence[SessionWork], drawn: Sequence[TargetSession]) -> TokenMask | None:
         """What grammars allow; computed while the device is busy with the forward pass."""

@@ -1,40 +1,70 @@
-"""Which hints are worth their rows: measured cost against calibrated probability, over all sessions together.
+"""The verification budget: which draft tokens are worth their cost, over all sessions of a step together.
 
-Each step commits a token a session in the time of its rows. A node more brings, on average, its probability in tokens,
-and takes the time of a row, which holds up every session of the step. So nodes are taken in order of probability, and
-as many as make the step's tokens per second largest. A step that is held for hints takes that time too, whatever is in
-it, so more nodes pay there. What prompts in it take is no part of the price of tokens: beside them no more nodes pay.
-Drafters' scores are estimates of unlike kinds, so they are calibrated: scaled by how many nodes were accepted for every
-one that the scores promised, in this session and in all.
+A step commits one token per session in the time of its tokens. One more draft token adds its probability in tokens and
+delays every session of the step. So draft tokens are taken in order of probability, as many as maximize the step's
+throughput. Time for which a step is held for proposals, and time in which draft tokens are made, counts as well. The
+time of prompts in a step does not: beside them no more draft tokens are worth their cost.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from outrider.speculation.tree import TreeSlice
-from services.target.speculation.draft_wait import LONGEST
+from services.target.speculation.draft_wait import MAX_WAIT
 from services.target.speculation.estimates.step_cost import StepCost, free
 
-_NEW = 0.2  # weight of the last wait in their average
+_EMA_WEIGHT = 0.2  # of the last wait
+# Tokens of an EAGLE head's usual tree, and the cost of its verification over a plain step above which trees are
+# expensive: a head hardly commits twice as many tokens.
+_TREE_TOKENS, _EXPENSIVE = 12, 2.0
 
 
 def promised(draft: TreeSlice) -> float:
-    """Nodes that a draft's scores promise to be accepted."""
+    """Draft tokens that a draft's scores promise to be accepted."""
     return float(np.exp(draft.path_scores).sum()) if len(draft) else 0.0
 
 
-# Rows of a head's usual tree. Where they take so many times as long as a plain step, it hardly brings that many tokens.
-_TREE_ROWS, _DEAR = 12, 2.0
+def min_score(probability: float, ratio: float) -> float:
+    """Log of the uncalibrated path probability that corresponds to a calibrated one."""
+    return math.log(probability / ratio) if probability > 0.0 else -math.inf
+
+
+def throughput(
+    cost: StepCost,
+    gains: NDArray[np.float64],
+    added: NDArray[np.integer],
+    sessions: int,
+    tokens: int,
+    kv_tokens: int,
+    drafting: ArrayLike = 0.0,
+) -> NDArray[np.float64]:
+    """Tokens per second of a step's sessions with n different drafts: the objective of every choice.
+
+    gains: [n], draft tokens expected to be accepted; added: [n], draft tokens to verify; tokens: of the step without
+    them, prompts included; drafting: [n], seconds in which the draft tokens are made or waited for
+    """
+    seconds = cost.seconds(tokens + added, kv_tokens) - cost.prefill(tokens, sessions)
+    rates: NDArray[np.float64] = (sessions + gains) / (seconds + drafting)
+    return rates
+
+
+class Selection(NamedTuple):
+    """How many of each draft's tokens to verify, and the throughput of the step with them, in tokens per second."""
+
+    counts: list[int]
+    throughput: float
 
 
 class Budget:
-    """Chooses how many of each session's best nodes a step verifies.
+    """Chooses how many of each session's draft tokens a step verifies.
 
-    cost: what steps take; held: seconds for which the engine does not compute before each, on average
+    cost: of a step; held: seconds for which the engine does not compute before each step, an average
     """
 
     def __init__(self, cost: StepCost | None = None) -> None:
@@ -42,47 +72,68 @@ class Budget:
         self.held = 0.0
 
     @property
-    def trees_are_dear(self) -> bool:
-        """True if to verify a head's tree alone takes a session the time in which plain steps bring as many tokens."""
-        plain, hinted = self.cost.seconds(np.array([1, _TREE_ROWS]))
-        return bool(hinted > _DEAR * plain)
+    def trees_are_expensive(self) -> bool:
+        """True if verifying a head's tree takes one session as long as plain steps for as many tokens."""
+        plain, tree = self.cost.seconds(np.array([1, _TREE_TOKENS]))
+        return bool(tree > _EXPENSIVE * plain)
 
     def waited(self, seconds: float) -> None:
-        """Take in for how long the engine has not computed before a step. A pause, for want of work, is no wait."""
-        if seconds < LONGEST:
-            self.held += _NEW * (seconds - self.held)
+        """Add the time for which the engine did not compute before a step. A pause for want of work is no wait."""
+        if seconds < MAX_WAIT:
+            self.held += _EMA_WEIGHT * (seconds - self.held)
 
-    def least_probability(self, rows: int, sessions: int, keys: int = 0, most: int = 64) -> float:
-        """Probability below which no node pays in a step of so many rows and sessions, whatever else is taken.
+    def min_probability(self, tokens: int, sessions: int, kv_tokens: int = 0, most: int = 64) -> float:
+        """Probability below which no draft token is worth its cost in a step of so many tokens and sessions.
 
-        It would have to bring more than the plain step brings in the time that the cheapest of `most` more rows takes.
+        Its gain must exceed what the plain step commits in the time of the cheapest of `most` more tokens.
         """
         if not sessions:
             return 1.0
-        seconds, cheapest = self.cost.step(rows, keys, most)
-        return sessions / (self.held + seconds - self.cost.others(rows, sessions)) * cheapest
+        seconds, cheapest = self.cost.step(tokens, kv_tokens, most)
+        return sessions / (self.held + seconds - self.cost.prefill(tokens, sessions)) * cheapest
 
-    def choose(self, drafts: Sequence[TreeSlice], ratios: Sequence[float], rows: int, keys: int = 0) -> list[int]:
-        """How many nodes of each draft to verify; its first ones, as it has the best first.
+    def throughput(
+        self,
+        gains: NDArray[np.float64],
+        added: NDArray[np.integer],
+        sessions: int,
+        tokens: int,
+        kv_tokens: int,
+        drafting: ArrayLike = 0.0,
+    ) -> NDArray[np.float64]:
+        """`throughput` with the model's own cost."""
+        return throughput(self.cost, gains, added, sessions, tokens, kv_tokens, drafting)
 
-        drafts: of the sessions that get a token in this step, with their calibrations' ratios. rows: those that the
-        step has anyway. keys: of all sessions together.
+    def plain_throughput(self, sessions: int, kv_tokens: int) -> float:
+        """Tokens per second of so many sessions without draft tokens."""
+        return sessions / self.cost.step(sessions, kv_tokens)[0]
+
+    def select(
+        self,
+        drafts: Sequence[TreeSlice],
+        ratios: Sequence[float],
+        tokens: int,
+        kv_tokens: int = 0,
+        sessions: int | None = None,
+        held: float | None = None,
+    ) -> Selection:
+        """How many draft tokens of each draft to verify. Each draft has its best first.
+
+        drafts: of sessions that sample in this step, with their calibration ratios. tokens: of the step without draft
+        tokens. sessions: those that sample, if there are more than drafts. held: seconds for which the step is held,
+        if not the average.
         """
         counts = [len(draft) for draft in drafts]
         if not any(counts):
-            return counts
+            return Selection(counts, 0.0)
         owners = np.repeat(np.arange(len(drafts)), counts)
         scores = np.concatenate([draft.path_scores for draft in drafts]).astype(np.float64)
         chances = np.minimum(np.exp(scores) * np.repeat(np.array(ratios, np.float64), counts), 1.0)
         order = np.argsort(-chances, kind="stable")
-        tokens = len(drafts) + np.concatenate([[0.0], np.cumsum(chances[order])])
-        seconds = self.cost.seconds(rows + np.arange(len(tokens)), keys) - self.cost.others(rows, len(drafts))
-        rates = tokens / (self.held + seconds)
-        # A tie is decided for more nodes, and what is worse by less than rounding is a tie: they cost nothing.
+        gains = np.concatenate([[0.0], np.cumsum(chances[order])])
+        waiting = self.held if held is None else held
+        rates = self.throughput(gains, np.arange(len(gains)), sessions or len(drafts), tokens, kv_tokens, waiting)
+        # More tokens win a tie, and a difference below rounding is one: they cost nothing.
         taken = int(np.flatnonzero(rates >= rates.max() * (1.0 - 1e-9))[-1])
-        return np.bincount(owners[order[:taken]], minlength=len(drafts)).tolist()
-
-
-def least_score(probability: float, ratio: float) -> float:
-    """Log of the uncalibrated path probability that is a calibrated one."""
-    return math.log(probability / ratio) if probability > 0.0 else -math.inf
+        chosen = np.bincount(owners[order[:taken]], minlength=len(drafts)).tolist()
+        return Selection(chosen, float(rates[taken]))

@@ -20,8 +20,8 @@ from torch import Tensor
 from outrider.paging.allocator import NULL_PAGE
 from outrider.serving.scheduler import Chunk
 from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
-from services.target.step.fused_loop import FusedLoop
 from services.target.step.layout import Layout, Span
+from services.target.step.programs import StepProgram
 from services.target.step.upload import upload
 
 
@@ -33,14 +33,10 @@ class WeightHandle(Protocol):
 
 @dataclass(frozen=True)
 class SessionWork:
-    """What one session wants of a step: a chunk of committed tokens, and draft nodes if the chunk is its last.
-
-    own: True for nodes that no drafter has proposed, but the target itself (speculation/sources/base.py)
-    """
+    """What a step computes of one session: a chunk of committed tokens, and draft tokens if the chunk is its last."""
 
     chunk: Chunk
     draft: TreeSlice = EMPTY_SLICE
-    own: bool = False
 
     @property
     def scored(self) -> range:
@@ -79,72 +75,6 @@ class SamplingPlan:
     sessions: bytes
     counts: array[int]
     positions: array[int]
-
-
-@dataclass(frozen=True)
-class Texts:
-    """The tokens of a burst's sessions. A text repeats once its last `same` tokens have stood in it before.
-
-    places:  [S] int64 ("q"), addresses of their tokens, uint32, with room for those of the burst
-    lengths: [S] int64 ("q"), tokens of each
-    """
-
-    places: array[int]
-    lengths: array[int]
-    same: int
-
-
-@dataclass(frozen=True)
-class DraftTokenValue:
-    """What guesses cost and bring, in seconds.
-
-    next:  of a token of which nothing is known yet but that those before it are right
-    token: of one that is right
-    row:   of verifying a token
-    step:  of guessing another token for every session
-    """
-
-    next: float
-    token: float
-    row: float
-    step: float
-
-
-@dataclass(frozen=True)
-class MultiStep:
-    """Plain steps that may be computed one behind the other, by runners that can; others compute one.
-
-    A burst ends with a step in which a session does or its text repeats, and with one in which somebody calls. One
-    with a narrow copy of the weights drafts: its tokens are guesses, and what it writes into the cache is to be written
-    anew.
-
-    steps:       at most
-    stops:       int64, tokens after which a session does not go on, session after session
-    stop_counts: [S] int64 ("q"), how many of them are each one's
-    files:       int32 ("i"), descriptors, one of which can be read once somebody calls
-    narrow:      True to draft, of models that keep such a copy alone
-    follows:     of a head that drafts behind the model: the first step computes rows of committed tokens
-    worth:       of one that follows: it ends when another guess is not worth its time; second guesses and odds are told
-    odds:        of one that follows: chances by what the head says, see speculation/estimates/calibration_bins.py
-    texts:       where it is to end once one of them repeats; None to go on
-    rounds:      in place of plain steps: so many at most, behind which as many tokens were committed as they brought
-    """
-
-    steps: int
-    stops: bytes
-    stop_counts: array[int]
-    files: array[int]
-    narrow: bool = False
-    follows: bool = False
-    worth: DraftTokenValue | None = None
-    odds: array[float] | None = None
-    texts: Texts | None = None
-    rounds: FusedLoop | None = None
-
-    @property
-    def more(self) -> int:
-        """Places that a session must have in the cache behind those of the first step's rows."""
-        return self.steps - 1 if self.rounds is None else self.rounds.room + self.rounds.others
 
 
 @dataclass(frozen=True)
@@ -193,7 +123,7 @@ class Batch:
                            drawn: each root and its nodes, session by session; then those that are only scored
     capture:               the hidden states that somebody asked for; None in most steps
     draws:                 what is to be drawn from the logits as they are, by runners that can; None for none
-    burst:                 the steps that may follow at once, if every span is a row that is drawn from
+    program:               what may follow within the same call; None for a single step
     roots:                 ids that are not known on the host
     """
 
@@ -203,7 +133,7 @@ class Batch:
     drawn: int
     capture: Capture | None = None
     draws: SamplingPlan | None = None
-    burst: MultiStep | None = None
+    program: StepProgram | None = None
     roots: Roots | None = None
     placed: Sequence[Tensor] | None = None  # ids, positions, slots, sampled where they lie on the device already
 
@@ -255,11 +185,11 @@ def build(
     device: torch.device,
     capture: Capture | None = None,
     draws: SamplingPlan | None = None,
-    burst: MultiStep | None = None,
+    program: StepProgram | None = None,
     ahead: int = 0,
 ) -> Batch:
-    """Lay out a step's work. The page tables must hold start + rows tokens of every session, and one more for each step
-    of a burst behind the first.
+    """Lay out a step's work. The page tables must hold start + rows tokens of every session, and the program's
+    extra slots.
 
     ahead: how many places behind its own the token of a row stands; the chunks end so many tokens earlier
 
@@ -267,7 +197,7 @@ def build(
     swept, where the first touch of each of NumPy's functions costs more than some hundred numbers in Python.
     """
     page_size = works[0].chunk.session.table.page_size
-    more = burst.more if burst else 0
+    more = program.extra_slots if program else 0
     starts, committed, nodes, tables, firsts = [], [], [], [], [0]  # of each span
     ids: list[int] = []
     positions: list[int] = []
@@ -312,7 +242,7 @@ def build(
     assert len(layout.pages) == page, "the rows of a step have places in the cache"
     behind = 5 * count + 1
     rows = Rows(words[behind : behind + row], words[behind + row : behind + 2 * row], words[behind + 2 * row :])
-    return Batch(layout, rows, device, drawn, capture, draws, burst)
+    return Batch(layout, rows, device, drawn, capture, draws, program)
 
 
 def _joined(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:

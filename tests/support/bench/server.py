@@ -1,10 +1,24 @@
-"""A small OpenAI-style server over real sockets that answers as servers of several makes do, and misbehaves if asked.
+"""A simulated OpenAI-style server over real sockets, which behaves like several servers and fails on demand.
 
-What a prompt says decides: "429", "500", "broken" (the connection is cut in the middle), "short" (the stream ends early
-but cleanly), "error" (an error event in the stream), "garbage" (no JSON), "list" (no object), "empty" (only chunks
-without text), "bare" (no usage), "llama" (llama.cpp's timings instead of usage), "slow" (no end), "tail" (as many
-chunks without text behind those with it), "tool" (calls a tool, and says nothing), "thoughts" (in both fields, before
-each word), "cut" (the server gives it up), "odd" (a chunk whose choice is no object). All else is answered well.
+The text of a prompt selects the behaviour:
+
+    429, 500  that HTTP status
+    broken    the connection is aborted within the stream
+    short     the stream ends early without an error
+    error     an error event in the stream
+    garbage   an event that is not JSON
+    list      an event that is not an object
+    odd       a chunk with a choice that is not an object
+    empty     only chunks without text
+    bare      no usage
+    llama     llama.cpp's timings instead of usage
+    slow      no end
+    tail      as many chunks without text after those with text
+    tool      a tool call and no text
+    thoughts  reasoning in both fields, before each word
+    cut       finish reason `abort`
+
+Any other text gets a normal answer.
 """
 
 from __future__ import annotations
@@ -20,12 +34,12 @@ from aiohttp import web
 
 WORDS = ["Once", " upon", " a", " time", " é"]
 STEP = 0.01  # seconds between pieces
-# Two tokens a piece; a step of two tokens accepted one of the three drafted.
+# Two tokens per piece: a step with three draft tokens accepts one.
 TOKENS, DRAFTED, ACCEPTED = 2 * len(WORDS), 3 * len(WORDS), len(WORDS)
 
 
 class Server:
-    """What was asked of it, and how many at a time."""
+    """Records requests, and the maximum of concurrent ones (`most`)."""
 
     def __init__(self) -> None:
         self.flushed = 0
@@ -79,7 +93,7 @@ class Server:
 
         async def send(event: dict[str, Any] | str) -> None:
             data = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False)
-            # Cut anywhere, also within a character.
+            # Split within a character or a line break.
             raw = f"data: {data}\r\n\r\n".encode()
             await response.write(raw[:-7])
             await response.write(raw[-7:])
@@ -137,7 +151,7 @@ def usage(text: str) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def running() -> AsyncIterator[tuple[Server, str]]:
-    """A server, and its address."""
+    """A server and its URL."""
     server = Server()
     app = web.Application()
     app.router.add_get("/v1/models", server.models)
@@ -158,7 +172,7 @@ async def running() -> AsyncIterator[tuple[Server, str]]:
 
 @contextlib.contextmanager
 def in_a_thread() -> Iterator[str]:
-    """Its address; it runs in a thread, for programs that run an event loop of their own."""
+    """The URL of a server in a thread, for programs with their own event loop."""
     ready, end = threading.Event(), asyncio.Event()
     found: list[Any] = []
 

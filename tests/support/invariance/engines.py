@@ -16,7 +16,7 @@ def target_engine(folder: Path, **options: Any) -> Engine:
     """
     from services.target.engine.engine import TargetEngine
     from services.target.model.loading.load import load
-    from services.target.speculation.draft_wait import DRAFT_MODES
+    from services.target.speculation.mode_selector import DRAFT_MODES
 
     names = {"max_step_tokens": "chunked_prefill_size", "max_running": "max_running_requests"}
     flags = {"max_total_tokens": 4096} | {names.get(name, name): value for name, value in options.items()}

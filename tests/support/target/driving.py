@@ -16,7 +16,7 @@ from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.target.engine.engine import TargetEngine
 from services.target.model.base import Model
 from services.target.model.loading.load import load
-from services.target.speculation.draft_wait import DRAFT_MODES
+from services.target.speculation.mode_selector import DRAFT_MODES
 
 GREEDY = SamplingParams(temperature=0.0)
 # Given a session's id and tokens: proposals for its next step.

@@ -213,7 +213,7 @@ def test_many_sessions_share_the_rows_of_a_step(model):
     plain = run(engine_of(model), requests_of(texts))
     right = {i: [*text, *plain.new[i]] for i, text in enumerate(texts, start=1)}
     engine = engine_of(model)
-    engine.planner.budget = Budget(StepCost({1: 0.01, 60: 0.01, 61: 1.0}))  # 60 rows are free
+    engine.speculation.planner.budget = Budget(StepCost({1: 0.01, 60: 0.01, 61: 1.0}))  # 60 rows are free
     widest = 0
 
     def hints(session_id, path):

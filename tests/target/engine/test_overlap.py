@@ -162,12 +162,12 @@ def test_any_traffic(folder, model, seed, hurried, monkeypatch):
     tight = {"page_size": 4, "max_total_tokens": 160} if seed % 3 == 0 else {"page_size": 8}
     own = load_model(folder)  # its weights are written again and again
     engine = overlapping(own, chunked_prefill_size=[-1, 16, 50][seed % 3], **tight)
-    engine.planner.budget = STEEP if seed % 2 else engine.planner.budget
+    engine.speculation.planner.budget = STEEP if seed % 2 else engine.speculation.planner.budget
     control = Control(engine, folder)
     control.folder = folder
     if hurried:  # rows are drawn twice, see below
         monkeypatch.setattr(sampler, "_ORDERED", 2)
-        engine._drawing._compiled, engine._drawing._hurried = False, True
+        engine.sampler._compiled, engine.sampler._hurried = False, True
     found = Traffic(engine, control, requests, seed).run()
     assert found == {i: expected[i] for i in found}
     assert len(found) > 7
@@ -181,7 +181,7 @@ def test_requests_that_are_aborted_are_told_what_was_under_way(model):
     said = []
     for _ in range(6):
         said += engine.step().commits
-    assert engine._flight is not None
+    assert engine._in_flight is not None
     assert engine.abort() == 4
     commits = engine.step().commits
     assert [commit.finish_reason for commit in commits] == [FinishReason.RUNNING] * 4 + [FinishReason.ABORT] * 4
@@ -226,7 +226,7 @@ def test_hints_are_waited_for_where_they_pay(model, pays):
     expected = alone(model, requests)
     text = {r.session_id: r.tokens.tolist() + expected[r.session_id] for r in requests}
     engine = overlapping(model)
-    engine.planner.budget = engine.planner.budget if pays else STEEP
+    engine.speculation.planner.budget = engine.speculation.planner.budget if pays else STEEP
     found = run(engine, requests, lambda i, path: [chain(i, path, text[i][len(path) : len(path) + 3])])
     assert found.new == expected
     assert (engine.behind == 0) == pays
@@ -239,7 +239,7 @@ def test_rows_that_are_drawn_again_spoil_the_step_behind(model, monkeypatch):
     requests = [opening(i, [5 + i] * 4, SamplingParams(1.5, seed=i, top_p=0.95), max_tokens=20) for i in range(5)]
     expected = alone(model, requests)
     engine = overlapping(model)
-    engine._drawing._compiled, engine._drawing._hurried = False, True
+    engine.sampler._compiled, engine.sampler._hurried = False, True
     spoiled = []
     collect = engine._collect
 

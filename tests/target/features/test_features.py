@@ -14,7 +14,8 @@ from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from services.target.features import features
 from services.target.features.fusion import Fusion
-from services.target.speculation.draft_wait import DraftWait, SpeculationMode
+from services.target.speculation.mode_policy import ModePolicy
+from services.target.speculation.mode_selector import SpeculationMode
 from tests.support.target.driving import chain, engine_of, load_model, opening, random_tree
 from tests.support.tiny import VOCAB, write_model
 
@@ -379,7 +380,7 @@ def test_rows_that_were_used_last_are_kept_longest(model):
 # --- while no hints are wanted ---
 
 
-class Moody(DraftWait):
+class Moody(ModePolicy):
     """Wants hints or does not, from step to step as it comes."""
 
     def __init__(self, rng, share):
@@ -387,11 +388,11 @@ class Moody(DraftWait):
         self._rng, self._share, self._mood = rng, share, SpeculationMode.NONE
 
     @property
-    def way(self):
+    def mode(self):
         return self._mood
 
     @property
-    def unwanted(self):
+    def drafting_paused(self):
         return self._mood is SpeculationMode.NONE
 
     def end(self, *args, **kwargs):
@@ -406,7 +407,7 @@ def test_rows_that_nobody_is_in_a_hurry_for_are_the_same(model, truth, share, ca
     rng = np.random.default_rng(5)
     flags = {"page_size": 4, "max_total_tokens": room, "disable_radix_cache": not cached, "chunked_prefill_size": 7}
     engine = engine_of(model, **flags)
-    engine._patience = Moody(rng, share)
+    engine.speculation.policy = Moody(rng, share)
     fc = torch.randn(20, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
     fusion = save({"fc.weight": fc})
     wanted = configured(engine, FeatureSpec((2, 4), format=F32), fusion)
@@ -458,9 +459,9 @@ def test_drafters_hear_once_that_a_long_prompt_need_not_be_read(model, share):
     wanted = configured(engine, FeatureSpec((4,), format=F32))
     prompt = 4 * list(range(30, 75))
     for i in (1, 2, 3):
-        engine._patience = Moody(np.random.default_rng(0), share)
+        engine.speculation.policy = Moody(np.random.default_rng(0), share)
         if not share:
-            engine._patience._mood = SpeculationMode.DRAFT_IF_READY
+            engine.speculation.policy._mood = SpeculationMode.DRAFT_IF_READY
         engine.open(replace(opening(i, prompt, max_tokens=4), feature_spec=wanted if i < 3 else 0))
         commits = []
         while not engine.idle:
@@ -483,8 +484,8 @@ def test_few_last_tokens_are_not_worth_a_head_s_reading(model, left):
     engine = engine_of(model)
     wanted = configured(engine, FeatureSpec((4,), format=F32))
     for rested in (True, False):
-        engine._patience = Moody(np.random.default_rng(0), 0.0)  # after the first step hints are wanted
-        engine._patience._mood = SpeculationMode.NONE if rested else SpeculationMode.DRAFT_IF_READY
+        engine.speculation.policy = Moody(np.random.default_rng(0), 0.0)  # after the first step hints are wanted
+        engine.speculation.policy._mood = SpeculationMode.NONE if rested else SpeculationMode.DRAFT_IF_READY
         engine.open(replace(opening(1, 4 * list(range(30, 75)), max_tokens=1 + left), feature_spec=wanted))
         commits = []
         while not engine.idle:
@@ -497,7 +498,7 @@ def test_few_last_tokens_are_not_worth_a_head_s_reading(model, left):
 
 def test_rows_of_a_session_that_is_closed_are_kept_for_its_pages(model, truth):
     engine = engine_of(model, page_size=4)
-    engine._patience = Moody(np.random.default_rng(0), 1.0)
+    engine.speculation.policy = Moody(np.random.default_rng(0), 1.0)
     wanted = configured(engine, FeatureSpec((4,), format=F32), save({"fc.weight": torch.eye(WIDTH)}))
     text = list(range(30, 75))
     engine.open(replace(opening(1, text), feature_spec=wanted))
@@ -505,7 +506,7 @@ def test_rows_of_a_session_that_is_closed_are_kept_for_its_pages(model, truth):
         assert not engine.step().features
     engine.close(1)
     assert set(engine.features._store._pages) == set(engine.scheduler.prefix._nodes) != set()
-    engine._patience = Moody(np.random.default_rng(0), 0.0)
+    engine.speculation.policy = Moody(np.random.default_rng(0), 0.0)
     reader = Reader(engine)
     reader.open(replace(opening(2, text), feature_spec=wanted))
     rows = reader.run().states(2)
@@ -516,7 +517,7 @@ def test_rows_of_a_session_that_is_closed_are_kept_for_its_pages(model, truth):
 def test_rows_of_a_former_run_are_not_those_of_a_session_that_is_opened_again(model, truth):
     """Its draft has come back meanwhile, and feeds on the states of all tokens, not of those that wait to be fused."""
     engine = engine_of(model)
-    engine._patience = Moody(np.random.default_rng(0), share=1.0)  # no hints are wanted
+    engine.speculation.policy = Moody(np.random.default_rng(0), share=1.0)  # no hints are wanted
     fc = torch.randn(20, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
     wanted = configured(engine, FeatureSpec((2, 4), format=F32), save({"fc.weight": fc}))
     prompt, other = prompts(2, longest=30)
@@ -531,7 +532,7 @@ def test_rows_of_a_former_run_are_not_those_of_a_session_that_is_opened_again(mo
     committed = reader.tokens[2][len(prompt) :]
     assert committed
     reader.open(replace(opening(2, prompt, committed=committed, max_tokens=40), feature_spec=wanted))
-    engine._patience = Moody(np.random.default_rng(0), share=0.0)
+    engine.speculation.policy = Moody(np.random.default_rng(0), share=0.0)
     reader.run()
     for session_id in (1, 2):
         tokens, rows = reader.tokens[session_id], reader.states(session_id)
@@ -543,7 +544,7 @@ def test_rows_of_a_former_run_are_not_those_of_a_session_that_is_opened_again(mo
 
 def test_states_that_are_sent_as_they_are_leave_before_their_session_ends(model, truth):
     engine = engine_of(model)
-    engine._patience = Moody(np.random.default_rng(0), 1.0)
+    engine.speculation.policy = Moody(np.random.default_rng(0), 1.0)
     wanted = configured(engine, FeatureSpec((4,), format=F32))
     reader = Reader(engine)
     reader.open(replace(opening(1, list(range(30, 75)), max_tokens=8), feature_spec=wanted))
@@ -558,7 +559,7 @@ def test_states_that_are_sent_as_they_are_leave_before_their_session_ends(model,
 def test_steps_ask_of_all_sessions_together_what_they_want(model):
     """Not of each: there may be many."""
     engine = engine_of(model)
-    engine._patience = Moody(np.random.default_rng(0), 1.0)
+    engine.speculation.policy = Moody(np.random.default_rng(0), 1.0)
     wanted = configured(engine, FeatureSpec((4,), format=F32), save({"fc.weight": torch.eye(WIDTH)}))
     asked = []
 

@@ -12,7 +12,7 @@ from services.target.kernels.dispatch import plan
 from services.target.kernels.kv_cache import KVCache, LayerShape, gather, pick_cache_dtype, stored, token_bytes
 from services.target.kernels.reference import paged_attention
 from services.target.model.loading.load import load
-from services.target.speculation.draft_wait import DRAFT_MODES
+from services.target.speculation.mode_selector import DRAFT_MODES
 from services.target.step.batch import build
 from tests.support.target.driving import GREEDY, chain, opening, random_tree, run
 from tests.support.tiny import VOCAB, write_model

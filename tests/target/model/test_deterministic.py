@@ -300,7 +300,7 @@ def test_a_page_that_was_decoded_is_one_that_was_prefilled(load, name):
     for prompt in (len(PROMPTS[2]), len(whole) - 1):  # decoded from the prompt on; prefilled at once
         engine = engine_of(model, page_size=4, disable_radix_cache=True)
         engine.open(opening(1, whole[:prompt], max_tokens=len(whole) - prompt + 2))
-        session = engine._entries[1].session
+        session = engine.sessions.by_id[1].session
         while session.computed < len(whole) - 1:
             engine.receive([chain(1, session.tokens.tolist(), whole[session.length : session.length + 3])], ())
             engine.step()

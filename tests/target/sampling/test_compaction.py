@@ -108,7 +108,7 @@ def test_engines_that_walk_on_the_device_say_the_same(tmp_path, temperature, ove
         return [*wrong, chain(session_id, path, ahead)]
 
     engine = engine_of(model, page_size=2, speculative_num_draft_tokens=12)
-    drawing = engine._drawing
+    drawing = engine.sampler
     engine.overlap, drawing._walks, drawing._compiled = overlap, True, False
 
     def nothing(self, session, path):
@@ -123,8 +123,8 @@ def test_engines_that_walk_on_the_device_say_the_same(tmp_path, temperature, ove
 def test_several_ranks_are_told_what_moves(tmp_path):
     model = load_model(write_model(tmp_path))
     engine = engine_of(model)
-    engine._drawing._walks = True
+    engine.sampler._walks = True
     engine.cache.on_move = lambda *_: None
     works = random_works(np.random.default_rng(3), 4, 5)
     assert any(len(work.draft) for work in works)
-    assert engine._drawing._trees(works, SimpleNamespace(), UploadBatch()) is None
+    assert engine.sampler._trees(works, SimpleNamespace(), UploadBatch()) is None

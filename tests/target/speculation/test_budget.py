@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from outrider.speculation.tree import TreeSlice
-from services.target.speculation.budget import Budget, least_score, promised
+from services.target.speculation.budget import Budget, min_score, promised
 from services.target.speculation.estimates.calibration import Calibration
 from services.target.speculation.estimates.step_cost import StepCost
 from tests.support.target.driving import chain, engine_of, load_model, opening, run
@@ -26,16 +26,16 @@ def draft(*probabilities):
 
 def test_cost_between_and_beyond_what_was_measured():
     assert BENT.seconds(np.array([1, 3, 4, 9, 14, 24])) == pytest.approx([0.010, 0.010, 0.010, 0.015, 0.020, 0.030])
-    assert StepCost({1: 0.01}, 1e-6).seconds(np.array([1, 50]), keys=1000) == pytest.approx([0.011, 0.011])
+    assert StepCost({1: 0.01}, 1e-6).seconds(np.array([1, 50]), kv_tokens=1000) == pytest.approx([0.011, 0.011])
     disturbed = StepCost({1: 0.010, 2: 0.050, 4: 0.012})
     assert disturbed.seconds(np.array([1, 2, 4])) == pytest.approx([0.010, 0.012, 0.012])
     assert "1: 10.0, 4: 10.0, 14: 20.0" in BENT.describe()
 
 
 def test_trees_are_dear_where_arithmetic_is():
-    assert not Budget().trees_are_dear  # nothing is measured yet
-    assert not Budget(BENT).trees_are_dear
-    assert Budget(StepCost({1: 0.004, 8: 0.006, 16: 0.012})).trees_are_dear
+    assert not Budget().trees_are_expensive  # nothing is measured yet
+    assert not Budget(BENT).trees_are_expensive
+    assert Budget(StepCost({1: 0.004, 8: 0.006, 16: 0.012})).trees_are_expensive
 
 
 def test_steps_correct_what_was_measured_on_a_busy_machine():
@@ -61,45 +61,45 @@ def test_points_that_no_step_comes_near_are_corrected_as_the_others_are():
 
 def test_what_is_free_is_taken_and_what_is_not_must_pay():
     budget = Budget(BENT)
-    assert budget.choose([draft(0.01, 0.001, 0.0001)], [1.0], rows=1) == [3]  # four rows cost as much as one
+    assert budget.select([draft(0.01, 0.001, 0.0001)], [1.0], tokens=1).counts == [3]  # four rows cost as much as one
     # The fifth row costs a tenth of a step in which 2.05 tokens are expected.
-    assert budget.choose([draft(0.5, 0.3, 0.25, 0.2)], [1.0], rows=1) == [3]
-    assert budget.choose([draft(0.5, 0.3, 0.25, 0.21)], [1.0], rows=1) == [4]
+    assert budget.select([draft(0.5, 0.3, 0.25, 0.2)], [1.0], tokens=1).counts == [3]
+    assert budget.select([draft(0.5, 0.3, 0.25, 0.21)], [1.0], tokens=1).counts == [4]
     # Beside a prompt chunk every row costs; one session's hint must be worth it to all eight.
-    assert budget.choose([draft(0.9)], [1.0], rows=64) == [1]
-    assert budget.choose([draft(0.05), *[draft()] * 7], [1.0] * 8, rows=8) == [0] * 8
-    assert budget.choose([draft(0.95), *[draft()] * 7], [1.0] * 8, rows=8) == [1] + [0] * 7
+    assert budget.select([draft(0.9)], [1.0], tokens=64).counts == [1]
+    assert budget.select([draft(0.05), *[draft()] * 7], [1.0] * 8, tokens=8).counts == [0] * 8
+    assert budget.select([draft(0.95), *[draft()] * 7], [1.0] * 8, tokens=8).counts == [1] + [0] * 7
 
 
 def test_beside_prompts_a_node_must_bring_what_its_time_would_bring_without_them():
     cost = StepCost({1: 0.010, 8: 0.010, 16: 0.018, 24: 0.026})  # a row more takes a millisecond, a plain step ten
     budget = Budget(cost)
     drafts = [draft(0.9, 0.5, 0.3) for _ in range(8)]
-    assert sum(budget.choose(drafts, [1.0] * 8, rows=8)) == 8  # 0.9 for a millisecond, where a step brings 0.8
+    assert sum(budget.select(drafts, [1.0] * 8, tokens=8).counts) == 8  # 0.9 for a millisecond, where a step brings 0.8
     for rows in (16, 72, 520):
-        assert sum(budget.choose(drafts, [1.0] * 8, rows=rows)) == 8
-        assert budget.least_probability(rows, 8) == pytest.approx(0.8)
-    assert sum(budget.choose([draft(0.7)] * 8, [1.0] * 8, rows=520)) == 0
-    assert cost.others(520, 8) == pytest.approx(0.512)
-    assert cost.others(8, 8) == 0.0
+        assert sum(budget.select(drafts, [1.0] * 8, tokens=rows).counts) == 8
+        assert budget.min_probability(rows, 8) == pytest.approx(0.8)
+    assert sum(budget.select([draft(0.7)] * 8, [1.0] * 8, tokens=520).counts) == 0
+    assert cost.prefill(520, 8) == pytest.approx(0.512)
+    assert cost.prefill(8, 8) == 0.0
 
 
 def test_what_a_step_waits_for_pays_for_more_nodes():
     """Held for as long as it computes, a step is half as much longer for a row more."""
     budget = Budget(BENT)
-    assert budget.choose([draft(0.5, 0.3, 0.25, 0.11)], [1.0], rows=1) == [3]
-    least = budget.least_probability(4, 1)
+    assert budget.select([draft(0.5, 0.3, 0.25, 0.11)], [1.0], tokens=1).counts == [3]
+    least = budget.min_probability(4, 1)
     for _ in range(50):
         budget.waited(BENT.seconds(np.array([4]))[0])
         budget.waited(60.0)  # nobody asked for anything
-    assert budget.choose([draft(0.5, 0.3, 0.25, 0.11)], [1.0], rows=1) == [4]
-    assert budget.choose([draft(0.5, 0.3, 0.25, 0.09)], [1.0], rows=1) == [3]
-    assert budget.least_probability(4, 1) == pytest.approx(least / 2, rel=1e-3)
+    assert budget.select([draft(0.5, 0.3, 0.25, 0.11)], [1.0], tokens=1).counts == [4]
+    assert budget.select([draft(0.5, 0.3, 0.25, 0.09)], [1.0], tokens=1).counts == [3]
+    assert budget.min_probability(4, 1) == pytest.approx(least / 2, rel=1e-3)
 
 
 def test_calibration_ranks_sessions():
     budget = Budget(StepCost({2: 0.018, 3: 0.020, 4: 0.036}))
-    assert budget.choose([draft(0.9), draft(0.8)], [0.5, 1.0], rows=2) == [0, 1]
+    assert budget.select([draft(0.9), draft(0.8)], [0.5, 1.0], tokens=2).counts == [0, 1]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -117,21 +117,21 @@ def test_the_choice_is_the_best_of_all(seed):
             ratio * float(np.exp(d.path_scores[:count]).sum())
             for d, ratio, count in zip(drafts, ratios, counts, strict=True)
         )
-        seconds = cost.seconds(np.array([rows + sum(counts)]), keys)[0] - cost.others(rows, len(drafts))
+        seconds = cost.seconds(np.array([rows + sum(counts)]), keys)[0] - cost.prefill(rows, len(drafts))
         return (len(drafts) + gain) / (held + seconds)
 
-    chosen = budget.choose(drafts, ratios, rows, keys)
+    chosen = budget.select(drafts, ratios, rows, keys).counts
     best = max(map(rate, itertools.product(*(range(len(d) + 1) for d in drafts))))
     assert rate(chosen) == pytest.approx(best, rel=1e-6)
-    least = budget.least_probability(rows, 3, keys)
+    least = budget.min_probability(rows, 3, keys)
     hopeless = [draft(*(0.99 * min(least, 1.0) * np.ones(len(d)))) for d in drafts]
-    assert sum(budget.choose(hopeless, [1.0] * 3, rows, keys)) == 0 or least <= 0.0
+    assert sum(budget.select(hopeless, [1.0] * 3, rows, keys).counts) == 0 or least <= 0.0
 
 
 def test_least_score_is_that_of_calibrated_probabilities():
-    assert least_score(0.05, 1.0) == pytest.approx(math.log(0.05))
-    assert least_score(0.05, 0.1) == pytest.approx(math.log(0.5))
-    assert least_score(0.0, 0.1) == -math.inf
+    assert min_score(0.05, 1.0) == pytest.approx(math.log(0.05))
+    assert min_score(0.05, 0.1) == pytest.approx(math.log(0.5))
+    assert min_score(0.0, 0.1) == -math.inf
 
 
 def test_calibration_finds_what_scores_are_worth():
@@ -181,7 +181,7 @@ def test_new_sessions_begin_where_the_others_are():
 def test_an_engine_gives_up_useless_hints_where_rows_cost(tmp_path):
     model = load_model(write_model(tmp_path))
     engine = engine_of(model)
-    engine.planner.budget = Budget(StepCost({1: 0.010, 64: 0.640}))
+    engine.speculation.planner.budget = Budget(StepCost({1: 0.010, 64: 0.640}))
     prompts = {i: [7 + i, 8, 9] for i in range(4)}
     expected = run(engine_of(model), [opening(i, prompt, max_tokens=120) for i, prompt in prompts.items()]).new
     verified = []
@@ -192,7 +192,7 @@ def test_an_engine_gives_up_useless_hints_where_rows_cost(tmp_path):
         return [chain(session_id, path, [(right + 1) % 300, 5, 6], score=-0.01)]
 
     engine = engine_of(model)
-    engine.planner.budget = Budget(StepCost({1: 0.010, 64: 0.640}))
+    engine.speculation.planner.budget = Budget(StepCost({1: 0.010, 64: 0.640}))
     for i, prompt in prompts.items():
         engine.open(opening(i, prompt, max_tokens=120))
     paths = {i: list(prompt) for i, prompt in prompts.items()}

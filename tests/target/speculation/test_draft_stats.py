@@ -80,7 +80,7 @@ def test_why_a_step_had_none(model):
 
 def test_nodes_that_are_not_worth_their_rows(model):
     engine = engine_of(model)
-    engine.planner.budget = Budget(StepCost({1: 0.001, 2: 10.0, 60: 600.0}))
+    engine.speculation.planner.budget = Budget(StepCost({1: 0.001, 2: 10.0, 60: 600.0}))
 
     def hints(session_id, path):
         return [replace(chain(session_id, path, [3, 4], score=-9.0), committed_length=len(path))]

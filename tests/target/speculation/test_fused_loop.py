@@ -13,7 +13,8 @@ from outrider.speculation.sampling import SamplingParams
 from services.target.kernels.cpu import library
 from services.target.speculation.mode_selector import SpeculationMode
 from services.target.speculation.sources import local_eagle_head as headdraft
-from services.target.step.batch import DraftTokenValue
+from services.target.speculation.sources.base import Offer
+from services.target.step.programs import DraftTokenValue
 from tests.support.checkpoints.heads import write_pair
 from tests.support.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
 from tests.support.draft.twin import Twin
@@ -42,8 +43,10 @@ def perfect(tmp_path_factory):
 
 def watched(engine):
     """The rounds of all that the engine does from now on, a list for each time it came back."""
-    told, learn = [], engine.own.chains.learn
-    engine.own.chains.learn = lambda *args, **more: told.append(list(args[1])) or learn(*args, **more)
+    told, learn = [], engine.speculation.chooser.source.observe_loop
+    engine.speculation.chooser.source.observe_loop = lambda *args, **more: (
+        told.append(list(args[1])) or learn(*args, **more)
+    )
     return told
 
 
@@ -65,10 +68,12 @@ def calling(engine):
 
 def unlearning(engine, worth):
     """What guesses are worth stays as it is told, so that two engines choose alike."""
-    chains = engine.own.chains
-    chains._worth = lambda *_: worth
-    chains.guesses.observe = chains.others.observe = lambda *_, **__: None
-    chains.guesses.table[:] = chains.others.table[:] = type(chains.guesses.table)("f", np.linspace(0.3, 0.98, 32))
+    chains = engine.speculation.chooser.source
+    chains._value = lambda *_: worth
+    chains.acceptance.observe = chains.second_acceptance.observe = lambda *_, **__: None
+    chains.acceptance.table[:] = chains.second_acceptance.table[:] = type(chains.acceptance.table)(
+        "f", np.linspace(0.3, 0.98, 32)
+    )
     return engine
 
 
@@ -76,7 +81,7 @@ def unlearning(engine, worth):
 @pytest.mark.parametrize("row", [0.001, 0.03, 0.2])
 def test_a_round_verifies_what_a_step_would(pair, monkeypatch, temperature, row):
     """Chains, second guesses and what the head says of them, round by round beside an engine that guesses in Python."""
-    monkeypatch.setattr(headdraft, "_ROUNDS", 1)
+    monkeypatch.setattr(headdraft, "_MAX_ITERATIONS", 1)
     target, folder, _ = pair
     model, worth = with_head(target, folder), DraftTokenValue(0.6, 1.0, row, 0.01)
     plainly, in_rounds = unlearning(drafting(model), worth), unlearning(drafting(model, coalesce_seconds=LONG), worth)
@@ -86,10 +91,12 @@ def test_a_round_verifies_what_a_step_would(pair, monkeypatch, temperature, row)
         engine.open(request)
         engine.step()
     while not plainly.idle:
-        plan, verified = plainly.own.chains.chains, []
-        plainly.own.chains.chains = lambda *args, plan=plan, to=verified: to.append(plan(*args)) or to[-1]
+        plan, verified = plainly.speculation.chooser.source.draft, []
+        plainly.speculation.chooser.source.draft = lambda *args, plan=plan, to=verified: (
+            to.append(plan(*args)) or to[-1]
+        )
         commit = plainly.step().commits[0]
-        plainly.own.chains.chains = plan
+        plainly.speculation.chooser.source.draft = plan
         said = in_rounds.step().commits[0]
         assert (said.tokens.tolist(), said.accepted) == (commit.tokens.tolist(), commit.accepted)
         draft = verified[0].get(1) if verified else None
@@ -97,9 +104,9 @@ def test_a_round_verifies_what_a_step_would(pair, monkeypatch, temperature, row)
             continue
         (one,) = told[-1]
         chain = int((draft.parents == np.arange(-1, len(draft) - 1)).cumprod().sum())
-        assert (one.chain, len(one.others)) == (chain, len(draft) - chain)
-        assert [place - 1 for place in one.others] == draft.parents[chain:].tolist()
-        shapes.add((one.chain, len(one.others)))
+        assert (one.chain, len(one.alternatives)) == (chain, len(draft) - chain)
+        assert [place - 1 for place in one.alternatives] == draft.parents[chain:].tolist()
+        shapes.add((one.chain, len(one.alternatives)))
     assert len(shapes) > (1 if row < 0.2 else 0)
     assert in_rounds.idle
 
@@ -147,8 +154,8 @@ def test_what_can_be_known_is_known(perfect):
     assert sum(one.committed for one in rounds) == 299, "all but the prompt's own token"
     assert sum(one.accepted for one in rounds) == found.accepted
     said = [(len(commit.tokens), commit.verified, commit.accepted) for commit in found.commits[1][1:]]
-    assert said == [(one.committed, one.nodes, one.accepted) for one in rounds], "a commit a round, as of a step"
-    assert all(one.guessing > 0 and one.verifying > 0 for one in rounds)
+    assert said == [(one.committed, one.verified, one.accepted) for one in rounds], "a commit a round, as of a step"
+    assert all(one.draft_seconds > 0 and one.verify_seconds > 0 for one in rounds)
 
 
 def test_rounds_end_when_somebody_calls_and_when_it_is_time(perfect):
@@ -161,8 +168,8 @@ def test_rounds_end_when_somebody_calls_and_when_it_is_time(perfect):
         assert [len(some) for some in told] == [1, 1]
         hang_up()
         engine.step()
-        assert len(told[-1]) == headdraft._ROUNDS
-        engine.bursts.seconds = 1e-9
+        assert len(told[-1]) == headdraft._MAX_ITERATIONS
+        engine.speculation.multi_step.window = 1e-9
         engine.step()
         assert len(told[-1]) == 1
 
@@ -172,7 +179,9 @@ def test_rounds_end_where_the_text_repeats(perfect):
     told = watched(engine)
     engine.open(opening(1, [int(CYCLE[3])] * 20, max_tokens=600))
     engine.step()
-    engine.own.least = lambda *_: 2  # tokens that stood there before: from the second lap of the cycle on
+    chooser = engine.speculation.chooser
+    chooser.looks_up, chooser.lookup.min_match = True, 2  # tokens: from the second lap of the cycle on
+    chooser.judge_lookup, chooser.lookup.offer = lambda *_: None, lambda _: Offer(0.0, {})
     while len(told) < 40 and not engine.idle:
         engine.step()
     assert len(told[0]) > 1
@@ -185,14 +194,14 @@ def test_the_head_knows_what_it_has_written(pair):
     target, folder, made = pair
     twin = Twin.of("EAGLE3", *made, target)
     engine = drafting(with_head(target, folder), coalesce_seconds=LONG)
-    rows, prompt = engine.own.chains.rows, [5, 6, 7] * 9
+    rows, prompt = engine.speculation.chooser.source.rows, [5, 6, 7] * 9
     engine.open(opening(1, prompt, max_tokens=100))
     text = [*prompt]
     for _ in range(3):
         text += [token for commit in engine.step().commits for token in commit.tokens.tolist()]
     assert rows._known[1] > len(prompt) + 4
     assert len(text) - 20 < rows._known[1] < len(text) - 1
-    engine.bursts.seconds = 0.0
+    engine.speculation.multi_step.window = 0.0
     assert check_guesses(twin, engine)[1] > 0
     engine.abort()
     engine.step()  # tells of it
@@ -229,15 +238,15 @@ def test_hidden_states_are_not_lost(pair):
     told = watched(engine)
     engine.features.configure(7, FeatureSpec((0, 1), final=True), b"")
     engine.open(replace(opening(1, list(range(4, 30)), max_tokens=40), feature_spec=7))
-    engine._patience = patience = Resting()  # the drafter does
-    patience.way = SpeculationMode.SELF_SPECULATE
+    engine.speculation.policy = policy = Resting()  # the drafter does
+    policy.mode = SpeculationMode.SELF_SPECULATE
     rows = tokens = 0
     while not engine.idle:
         output = engine.step()
         tokens += sum(len(commit.tokens) for commit in output.commits)
         rows += sum(len(block.rows) for block in output.features)
         if tokens > 30:  # it wants them now
-            patience.way, patience.unwanted, patience.unhinted = SpeculationMode.DRAFT_IF_READY, False, False
+            policy.mode, policy.drafting_paused, policy.without_drafts = SpeculationMode.DRAFT_IF_READY, False, False
     assert tokens == 40
     assert rows >= 26 + 40 - 2, "of each token but the last"
     assert not told

@@ -43,8 +43,8 @@ def copied(pair):
 def in_rounds(model, **flags):
     """An engine whose copy drafts in one go with its verification; a head guesses for it, whether that pays or not."""
     engine = drafting(model, coalesce_seconds=LONG, **flags)
-    if engine.own.chains.head is not None:
-        engine.own.chains.head.pays = lambda _: True
+    if engine.speculation.chooser.source.head is not None:
+        engine.speculation.chooser.source.head.pays = lambda *_: True
     return engine
 
 
@@ -71,16 +71,16 @@ def test_texts_and_ends_are_those_of_plain_steps(both, copied, temperature, page
 
 def chains(engine, requests):
     """What became of a chain, by the session and the length of its text: right guesses, and if another was wrong."""
-    came, learn = {}, engine.own.chains.learn
+    came, learn = {}, engine.speculation.chooser.source.observe_loop
 
     def learning(session, rounds, **more):
         length = session.length
         for one in rounds:
-            came[session.id, length] = one.right, one.right < one.chain
+            came[session.id, length] = one.accepted_chain, one.accepted_chain < one.chain
             length += one.committed
         learn(session, rounds, **more)
 
-    engine.own.chains.learn = learning
+    engine.speculation.chooser.source.observe_loop = learning
     said = run(engine, requests).new
     return came, said
 
@@ -108,32 +108,32 @@ def test_rounds_are_told_one_by_one(both):
     told = watched(engine)
     found = run(engine, [opening(1, [5, 6, 7], SamplingParams(1.0, seed=2), max_tokens=200)])
     rounds = [one for some in told for one in some]
-    assert [(one.committed, one.chain, one.right) for one in rounds] == [
+    assert [(one.committed, one.chain, one.accepted_chain) for one in rounds] == [
         (len(commit.tokens), commit.verified, commit.accepted) for commit in found.commits[1][1 : 1 + len(rounds)]
     ]
     for one in rounds:
-        assert sum(inner.committed for inner in one.within) == one.chain
-        assert one.committed == one.right + 1 or one is rounds[-1]
-        assert not one.others
-        assert one.guessing >= sum(inner.guessing + inner.verifying for inner in one.within) > 0
-        for inner in one.within:
+        assert sum(inner.committed for inner in one.inner) == one.chain
+        assert one.committed == one.accepted_chain + 1 or one is rounds[-1]
+        assert not one.alternatives
+        assert one.draft_seconds >= sum(inner.draft_seconds + inner.verify_seconds for inner in one.inner) > 0
+        for inner in one.inner:
             assert inner.accepted == inner.committed - 1
-    assert any(inner.accepted for one in rounds for inner in one.within)
-    assert len({len(one.within) for one in rounds}) > 1
+    assert any(inner.accepted for one in rounds for inner in one.inner)
+    assert len({len(one.inner) for one in rounds}) > 1
 
 
 def test_what_is_measured_is_learned(both):
     """Steps of the copy and of the model apart, and the head's odds by what the copy said."""
     engine = in_rounds(both)
-    engine.planner.budget.cost = StepCost({1: 1.0, 64: 1.0})
-    mine = engine.own.chains
+    engine.speculation.planner.budget.cost = StepCost({1: 1.0, 64: 1.0})
+    mine = engine.speculation.chooser.source
     run(engine, [opening(1, [5, 6, 7], max_tokens=200)])
-    for cost in (mine.cost, engine.planner.budget.cost):
+    for cost in (mine.cost, engine.speculation.planner.budget.cost):
         assert cost.step(1, 0)[0] < 0.5, "tiny models do not take a second"
-    assert mine.cost is not engine.planner.budget.cost
-    assert sum(mine.head.guesses._tried) > 200
-    assert mine._tried > 10
-    assert mine.head._line(1).seconds(1) < 0.1
+    assert mine.cost is not engine.speculation.planner.budget.cost
+    assert sum(mine.head.acceptance._estimate._tried) > 72
+    assert mine._estimate._tried[0] > 10
+    assert mine.head._cost(1).step(1, 0)[0] < 0.1
 
 
 def test_what_can_be_known_is_known(tmp_path):
@@ -145,10 +145,10 @@ def test_what_can_be_known_is_known(tmp_path):
     found = run(engine, [opening(1, [int(CYCLE[3])] * 20, max_tokens=300)])
     assert found.new[1] == cycle_text(int(CYCLE[3]), 300)
     rounds = [one for some in told for one in some]
-    inner = [one for each in rounds for one in each.within]
-    assert sum(one.right for one in rounds) == sum(one.chain for one in rounds)
+    inner = [one for each in rounds for one in each.inner]
+    assert sum(one.accepted_chain for one in rounds) == sum(one.chain for one in rounds)
     assert sum(one.accepted for one in inner) > 2 * len(inner)
-    assert sum(one.right for one in inner) > 0.98 * sum(one.chain for one in inner)
+    assert sum(one.accepted_chain for one in inner) > 0.98 * sum(one.chain for one in inner)
 
 
 def test_rows_of_the_head_are_of_the_committed_text(both):
@@ -159,9 +159,9 @@ def test_rows_of_the_head_are_of_the_committed_text(both):
     told = watched(engine)
     for _ in range(4):
         engine.step()
-    assert any(one.right < one.chain for some in told for one in some)
-    rows = engine.own.chains.head.rows
-    session = engine._entries[1].session
+    assert any(one.accepted_chain < one.chain for some in told for one in some)
+    rows = engine.speculation.chooser.source.head.rows
+    session = engine.sessions.by_id[1].session
     known, text = rows._known[1], session.tokens.tolist()
     assert len(text) - 20 < known <= len(text) - 2
 
@@ -170,11 +170,11 @@ def test_rows_of_the_head_are_of_the_committed_text(both):
 
     found = keys(engine, session, known)
     other = drafting(both, page_size=4)
-    other.own.chains.head.pays = lambda _: True
+    other.speculation.chooser.source.head.pays = lambda *_: True
     other.open(opening(2, text, max_tokens=60))
     other.step()
-    other.bursts.seconds = LONG
-    entry = other._entries[2].session
+    other.speculation.multi_step.window = LONG
+    entry = other.sessions.by_id[2].session
     other.step()
     expected = keys(other, entry, known)
 
@@ -185,15 +185,15 @@ def test_rows_of_the_head_are_of_the_committed_text(both):
 
 
 def test_a_long_prompt_is_written_in_pieces_before_the_head_guesses(both, monkeypatch):
-    monkeypatch.setattr(copydraft, "_ROUNDS", 1)
+    monkeypatch.setattr(copydraft, "_MAX_ITERATIONS", 1)
     engine = in_rounds(both, chunked_prefill_size=32)
     engine.open(opening(1, list(range(3, 100)) * 2, max_tokens=200))
-    while not engine._entries[1].session.length > 194:
+    while not engine.sessions.by_id[1].session.length > 194:
         engine.step()
     told = watched(engine)
     while not engine.idle:
         engine.step()
-    guessed = [any(one.guesses for one in each.within) for some in told for each in some]
+    guessed = [any(one.drafted for one in each.inner) for some in told for each in some]
     first = guessed.index(True)
     assert first > 2, "32 of 194 rows at a time"
     assert all(guessed[first : first + 10])
@@ -201,12 +201,12 @@ def test_a_long_prompt_is_written_in_pieces_before_the_head_guesses(both, monkey
 
 def test_a_head_that_does_not_pay_is_not_asked(both):
     engine = in_rounds(both)
-    engine.own.chains.head.pays = lambda _: False
+    engine.speculation.chooser.source.head.pays = lambda *_: False
     told = watched(engine)
     run(engine, [opening(1, [5, 6, 7], max_tokens=60)])
-    inner = [one for some in told for each in some for one in each.within]
+    inner = [one for some in told for each in some for one in each.inner]
     assert len(inner) > 30
-    assert {(one.guesses, one.nodes, one.committed) for one in inner} == {(0, 0, 1)}
+    assert {(one.drafted, one.verified, one.committed) for one in inner} == {(0, 0, 1)}
 
 
 def test_no_longer_than_a_session_allows(both):
@@ -221,16 +221,16 @@ def test_no_longer_than_a_session_allows(both):
 
 def test_a_chain_ends_when_somebody_calls(both):
     engine = in_rounds(both)
-    engine.planner.budget.cost = StepCost({1: 1.0, 64: 1.0})  # so that long chains would pay
-    engine.own.chains._cost = engine.planner.budget.cost.scaled(0.01)
+    engine.speculation.planner.budget.cost = StepCost({1: 1.0, 64: 1.0})  # so that long chains would pay
+    engine.speculation.chooser.source._cost = engine.speculation.planner.budget.cost.scaled(0.01)
     told = watched(engine)
     engine.open(opening(1, [5, 6, 7], max_tokens=60))
     engine.step()
     engine.step()
-    assert len(told[-1][0].within) > 1
+    assert len(told[-1][0].inner) > 1
     with calling(engine):
         engine.step()
-        assert [len(one.within) for one in told[-1]] == [1]
+        assert [len(one.inner) for one in told[-1]] == [1]
 
 
 def test_several_sessions_are_drafted_for_by_the_copy_alone(both):
@@ -246,12 +246,12 @@ def test_several_sessions_are_drafted_for_by_the_copy_alone(both):
 
 def test_chains_are_longer_where_a_head_makes_them_cheap(both, monkeypatch):
     engine = drafting(both)
-    engine.planner.budget.cost = StepCost({1: 1e-3, 64: 1.1e-3})
-    draft = engine.own.chains
+    engine.speculation.planner.budget.cost = StepCost({1: 1e-3, 64: 1.1e-3})
+    draft = engine.speculation.chooser.source
     draft._cost = StepCost({1: 8e-4, 64: 8e-4})
     monkeypatch.setattr(QuantizedSelfDraft, "acceptance", 0.8)
-    monkeypatch.setattr(draft.head, "rate", lambda *_: 1e3 / 0.2)
+    monkeypatch.setattr(draft.head, "throughput", lambda *_: 1e3 / 0.2)
     cheap = draft._length(1, 0, 16)
-    assert draft.rate(1, 0) > draft.rate(2, 0)
-    monkeypatch.setattr(draft.head, "rate", lambda *_: 1.0)
+    assert draft.throughput(1, 0) > draft.throughput(2, 0) / 2
+    monkeypatch.setattr(draft.head, "throughput", lambda *_: 1.0)
     assert draft._length(1, 0, 16) < cheap

@@ -17,9 +17,9 @@ from services.target.kernels.cpu.weights import Format
 from services.target.model import head
 from services.target.model.loading.self_draft import Means, own_drafts
 from services.target.speculation.estimates.calibration_bins import CalibrationBins
-from services.target.speculation.estimates.linear_cost import LinearCost
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.sources import base
 from services.target.speculation.sources import local_eagle_head as headdraft
 from tests.support.checkpoints.heads import write_head, write_pair
 from tests.support.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
@@ -51,8 +51,9 @@ def drafting(model, **flags):
     """An engine whose head drafts in every step, whether that pays or not."""
     small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "coalesce_seconds": 0.0}
     engine = TargetEngine(model, TargetConfig(**(small | flags)), (SpeculationMode.SELF_SPECULATE,))
-    engine.own.prompt_lookup = False  # tests/target/speculation/test_prompt_lookup.py has what texts repeat
-    engine.own.chains.pays = lambda _: True
+    engine.speculation.chooser.looks_up = False  # tests/target/speculation/test_prompt_lookup.py has what texts repeat
+    engine.speculation.chooser.always = True
+    engine.speculation.chooser.source.pays = lambda *_: True
     return engine
 
 
@@ -72,10 +73,10 @@ def foretold(twin, engine, session, tokens):
 
 def check_guesses(twin, engine):
     """Guesses, those that come second, and what the head says of both are the twin's. Returns what was verified."""
-    draft, guesses = engine.own.chains._draft, []
-    engine.own.chains._draft = lambda *args: guesses.append((args[0], draft(*args))) or guesses[-1][1]
-    works = engine._plan()
-    engine.own.chains._draft = draft
+    draft, guesses = engine.speculation.chooser.source._draft, []
+    engine.speculation.chooser.source._draft = lambda *args: guesses.append((args[0], draft(*args))) or guesses[-1][1]
+    works = engine._plan().works
+    engine.speculation.chooser.source._draft = draft
     count = 0
     for some, said in guesses:
         for place, work in enumerate(some):
@@ -119,7 +120,7 @@ def test_pages_of_others_are_as_good_as_its_own(pair):
     rng = np.random.default_rng(3)
     prompt = rng.integers(3, VOCAB, 70).tolist()
     engine = drafting(model)
-    rows = engine.own.chains.rows
+    rows = engine.speculation.chooser.source.rows
 
     def first_drafts(session_id, tokens):
         engine.open(opening(session_id, tokens, max_tokens=9))
@@ -169,7 +170,7 @@ def test_a_long_prompt_is_read_in_pieces(tmp_path, gather):
     target = write_cyclic_target(tmp_path / "target")
     model = with_head(target, write_perfect_eagle3(tmp_path / "head", target))
     engine = drafting(model, chunked_prefill_size=32, max_running_requests=8, coalesce_seconds=gather)
-    head, rows = engine.own.chains._head, []
+    head, rows = engine.speculation.chooser.source._head, []
     draft = head.draft
     head.draft = lambda batch, cache: rows.append(len(batch)) or draft(batch, cache)
     start = int(CYCLE[3])
@@ -208,8 +209,8 @@ def test_in_other_formats_too(tmp_path, flags):
 def test_what_it_says_of_others_is_a_probability_however_sure_it_is(tmp_path):
     target = write_cyclic_target(tmp_path / "target", sharpness=4.0)
     engine = drafting(with_head(target, write_perfect_eagle3(tmp_path / "head", target)))
-    draft, said = engine.own.chains._draft, []
-    engine.own.chains._draft = lambda *args: said.append(draft(*args)) or said[-1]
+    draft, said = engine.speculation.chooser.source._draft, []
+    engine.speculation.chooser.source._draft = lambda *args: said.append(draft(*args)) or said[-1]
     run(engine, [opening(1, [int(CYCLE[3])] * 20, max_tokens=60)])
     odds = np.concatenate([one.odds.reshape(-1, 2) for one in said])
     assert (odds[:, 0] > 1 - 1e-6).any(), "it is so sure that nothing is left of others beside it"
@@ -221,19 +222,19 @@ def test_chains_are_as_long_as_they_pay(pair):
     """As long as the head is sure, and guesses and rows cost little."""
     target, folder, _ = pair
     engine = drafting(with_head(target, folder))
-    chains = engine.own.chains
+    chains = engine.speculation.chooser.source
 
     def shape(odds, row, each):
         """Of a session of which the head says so: guesses that are drafted, and rows that are verified."""
         engine.open(opening(1, [5, 6, 7], max_tokens=60))
         engine.step()
-        engine.planner.budget.cost = StepCost({1: 1e-3, 64: 1e-3 + 63 * row * 1e-3})
-        chains._lines = {1: LinearCost(0.0, each * 1e-3)}
-        chains.guesses.table = array("f", [odds] * 32)
-        chains._kinds[True].drafted = 0.0
-        chains._priced.forget()
-        (work,) = engine._plan()
-        drafted = round(chains._kinds[True].drafted / headdraft._NEW)
+        engine.speculation.planner.budget.cost = StepCost({1: 1e-3, 64: 1e-3 + 63 * row * 1e-3})
+        chains._costs = {1: StepCost({1: each * 1e-3, 16: 16 * each * 1e-3})}
+        chains.acceptance.table[:] = array("f", [odds] * 32)
+        chains._averages[True].drafted = 0.0
+        chains._values.forget()
+        (work,) = engine._plan().works
+        drafted = round(chains._averages[True].drafted / headdraft._EMA_WEIGHT)
         engine.abort()
         engine.step()  # tells of it
         return drafted, len(work.draft)
@@ -256,46 +257,47 @@ def test_what_cannot_pay_is_tried_seldom(pair):
     def drafted(temperature, row, steps=40):
         """In how many of some steps the head drafts."""
         engine = drafting(model)
-        del engine.own.chains.pays
-        engine.planner.budget.cost = StepCost({1: 1e-3, 64: 1e-3 + 63 * row * 1e-3})
-        engine.own.chains._lines = {1: LinearCost(1e-4, 1e-4)}
-        engine.own.chains._kinds = [headdraft._Kind(0.1, 2.0, 2.0), headdraft._Kind(2.0, 2.0, 2.0)]
+        del engine.speculation.chooser.source.pays
+        engine.speculation.chooser.always = False
+        engine.speculation.planner.budget.cost = StepCost({1: 1e-3, 64: 1e-3 + 63 * row * 1e-3})
+        engine.speculation.chooser.source._costs = {1: StepCost({1: 2e-4, 16: 17e-4})}
+        engine.speculation.chooser.source._averages = [
+            headdraft._ChainAverage(0.1, 2.0, 2.0),
+            headdraft._ChainAverage(2.0, 2.0, 2.0),
+        ]
         engine.open(opening(1, [5, 6, 7], SamplingParams(temperature), max_tokens=400))
         engine.step()
-        return sum(bool(len(engine._plan()[0].draft)) for _ in range(steps))
+        return sum(bool(len(engine._plan().works[0].draft)) for _ in range(steps))
 
     assert drafted(0.0, 0.05) == 40
     assert drafted(0.0, 2.0) == 0, "rows are dear"
     assert drafted(1.0, 0.05) == 0, "what sampled sessions accept is another matter"
-    assert drafted(1.0, 0.05, headdraft._TRIAL + 2) == 1
+    assert drafted(1.0, 0.05, base._PROBE_INTERVAL + 2) == 1
 
 
 def test_odds_are_put_right():
     odds = CalibrationBins()
-    assert odds.chance(0.5, greedy=True) == pytest.approx(0.53, abs=0.01)
+    assert odds.rate(0.5, greedy=True) == pytest.approx(0.53, abs=0.01)
     for i in range(2000):
-        odds.observe(0.1, right=i % 2 == 0, greedy=False)
-    assert odds.chance(0.12, greedy=False) == pytest.approx(0.5, abs=0.02)
-    assert odds.chance(0.12, greedy=True) < 0.2, "greedy sessions are others"
-    assert odds.chance(1.0, greedy=True) > 0.9
+        odds.observe(0.1, accepted=i % 2 == 0, greedy=False)
+    assert odds.rate(0.12, greedy=False) == pytest.approx(0.5, abs=0.02)
+    assert odds.rate(0.12, greedy=True) < 0.2, "greedy sessions are others"
+    assert odds.rate(1.0, greedy=True) > 0.9
     for _ in range(2000):
-        odds.observe(0.1, right=False, greedy=False)
-    assert odds.chance(0.12, greedy=False) < 0.1, "what was long ago counts less"
-    assert odds.table[16 + 1] == odds.chance(0.12, greedy=False)
+        odds.observe(0.1, accepted=False, greedy=False)
+    assert odds.rate(0.12, greedy=False) < 0.1, "what was long ago counts less"
+    assert odds.table[16 + 1] == odds.rate(0.12, greedy=False)
 
 
-def test_a_line_finds_what_each_takes():
-    line, rng = LinearCost(1.0, 1.0), np.random.default_rng(0)
+def test_the_cost_of_drafting_is_found_at_each_depth():
+    cost, rng = StepCost({1: 2.0, 6: 7.0, 16: 17.0}), np.random.default_rng(0)
     for _ in range(300):
         count = int(rng.integers(1, 6))
-        line.observe(count, 0.3 + 0.1 * count + rng.normal(0, 0.01))
-    assert line.each == pytest.approx(0.1, abs=0.02)
-    assert line.once == pytest.approx(0.3, abs=0.05)
-    for _ in range(300):
-        line.observe(2, 0.9)
-    assert line.seconds(2) == pytest.approx(0.9, abs=0.05), "where all counts are alike, what is between them stays"
-    line.observe(2, 90.0)
-    assert line.seconds(2) < 1.0
+        cost.observe(count, 0, 0.3 + 0.1 * count + rng.normal(0, 0.01))
+    assert cost.step(2, 0)[1] == pytest.approx(0.1, abs=0.05)
+    assert cost.step(2, 0)[0] == pytest.approx(0.5, abs=0.05)
+    cost.observe(2, 0, 90.0)
+    assert cost.step(2, 0)[0] < 1.0
 
 
 def test_a_random_head_changes_nothing(pair):
@@ -313,7 +315,7 @@ def test_a_random_head_changes_nothing(pair):
 def test_a_page_that_another_session_computed_first(pair):
     """Both compute the same tokens; the second one's table takes the first one's page, which no head has written."""
     target, folder, _ = pair
-    rows = drafting(with_head(target, folder)).own.chains.rows
+    rows = drafting(with_head(target, folder)).speculation.chooser.source.rows
     rows._known = {1: 10, 2: 40}
     rows.page_cached(1, 0, 7)
     assert rows._written == {7: False}

@@ -15,7 +15,7 @@ from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from services.target.kernels.cpu import library
 from services.target.process.warmup import warm_up
-from services.target.speculation.draft_wait import SpeculationMode
+from services.target.speculation.mode_selector import SpeculationMode
 from tests.support.target.driving import chain, engine_of, load_model, load_modules, opening, run
 from tests.support.tiny import VOCAB, write_model
 
@@ -136,12 +136,16 @@ def test_hidden_states_are_those_of_steps_one_by_one(model):
         engine.features.configure(7, spec, b"")
         engine.open(replace(opening(1, list(range(4, 30)), max_tokens=50), feature_spec=7))
         rows, longest, count = {}, 0, 0
-        engine._patience = patience = Resting()
+        engine.speculation.policy = policy = Resting()
         while not engine.idle:
             output = engine.step()
             count += sum(len(commit.tokens) for commit in output.commits)
             if count > 40:
-                patience.way, patience.unwanted, patience.unhinted = SpeculationMode.DRAFT_IF_READY, False, False
+                policy.mode, policy.drafting_paused, policy.without_drafts = (
+                    SpeculationMode.DRAFT_IF_READY,
+                    False,
+                    False,
+                )
             longest = max(longest, *(len(commit.tokens) for commit in output.commits))
             for block in output.features:
                 for i, row in enumerate(block.rows):
@@ -157,12 +161,14 @@ def test_hidden_states_are_those_of_steps_one_by_one(model):
 
 
 class Resting:
-    """Hints rest until a test says otherwise."""
+    """Drafting is paused until a test says otherwise."""
 
-    way, unwanted, unhinted, remaining = SpeculationMode.NONE, True, True, 0.0
+    mode, drafting_paused, without_drafts = SpeculationMode.NONE, True, True
 
-    def drafted(self, _):
-        return False
+    class wait:
+        remaining = 0.0
+        drafts_for = staticmethod(lambda _: False)
+        closed = staticmethod(lambda _: None)
 
     def __getattr__(self, _):
         return lambda *args, **options: None

@@ -13,7 +13,7 @@ from services.target.kernels.cpu import library
 from services.target.process.warmup import warm_up
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.mode_selector import SpeculationMode
-from services.target.speculation.sources.prompt_lookup import LEAST, PromptLookup, find
+from services.target.speculation.sources.prompt_lookup import MIN_MATCH, PromptLookup, find
 from tests.support.target.driving import CACHES, GREEDY, engine_of, load_model, opening, run, run_as_plain
 from tests.support.tiny import write_model
 
@@ -36,12 +36,8 @@ def model(folder):
 def looking_back(model, **flags):
     """An engine that drafts by itself in every step, with its copy if it has one."""
     small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "coalesce_seconds": 0.0}
-    engine = TargetEngine(
-        model,
-        TargetConfig(**(small | flags)),
-        (SpeculationMode.SELF_SPECULATE if model.drafts else SpeculationMode.NONE,),
-    )
-    engine.planner.budget.cost = StepCost({1: 1e-3, 64: 1.2e-3})  # many rows cost little
+    engine = TargetEngine(model, TargetConfig(**(small | flags)), (SpeculationMode.SELF_SPECULATE,))
+    engine.speculation.planner.budget.cost = StepCost({1: 1e-3, 64: 1.2e-3})  # many rows cost little
     return engine
 
 
@@ -66,7 +62,7 @@ def test_the_longest_repetition_is_found(numbers, most):
         while length < place and numbers[place - 1 - length] == numbers[-1 - length]:
             length += 1
         length = min(length, 12)
-        if length >= LEAST:
+        if length >= MIN_MATCH:
             places.append((length, place))
     places = places[-8:]  # the latest
     best, place = max(places, default=(0, 0))
@@ -92,15 +88,14 @@ def test_a_copy_drafts_where_nothing_repeats(folder):
     expected = run(engine_of(model), requests)
     engine = looking_back(model)
     asked = []
-    chains, engine.own.chains.chains = (
-        engine.own.chains.chains,
-        lambda works, *args: asked.append(works) or chains(works, *args),
-    )
+    source = engine.speculation.chooser.source
+    draft, source.draft = source.draft, lambda demand, *args: asked.append(demand) or draft(demand, *args)
+    engine.speculation.chooser.always = True
     found = run(engine, requests)
     assert (found.new, found.reasons) == (expected.new, expected.reasons)
     assert asked
-    assert engine.own.repeats._tried.sum() > 0
-    assert engine.own.chains._tried > 0
+    assert sum(engine.speculation.chooser.lookup._estimate._tried) > 0
+    assert source._estimate._tried[0] > 0
 
 
 def test_a_burst_ends_where_a_text_repeats(model):
@@ -123,38 +118,44 @@ def test_a_burst_ends_where_a_text_repeats(model):
     assert ended > 0
 
 
-def test_what_never_comes_true_is_left_and_tried_again(model):
+def min_match(engine, sessions, kv_tokens):
+    """The shortest match that pays in steps of some sessions."""
+    engine.speculation.chooser.judge_lookup(sessions, kv_tokens)
+    return engine.speculation.chooser.lookup.min_match
+
+
+def test_lookups_that_are_never_right_are_left_and_tried_again(model):
     engine = looking_back(model)
-    own = engine.own
-    assert own.least(1, 100) == LEAST
-    for same in range(LEAST, LEAST + len(own.repeats.chances())):
+    lookup = engine.speculation.chooser.lookup
+    assert min_match(engine, 1, 100) == MIN_MATCH
+    for match in range(MIN_MATCH, 13):
         for _ in range(200):
-            own.repeats.observe(same, 8, 0, goes_on=True)
-    engine.planner.budget.cost = StepCost({1: 1e-3, 64: 8e-3})
-    assert own.least(2, 100) == 0, "other sessions, so it is judged anew"
+            lookup.observe_match(match, 8, 0, goes_on=True)
+    engine.speculation.planner.budget.cost = StepCost({1: 1e-3, 64: 8e-3})
+    assert min_match(engine, 2, 100) == 0, "other sessions, so it is judged anew"
     judged = 0
-    while not own.least(2, 100):
+    while not min_match(engine, 2, 100):
         judged += 1
         assert judged < 64 * 400
     assert judged > 64
 
 
-def test_dear_rows_are_spent_on_likely_chains_alone(model):
-    own = looking_back(model).own
-    assert own.least(1, 100) == LEAST
-    own._planner.budget.cost = StepCost({1: 1e-3, 2: 1.7e-3, 64: 45e-3})
-    least = own.least(2, 100)
-    assert least == 0 or own.repeats.chance(least) > 0.7
+def test_expensive_tokens_are_spent_on_likely_chains_alone(model):
+    engine = looking_back(model)
+    assert min_match(engine, 1, 100) == MIN_MATCH
+    engine.speculation.planner.budget.cost = StepCost({1: 1e-3, 2: 1.7e-3, 64: 45e-3})
+    least = min_match(engine, 2, 100)
+    assert least == 0 or engine.speculation.chooser.lookup.rate(least) > 0.7
 
 
-def test_chances_are_what_came_true():
-    repeats = PromptLookup()
+def test_rates_are_those_of_accepted_tokens():
+    lookup = PromptLookup(None, {})
     for _ in range(300):
-        repeats.observe(3, 4, 1, goes_on=True)
-        repeats.observe(9, 4, 4, goes_on=True)
-    assert repeats.chance(3) == pytest.approx(0.5, abs=0.05)
-    assert repeats.chance(9) > 0.97
-    assert repeats.chance(5) == PromptLookup().chance(5)
+        lookup.observe_match(3, 4, 1, goes_on=True)
+        lookup.observe_match(9, 4, 4, goes_on=True)
+    assert lookup.rate(3) == pytest.approx(0.5, abs=0.05)
+    assert lookup.rate(9) > 0.97
+    assert lookup.rate(5) == PromptLookup(None, {}).rate(5)
 
 
 def test_what_sessions_ask_for_besides_stays_exact(model):
@@ -169,8 +170,8 @@ def test_what_sessions_ask_for_besides_stays_exact(model):
 def test_it_is_a_part_of_plain_steps(model):
     engine = TargetEngine(model, TargetConfig(max_total_tokens=4096, coalesce_seconds=0.0))
     warm_up(engine)
-    assert engine._patience.way is SpeculationMode.NONE
-    assert engine.own.chains is None
+    assert engine.speculation.policy.mode is SpeculationMode.SELF_SPECULATE
+    assert engine.speculation.chooser.source is None
     requests = [opening(1, [5, 6, 7], max_tokens=400)]
     assert run(engine, requests).new == run(engine_of(model), requests).new
 

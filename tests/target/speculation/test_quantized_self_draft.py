@@ -42,7 +42,8 @@ def drafting(model, **flags):
     """An engine that drafts by itself in every step."""
     small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "coalesce_seconds": 0.0}
     engine = TargetEngine(model, TargetConfig(**(small | flags)), (SpeculationMode.SELF_SPECULATE,))
-    engine.own.prompt_lookup = False  # tests/target/speculation/test_prompt_lookup.py has what texts repeat
+    engine.speculation.chooser.always = True
+    engine.speculation.chooser.looks_up = False  # tests/target/speculation/test_prompt_lookup.py has what texts repeat
     return engine
 
 
@@ -112,9 +113,9 @@ def test_a_chain_is_what_weights_of_four_bits_say(folder, model, monkeypatch):
     for token in range(5, 25):  # of a single token, so that the cache holds nothing of the wide weights
         said = run(engine_of(narrow), [opening(1, [token], max_tokens=9)]).new[1]
         engine.open(opening(1, [token], max_tokens=9))
-        works = engine._plan()
-        drafts = works[0].draft.tokens.tolist()
-        assert works[0].own
+        plan = engine._plan()
+        drafts = plan.works[0].draft.tokens.tolist()
+        assert not plan.from_service
         assert drafts == said[: len(drafts)]
         assert drafts
         engine.abort()
@@ -133,7 +134,7 @@ def test_a_useless_copy_changes_nothing_and_is_given_up(folder):
     engine = drafting(model)
     found = run(engine, requests)
     assert found.new == run(engine_of(model), requests).new
-    assert engine.own.chains.acceptance < 0.4
+    assert engine.speculation.chooser.source.acceptance < 0.4
     assert found.accepted < 0.2 * found.verified
 
 
@@ -211,12 +212,12 @@ def test_what_is_cached_is_the_model_s_own(model):
 
 def test_a_draft_is_left_when_somebody_calls(model):
     engine = drafting(model)
-    engine.planner.budget.cost = StepCost({1: 1.0, 64: 1.0})
+    engine.speculation.planner.budget.cost = StepCost({1: 1.0, 64: 1.0})
     engine.open(opening(1, [5, 6, 7], max_tokens=200))
     while not engine.step().commits:
         pass
-    engine.own.chains._cost = engine.planner.budget.cost.scaled(0.01)
-    assert len(engine._plan()[0].draft) > 4
+    engine.speculation.chooser.source._cost = engine.speculation.planner.budget.cost.scaled(0.01)
+    assert len(engine._plan().works[0].draft) > 4
 
     @contextmanager
     def called():
@@ -227,7 +228,7 @@ def test_a_draft_is_left_when_somebody_calls(model):
         os.close(writer)
 
     engine.listen = called
-    assert len(engine._plan()[0].draft) == 1
+    assert len(engine._plan().works[0].draft) == 1
 
 
 @pytest.mark.parametrize(("share", "rows", "right", "least", "most"), [
@@ -237,15 +238,14 @@ def test_a_draft_is_left_when_somebody_calls(model):
 ])  # fmt: skip
 def test_chains_are_as_long_as_they_pay(model, share, rows, right, least, most):
     engine = drafting(model)
-    engine.planner.budget.cost = StepCost({1: 1e-3, 64: rows * 64e-3 if rows > 1 else 1.1e-3})
-    draft = engine.own.chains
-    draft._cost = engine.planner.budget.cost.scaled(share)
+    engine.speculation.planner.budget.cost = StepCost({1: 1e-3, 64: rows * 64e-3 if rows > 1 else 1.1e-3})
+    draft = engine.speculation.chooser.source
+    draft._cost = engine.speculation.planner.budget.cost.scaled(share)
     for _ in range(200):
-        draft._observe(10, round(10 * right), goes_on=True)
-        draft._tried = draft._right / right
+        draft._estimate.observe(10, 10 * right)
     assert least <= draft._length(1, 0, 16) <= most
     assert draft._length(1, 0, 2) <= 2, "no longer than there is room for"
-    beside = draft._length(1, 0, 16, beside=500)
+    beside = draft._length(1, 0, 16, others=500)
     assert least <= beside <= most if rows == 1.0 else beside == 0, "what a prompt takes is no part of a chain's price"
 
 
@@ -259,7 +259,7 @@ def test_states_that_wait_are_those_of_plain_steps(model, monkeypatch):
         engine.features.configure(7, spec, b"")
         for i in (1, 2, 3):
             engine.open(replace(opening(i, list(range(4, 20 + i)), max_tokens=50), feature_spec=7))
-        engine._patience.answered(1, fresh=True)  # a drafter is there
+        engine.speculation.policy.received(1, fresh=True)  # a drafter is there
         rows, verified = {}, 0
         while not engine.idle:
             output = engine.step()
@@ -271,7 +271,6 @@ def test_states_that_wait_are_those_of_plain_steps(model, monkeypatch):
         return rows, verified
 
     plain = TargetEngine(model, TargetConfig(max_total_tokens=4096, coalesce_seconds=0.0), (SpeculationMode.NONE,))
-    plain.own.prompt_lookup = False
     (expected, none), (found, some) = states(plain), states(drafting(model))
     assert none == 0 < some
     both = expected.keys() & found.keys()
@@ -301,21 +300,25 @@ def test_hints_are_tried_beside_it(model):
     whole = [5, 6, 7, *truth]
 
     def hints(session_id, tokens):
-        ways.add(engine._patience.way)
-        return [chain(session_id, tokens, whole[len(tokens) : len(tokens) + 8], -0.01)] if engine._unwanted < 1 else []
+        ways.add(engine.speculation.policy.mode)
+        return (
+            [chain(session_id, tokens, whole[len(tokens) : len(tokens) + 8], -0.01)]
+            if not engine.speculation.drafting_paused
+            else []
+        )
 
     for _ in range(4):
         assert run(engine, [opening(1, [5, 6, 7], max_tokens=400)], hints).new[1] == truth
-    assert {SpeculationMode.SELF_SPECULATE, SpeculationMode.NONE} <= ways
+    assert SpeculationMode.SELF_SPECULATE in ways
     assert ways & {SpeculationMode.WAIT_FOR_DRAFT, SpeculationMode.DRAFT_IF_READY}
 
 
 def test_the_warm_up_times_the_model_s_own_steps(model):
     engine = TargetEngine(model, TargetConfig(max_total_tokens=4096))
     warm_up(engine)
-    assert engine.own.chains.cost._observed, "what the copy takes is known"
-    assert engine.own.chains.acceptance == pytest.approx(0.8), "what its own text was like is forgotten"
-    assert engine._patience.way is SpeculationMode.SELF_SPECULATE
+    assert engine.speculation.chooser.source.cost._observed, "what the copy takes is known"
+    assert engine.speculation.chooser.source.acceptance == pytest.approx(0.8), "what its own text was like is forgotten"
+    assert engine.speculation.policy.mode is SpeculationMode.SELF_SPECULATE
 
 
 # --- flags ---

@@ -37,12 +37,13 @@ def drafting(model, gather=0.0):
     """An engine that drafts in every step, and to which all nodes are as good as free."""
     flags = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "coalesce_seconds": gather}
     engine = TargetEngine(model, TargetConfig(**flags), (SpeculationMode.SELF_SPECULATE,))
-    engine.own.prompt_lookup = False
-    engine.planner.budget.cost = StepCost({1: 1.0, 256: 1.001})
-    chains = engine.own.chains
-    chains.pays = lambda _: True
+    engine.speculation.chooser.looks_up = False
+    engine.speculation.planner.budget.cost = StepCost({1: 1.0, 256: 1.001})
+    source = engine.speculation.chooser.source
+    engine.speculation.chooser.always = True
+    source.pays = lambda *_: True
     if model.copied:
-        chains._cost = engine.planner.budget.cost.scaled(0.01)
+        source._cost = engine.speculation.planner.budget.cost.scaled(0.01)
     return engine
 
 

@@ -26,8 +26,16 @@ from services.target.kernels.cpu.screen import Screen
 from services.target.kernels.cpu.view import View
 from services.target.kernels.cpu.weights import Format, PackedWeight
 from services.target.kernels.kv_cache import KVCache
-from services.target.step.batch import Batch, MultiStep
-from services.target.step.fused_loop import FusedLoop, LoopRound
+from services.target.step.batch import Batch
+from services.target.step.programs import (
+    CopyDrafting,
+    FusedLoop,
+    HeadDrafting,
+    HeadInLoop,
+    Interrupts,
+    LoopIteration,
+    MultiStepDecoding,
+)
 
 _NOTHING = (None, None, 0, None, 0, None, None, None)  # is captured
 _PASSING_ROWS = 64  # most rows of logits for which there is room all the time
@@ -238,10 +246,11 @@ class Program:
 
         The features are fused if the capture says by what. The tokens that the batch's plan draws come last; logits
         from which they were drawn may be overwritten by the next run, and be a screen's where nothing else is sampled.
-        Features and tokens of the steps of a burst lie one behind the other; the logits are the last one's.
+        Features and tokens of several steps lie one behind the other; the logits are the last step's.
         """
-        assert not (batch.burst and batch.capture and batch.capture.fusion), "nothing is fused in a burst"
-        steps, burst = (1, None) if batch.burst is None else (batch.burst.steps, _burst(batch.burst))
+        assert not (batch.program and batch.capture and batch.capture.fusion), "only single steps fuse features"
+        assert batch.program is None or isinstance(batch.program, MultiStepDecoding | CopyDrafting), "see other methods"
+        steps, program = (1, None) if batch.program is None else (batch.program.steps, _several(batch.program))
         view = View(batch)
         keys, values, *states = self._pools(cache)
         capture, rows = batch.capture, len(batch.rows.sampled)
@@ -250,7 +259,7 @@ class Program:
         pointer, tokens = (None, None) if draws is None else (draws.pointer, draws.tokens)
         if capture is None:
             done = self._functions.outrider_program_run(
-                self._handle, view.pointer, keys, values, *states, address, pointer, *_NOTHING, burst
+                self._handle, view.pointer, keys, values, *states, address, pointer, *_NOTHING, program
             )
             return logits, None, tokens if done == steps else tokens[: done * rows]
         marks = (*capture.layers, self._marks - 1) if capture.final else capture.layers
@@ -265,67 +274,65 @@ class Program:
             fusion = weight.handle, None if bias is None else bias.data_ptr(), fused.data_ptr()
         done = self._functions.outrider_program_run(
             self._handle, view.pointer, keys, values, *states, address, pointer, self._columns[marks].ctypes.data,
-            taken.ctypes.data, len(taken), features.data_ptr(), features.shape[1], *fusion, burst,
+            taken.ctypes.data, len(taken), features.data_ptr(), features.shape[1], *fusion, program,
         )  # fmt: skip
         return (logits, fused, tokens) if done == steps else (logits, fused[: done * len(taken)], tokens[: done * rows])
 
     def follow(self, batch: Batch, cache: KVCache) -> HeadDraftTokens:
-        """Draft a burst of a head: its rows are committed tokens, `ahead` by one (see `build`), those of later steps a
-        row a session. Keys and values are written."""
-        assert batch.burst is not None, "drafts are drawn one behind the other"
+        """Draft with a head: its rows are committed tokens, `ahead` by one (see `build`), those of later steps a row a
+        session. Keys and values are written."""
+        drafting = batch.program
+        assert isinstance(drafting, HeadDrafting), "a head follows the model"
         assert batch.draws is not None, "drafts are drawn"
         sessions = len(batch.rows.sampled)
         view, (keys, values, *states) = View(batch), self._pools(cache)
         _, address = self._logits(sessions, passing=True)
-        draws = SampledRows(address, self._vocab, batch.draws, steps=batch.burst.steps, seconds=True, ids=self._ids)
+        draws = SampledRows(address, self._vocab, batch.draws, steps=drafting.steps, seconds=True, ids=self._ids)
         done = self._functions.outrider_program_run(
-            self._handle, view.pointer, keys, values, *states, address, draws.pointer, *_NOTHING, _burst(batch.burst)
+            self._handle, view.pointer, keys, values, *states, address, draws.pointer, *_NOTHING, _several(drafting)
         )
         return draws.guesses(done)
 
-    def rounds(
+    def loop(
         self, head: Program | None, batch: Batch, cache: KVCache
-    ) -> tuple[Tensor, NDArray[np.int64], Sequence[LoopRound]]:
-        """Draft, with a head or with the narrow copy or with both, and verify, round after round.
+    ) -> tuple[Tensor, NDArray[np.int64], Sequence[LoopIteration]]:
+        """Draft, with a head or with the narrow copy or with both, and verify, iteration after iteration.
 
-        The batch is the root of one session.
-
-        Returns logits that are of no use any more, the tokens that were committed, [n], and what came of each round.
+        The batch is the root of one session. Returns logits of no further use, the committed tokens, [n], and the
+        outcome of each iteration.
         """
-        burst, draws = batch.burst, batch.draws
-        assert burst is not None, "rounds are a burst's"
-        assert burst.rounds is not None, "rounds are a burst's"
-        assert burst.texts is not None, "tokens are read where the session has them"
-        assert draws is not None, "tokens are drawn"
-        rounds, mover = burst.rounds, cache.mover
+        loop, draws = batch.program, batch.draws
+        assert isinstance(loop, FusedLoop), "the batch says what to loop over"
+        assert draws is not None, "the loop samples"
+        mover, chain, longest = cache.mover, *((loop.copy.chain, loop.copy.longest) if loop.copy else (0, 0))
+        known, depth, alternatives = _of_head(loop.head)
         logits, address = self._logits(_PASSING_ROWS, passing=True)
-        tokens, told = np.empty(rounds.room, np.int64), (library.LoopRound * burst.steps)()
-        within = (library.LoopRound * (burst.steps * rounds.chain))()
+        tokens, outcomes = np.empty(loop.room, np.int64), (library.LoopRound * loop.steps)()
+        inner = (library.LoopRound * (loop.steps * chain))()
+        interrupts = loop.interrupts
         call = library.FusedLoop(
-            burst.steps, rounds.seconds, burst.texts.places[0], burst.texts.lengths[0], rounds.room, rounds.known,
-            rounds.depth, rounds.others, rounds.chain, rounds.longest, draws.sessions, burst.stops,
-            burst.stop_counts[0], *burst.files.buffer_info(), burst.texts.same, batch.layout.pages.ctypes.data,
-            batch.layout.page_size, ctypes.addressof(mover.pools), ctypes.addressof(mover.row_bytes), mover.count,
-            self._vocab, tokens.ctypes.data, ctypes.addressof(told), ctypes.addressof(within),
+            loop.steps, loop.seconds, loop.texts.addresses[0], loop.texts.lengths[0], loop.room, known,
+            depth, alternatives, chain, longest, draws.sessions, interrupts.stops,
+            interrupts.stop_counts[0], *interrupts.files.buffer_info(), loop.texts.match,
+            batch.layout.pages.ctypes.data, batch.layout.page_size, ctypes.addressof(mover.pools),
+            ctypes.addressof(mover.row_bytes), mover.count, self._vocab, tokens.ctypes.data,
+            ctypes.addressof(outcomes), ctypes.addressof(inner),
         )  # fmt: skip
-        if rounds.depth:
-            assert head is not None, "it guesses"
-            head._guess_in(call, burst, rounds)
+        if loop.head is not None:
+            assert head is not None, "the loop drafts with it"
+            head._describe_drafting(call, loop.head)
         done = self._functions.outrider_program_rounds(
             self._handle, head and head._handle, *self._pools(cache), address, ctypes.byref(call)
         )
-        inner = iter(within)
-        came = [_round(one, [_round(next(inner)) for _ in range(one.within)]) for one in told[:done]]
+        iterations = iter(inner)
+        came = [_iteration(one, [_iteration(next(iterations)) for _ in range(one.within)]) for one in outcomes[:done]]
         return logits, tokens[: sum(one.committed for one in came)], came
 
-    def _guess_in(self, call: library.FusedLoop, burst: MultiStep, rounds: FusedLoop) -> None:
-        """Say how a head guesses in rounds."""
-        assert burst.worth is not None, "what a guess is worth decides how many there are"
-        assert burst.odds is not None, "odds decide, too"
-        assert rounds.second_odds is not None, "also of second guesses"
-        call.odds, call.second_odds = burst.odds.buffer_info()[0], rounds.second_odds.buffer_info()[0]
-        worth = burst.worth
-        call.next, call.token, call.row, call.step = worth.next, worth.token, worth.row, worth.step
+    def _describe_drafting(self, call: library.FusedLoop, head: HeadInLoop) -> None:
+        """Fill in how this program drafts as the head of a loop."""
+        call.odds, call.second_odds = head.acceptance.buffer_info()[0], head.second_acceptance.buffer_info()[0]
+        value = head.value
+        call.next, call.token, call.row, call.step = value.next, value.token, value.row, value.step
         _, call.head_logits = self._logits(1, passing=True)
         call.head_vocab, call.head_ids = self._vocab, None if self._ids is None else self._ids.data_ptr()
 
@@ -358,25 +365,33 @@ class Program:
         return self._caches[id(cache)][1:]
 
 
-def _round(told: library.LoopRound, within: Sequence[LoopRound] = ()) -> LoopRound:
-    others = [place for place in range(told.chain) if told.beside >> place & 1]
-    odds = [(one[0], one[1]) for one in told.odds[: told.chain]]
-    return LoopRound(
-        told.written, told.guesses, told.chain, others, told.right, told.accepted, told.committed, told.guessing,
-        told.verifying, odds, told.known, within,
+def _of_head(head: HeadInLoop | None) -> tuple[int, int, int]:
+    """Known rows, depth and alternatives of a loop's head."""
+    return (0, 0, 0) if head is None else (head.known, head.depth, head.alternatives)
+
+
+def _iteration(found: library.LoopRound, inner: Sequence[LoopIteration] = ()) -> LoopIteration:
+    alternatives = [place for place in range(found.chain) if found.beside >> place & 1]
+    probabilities = [(one[0], one[1]) for one in found.odds[: found.chain]]
+    return LoopIteration(
+        found.written, found.guesses, found.chain, alternatives, found.right, found.accepted, found.committed,
+        found.guessing, found.verifying, probabilities, found.known, inner,
     )  # fmt: skip
 
 
-def _burst(burst: MultiStep) -> object:
-    """What the kernels take."""
-    (stop_counts, _), (files, count) = burst.stop_counts.buffer_info(), burst.files.buffer_info()
-    told = library.MultiStep(burst.steps, burst.stops, stop_counts, files, count, burst.narrow)
-    told.follows = burst.follows
-    if burst.worth is not None and burst.odds is not None:
-        worth = burst.worth
-        told.odds = burst.odds.buffer_info()[0]
-        told.next, told.row, told.step = worth.next, worth.row, worth.step
-    if (texts := burst.texts) is not None:
-        told.texts, told.lengths = texts.places.buffer_info()[0], texts.lengths.buffer_info()[0]
-        told.same = texts.same
-    return ctypes.byref(told)
+def _several(program: MultiStepDecoding | CopyDrafting | HeadDrafting) -> object:
+    """Several steps in one call, as the kernels read them."""
+    interrupts: Interrupts = program.interrupts
+    (stop_counts, _), (files, count) = interrupts.stop_counts.buffer_info(), interrupts.files.buffer_info()
+    narrow = isinstance(program, CopyDrafting)
+    call = library.MultiStep(program.steps, interrupts.stops, stop_counts, files, count, narrow)
+    if isinstance(program, HeadDrafting):
+        call.follows = True
+        if program.value is not None and program.acceptance is not None:
+            value = program.value
+            call.odds = program.acceptance.buffer_info()[0]
+            call.next, call.row, call.step = value.next, value.row, value.step
+    elif isinstance(program, MultiStepDecoding) and (texts := program.texts) is not None:
+        call.texts, call.lengths = texts.addresses.buffer_info()[0], texts.lengths.buffer_info()[0]
+        call.same = texts.match
+    return ctypes.byref(call)

@@ -1,62 +1,62 @@
-"""Calibration of drafters' scores: how many draft tokens were accepted for every one that the scores promised."""
+"""Calibration of the draft service's scores: accepted draft tokens over those that the scores promised, by session.
+
+A drafter whose draft tokens are not verified gives no evidence. So one draft token is tried now and then (`due`), ever
+more seldom as long as it is rejected.
+"""
 
 from __future__ import annotations
 
-_KEPT = 0.97  # what remains of the evidence after a step that adds to it
-_KEPT_AFTER_PAUSE = 0.3  # ... and when a drafter that was given up turns out right: it may be another by now
-_PRIOR = 2.0  # promised nodes that the prior counts for
-_LEAST, _MOST = 0.01, 2.0
-_SPREAD = 7919  # a prime: neighbouring sessions are tried in unlike steps
-_SOONEST, _AGAIN, _LATEST = 8, 64, 128  # steps after which a drafter that was given up is tried again
+from services.target.speculation.estimates.acceptance import AcceptanceEstimate
+
+_DECAY = 0.97  # per step that verified draft tokens
+_DECAY_AFTER_PAUSE = 0.3  # where a drafter that was given up turns out right: it may be another one by now
+_WEIGHT = 2.0  # promised tokens that the prior counts for
+_MIN_RATIO, _MAX_RATIO = 0.01, 2.0
+_STAGGER = 7919  # a prime: neighbouring sessions try in different steps
+# Steps between tries: at first, after a try that succeeded alone, and at most.
+_FIRST_INTERVAL, _USUAL_INTERVAL, _MAX_INTERVAL = 8, 64, 128
 
 
 class Calibration:
-    """Accepted over promised nodes, of one session or of all. Evidence fades, for texts change.
+    """Accepted over promised draft tokens, of one session or of all."""
 
-    A drafter whose hints are left aside gives no evidence. So now and then one node is tried all the same (`due`), ever
-    more seldom as long as that fails.
-    """
-
-    def __init__(self, prior: float = 1.0, pause: int = _SOONEST, steps: int = 0) -> None:
-        """pause: steps between tries; steps: how many of them are over."""
-        self._prior = prior
-        self._promised = 0.0
-        self._accepted = 0.0
-        self._pause = pause
-        self._steps = steps  # since evidence came
+    def __init__(self, prior: float = 1.0, interval: int = _FIRST_INTERVAL, steps: int = 0) -> None:
+        """interval: steps between tries; steps: how many of them have passed."""
+        self._estimate = AcceptanceEstimate([prior], _WEIGHT, _DECAY)
+        self._interval = interval
+        self._steps = steps  # since the last evidence
 
     def heir(self, session_id: int) -> Calibration:
-        """A new session's, where all others are: with tries as seldom, and not in the same step as everybody's."""
-        return Calibration(self.ratio, self._pause, session_id * _SPREAD % self._pause)
+        """The start of a new session: the ratio and the interval of all sessions, at a phase of its own."""
+        return Calibration(self.ratio, self._interval, session_id * _STAGGER % self._interval)
 
     @property
     def ratio(self) -> float:
-        """Factor for probabilities."""
-        ratio = (self._accepted + _PRIOR * self._prior) / (self._promised + _PRIOR)
-        return min(max(ratio, _LEAST), _MOST)
+        """Factor for the drafter's probabilities."""
+        return min(max(self._estimate.rate(), _MIN_RATIO), _MAX_RATIO)
 
     @property
     def due(self) -> bool:
-        """True if one node should be tried, whatever it seems to be worth."""
-        return self._steps >= self._pause
+        """True if one draft token is to be tried, whatever its expected gain."""
+        return self._steps >= self._interval
 
     def observe(self, promised: float, accepted: int) -> None:
-        """Take in one step. promised: sum of its nodes' probabilities. accepted: nodes on the accepted path."""
+        """Add one step. promised: sum of its draft tokens' probabilities. accepted: draft tokens accepted."""
         self._steps += 1
         if not promised:
             return
-        kept = _KEPT_AFTER_PAUSE if accepted and self._steps >= _SOONEST else _KEPT
+        decay = _DECAY_AFTER_PAUSE if accepted and self._steps >= _FIRST_INTERVAL else _DECAY
         self._steps = 0
-        if accepted and promised > 1.0:  # more than a try: its worth is known
-            self._pause = _SOONEST
-        else:  # a try that succeeds is no reason for many more where hints that succeed do not pay
-            self._pause = max(self._pause // 2, _AGAIN) if accepted else min(2 * self._pause, _LATEST)
-        self._promised = self._promised * kept + promised
-        self._accepted = self._accepted * kept + accepted
+        if accepted and promised > 1.0:  # more than a try
+            self._interval = _FIRST_INTERVAL
+        else:  # an accepted try is no reason for many more where accepted tokens are not worth their cost
+            longer, shorter = min(2 * self._interval, _MAX_INTERVAL), max(self._interval // 2, _USUAL_INTERVAL)
+            self._interval = shorter if accepted else longer
+        self._estimate.observe(promised, accepted, decay=decay)
 
 
 class Calibrations:
-    """Those of all open sessions, by session id. overall: of all sessions together, where new ones begin."""
+    """The calibrations of all open sessions, by session id. overall: of all sessions, where new ones start."""
 
     def __init__(self) -> None:
         self._sessions: dict[int, Calibration] = {}
@@ -66,13 +66,13 @@ class Calibrations:
         return self._sessions[session_id]
 
     def open(self, session_id: int) -> None:
-        """A session begins, where all others are."""
+        """A session begins."""
         self._sessions[session_id] = self.overall.heir(session_id)
 
     def close(self, session_id: int) -> None:
-        """The session has ended."""
+        """A session has ended."""
         self._sessions.pop(session_id, None)
 
     def forget(self) -> None:
-        """Begin anew with what sessions taught."""
+        """Drop the evidence of all sessions."""
         self.overall = Calibration()

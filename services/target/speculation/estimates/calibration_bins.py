@@ -1,40 +1,39 @@
-"""How often guesses of a probability were right: what a draft says of itself, put right by what became of it."""
+"""Calibration of a head's probabilities: acceptance rates by what the head says, greedy and sampled sessions apart."""
 
 from __future__ import annotations
 
 from array import array
 
-_BINS = 16
-_PRIOR = 4.0  # guesses that count as tried in a bin before the first
-_MOST = 400.0  # of a bin; beyond, what was long ago counts less
+from services.target.speculation.estimates.acceptance import AcceptanceEstimate
+
+BINS = 16
+_WEIGHT = 4.0  # draft tokens that a bin's prior counts for
+_DECAY = 1.0 - 1.0 / 400.0  # of a bin: the last 400 draft tokens count most
 
 
 class CalibrationBins:
-    """Chances by what a draft said, for greedy sessions and for sampled ones.
+    """Acceptance rates by probability.
 
-    table: [2, 16] float32 ("f"), those of greedy sessions first, by sixteenths of the probability; kernels read it
+    table: [2, 16] float32 ("f"), greedy sessions first, by sixteenths of the probability; compiled kernels read it
     """
 
     def __init__(self) -> None:
-        middles = [(i + 0.5) / _BINS for i in range(_BINS)]
-        self.table = array("f", middles * 2)
-        self._right = [_PRIOR * middle for middle in middles] * 2
-        self._tried = [_PRIOR] * (2 * _BINS)
+        middles = [(i + 0.5) / BINS for i in range(BINS)]
+        self._estimate = AcceptanceEstimate(middles * 2, _WEIGHT, _DECAY)
 
-    def chance(self, odds: float, *, greedy: bool) -> float:
-        """That a guess is right of which a draft says that it is this probable."""
-        return self.table[_place(odds, greedy)]
+    @property
+    def table(self) -> array[float]:
+        """See the class."""
+        return self._estimate.table
 
-    def observe(self, odds: float, *, right: bool, greedy: bool) -> None:
-        """A guess was right or wrong."""
-        place = _place(odds, greedy)
-        if self._tried[place] >= _MOST:
-            self._right[place] /= 2.0
-            self._tried[place] /= 2.0
-        self._right[place] += right
-        self._tried[place] += 1.0
-        self.table[place] = self._right[place] / self._tried[place]
+    def rate(self, probability: float, *, greedy: bool) -> float:
+        """Acceptance rate of draft tokens that the head gives this probability."""
+        return self.table[_bin(probability, greedy)]
+
+    def observe(self, probability: float, *, accepted: bool, greedy: bool) -> None:
+        """A draft token was accepted or rejected."""
+        self._estimate.observe(1.0, float(accepted), _bin(probability, greedy))
 
 
-def _place(odds: float, greedy: bool) -> int:
-    return min(int(odds * _BINS), _BINS - 1) + (0 if greedy else _BINS)
+def _bin(probability: float, greedy: bool) -> int:
+    return min(int(probability * BINS), BINS - 1) + (0 if greedy else BINS)

@@ -1,112 +1,186 @@
-"""Chains of tokens that the target guesses itself, and verifies in its next step.
+"""What every draft source offers: draft tokens with probabilities, and the throughput that a step has with them.
 
-A step of few rows takes as long as its weights are read, so one that reads fewer of them takes a part of that time:
-those of a narrow copy, or of a head. Guesses are drawn with the session's own randomness,
-so that many of them are the model's. They write where the verification writes next: nothing of them stays in the cache.
+    draft_service.py         proposals of draft services, which are there already
+    prompt_lookup.py         what followed a session's last tokens when they occurred before
+    quantized_self_draft.py  a copy of the target's weights in fewer bits
+    local_eagle_head.py      an EAGLE-3 head in the target process
+
+A source of the target itself drafts with the session's own randomness, so that many of its draft tokens are the
+target's. It writes into the cache where the verification writes next: nothing of it remains there.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from outrider.serving.loop import Listen
-from outrider.serving.scheduler import Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
 from services.target.sampling.session import TargetSession
+from services.target.speculation.estimates.cached_estimate import CachedEstimate
+from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.planner import Planner
-from services.target.step.batch import MultiStep, SessionWork
-from services.target.step.fused_loop import LoopRound
+from services.target.step.batch import SessionWork
+from services.target.step.programs import FusedLoop, LoopIteration
 
-LONGEST = 16  # tokens of a chain
-_PARENTS = np.arange(-1, LONGEST, dtype=np.int32)
-_DEPTHS = np.arange(1, LONGEST + 1, dtype=np.int32)
+MAX_CHAIN = 16  # draft tokens of a chain
+_INTERVAL = 16  # steps between two predictions of whether a source pays
+_PROBE_INTERVAL = 256  # steps after which a source that does not pay is used in one
+_PARENTS = np.arange(-1, MAX_CHAIN, dtype=np.int32)
+_DEPTHS = np.arange(1, MAX_CHAIN + 1, dtype=np.int32)
+
+Drafts = Mapping[int, TreeSlice]  # by session id
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A step that draft tokens are wanted for.
+
+    works:     of the sessions to draft for
+    sessions:  that sample in the step
+    tokens:    of the step without draft tokens, prompts included
+    kv_tokens: cached tokens of all its sessions
+    """
+
+    works: Sequence[SessionWork]
+    sessions: int
+    tokens: int
+    kv_tokens: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts."""
+        return self.tokens - self.sessions
+
+    def of(self, works: Sequence[SessionWork]) -> Demand:
+        """The same step, with draft tokens wanted for fewer sessions."""
+        return Demand(works, self.sessions, self.tokens, self.kv_tokens)
+
+
+class Offer(NamedTuple):
+    """What a source offers for a step.
+
+    throughput: tokens per second of all sessions of the step, expected, drafting included
+    drafts:     None if the source makes them when asked to
+    """
+
+    throughput: float
+    drafts: Drafts | None = None
 
 
 class DraftSource(ABC):
-    """Drafts for one engine's sessions."""
+    """Draft tokens for one engine's sessions."""
 
-    def __init__(self, planner: Planner, scheduler: Scheduler, entries: Mapping[int, TargetSession]) -> None:
-        """entries: of the sessions that are open, by id."""
-        self._planner, self._scheduler, self._entries = planner, scheduler, entries
+    def __init__(self, planner: Planner, sessions: Mapping[int, TargetSession]) -> None:
+        """sessions: those that are open, by id."""
+        self._planner, self._sessions = planner, sessions
         self.forget()
 
     @abstractmethod
     def forget(self) -> None:
-        """Begin anew with what texts taught."""
+        """Drop what sessions have taught."""
+
+    @abstractmethod
+    def offer(self, demand: Demand) -> Offer:
+        """What the source offers for a step."""
 
     @abstractmethod
     def observe(self, session_id: int, draft: TreeSlice, path: Sequence[int], *, goes_on: bool) -> None:
-        """Take in what became of a chain. path: accepted nodes.
+        """Learn from a verified draft. path: its accepted nodes.
 
-        goes_on: False if its session ended with it, right as it may have been.
+        goes_on: False if the session ended with it, however right the rest may have been
         """
 
-    @abstractmethod
-    def chains(self, works: Sequence[SessionWork], listen: Listen, beside: int = 0) -> dict[int, TreeSlice]:
-        """Chains to verify, by session. works: of sessions that only want their next tokens.
-
-        listen: how somebody who calls is heard meanwhile. beside: rows that the step has of others, such as of prompts
-        """
-
-    @abstractmethod
-    def rate(self, sessions: int, keys: int) -> float:
-        """Tokens a second of each of so many sessions that are drafted for. keys: of all of them together."""
-
-    def pays(self, works: Sequence[SessionWork]) -> bool:
-        """False where it is known beforehand that plain steps bring more; where not, they are measured."""
-        del works
-        return True
-
-    def rounds(self, work: SessionWork, seconds: float) -> MultiStep | None:
-        """Chains and their verification in one go, for a session that is alone; None if that cannot be.
-
-        seconds: after which no round begins
-        """
-        del work, seconds
-
-    def learn(self, session: Session, rounds: Sequence[LoopRound], *, goes_on: bool) -> None:
-        """Take in what came of such rounds, before their tokens are the session's.
-
-        goes_on: False if the session ends with the last one.
-        """
-        del session, rounds, goes_on
-
-    def computed(self, works: Sequence[SessionWork]) -> None:
-        """A step of the model is launched, which writes these rows."""
+    def launched(self, works: Sequence[SessionWork]) -> None:
+        """A step of the model is launched, which writes these tokens into the cache."""
         del works
 
-    def close(self, session_id: int) -> None:
-        """A session has ended, and its pages are home."""
+    def closed(self, session_id: int) -> None:
+        """A session has ended and returned its pages."""
         del session_id
 
+
+class ModelSource(DraftSource):
+    """A draft source that computes on the target's device.
+
+    lead: minimum predicted speedup over plain decoding
+    """
+
+    lead: ClassVar[float]
+
+    def __init__(
+        self,
+        planner: Planner,
+        sessions: Mapping[int, TargetSession],
+        verifying: Callable[[], StepCost] | None = None,
+    ) -> None:
+        """sessions: those that are open, by id. verifying: cost model of the verification, if not the model's own."""
+        self._verifying = verifying or (lambda: planner.budget.cost)
+        self._paying = CachedEstimate[bool](_INTERVAL)  # by batch size
+        self._unused = 0  # consecutive steps in which it did not pay
+        super().__init__(planner, sessions)
+
+    def pays(self, sessions: int, kv_tokens: int) -> bool:
+        """True if steps of so many sessions are predicted to be faster with it, and in a step now and then when not.
+
+        Texts change, and what is not used is not measured.
+        """
+        pays = self._paying.get(sessions, lambda: self._predict(sessions, kv_tokens))
+        self._unused = 0 if pays or self._unused >= _PROBE_INTERVAL else self._unused + 1
+        return not self._unused
+
+    def _predict(self, sessions: int, kv_tokens: int) -> bool:
+        plain = sessions / self._verifying().step(sessions, kv_tokens)[0]
+        return self.throughput(sessions, kv_tokens) > self.lead * plain
+
+    @abstractmethod
+    def throughput(self, sessions: int, kv_tokens: int) -> float:
+        """Expected tokens per second of a step's sessions, all of them drafted for. kv_tokens: of all together."""
+
+    def offer(self, demand: Demand) -> Offer:
+        """As of DraftSource."""
+        return Offer(self.throughput(demand.sessions, demand.kv_tokens))
+
+    @abstractmethod
+    def draft(self, demand: Demand, listen: Listen) -> Drafts:
+        """Draft tokens to verify, by session id. listen: how a message interrupts the drafting."""
+
+    @abstractmethod
+    def loop(self, work: SessionWork, seconds: float) -> FusedLoop | None:
+        """A fused loop for a session that is alone; None if that cannot be. seconds: no iteration begins later."""
+
+    @abstractmethod
+    def observe_loop(self, session: Session, iterations: Sequence[LoopIteration], *, goes_on: bool) -> None:
+        """Learn from a fused loop, before its tokens are the session's. goes_on: False if the session ends with it."""
+
     def _most(self, works: Sequence[SessionWork]) -> int:
-        """Tokens that a chain for all of them may have; those that allow fewer get the first of them."""
+        """Most tokens of a chain for all of them; a session that allows fewer gets the first of them."""
         sessions = [work.chunk.session for work in works]
         depth = min(self._planner.depth(session) for session in sessions)
-        return min(LONGEST, depth, max(session.max_draft_tokens for session in sessions))
+        return min(MAX_CHAIN, depth, max(session.max_draft_tokens for session in sessions))
 
     def _reserve(self, works: Sequence[SessionWork], tokens: int) -> bool:
-        """Lease pages for so many tokens of each. False if they are short; the next commit gives back some."""
-        sessions = [work.chunk.session for work in works]
-        return all(self._scheduler.reserve_spare(session, session.length + tokens) for session in sessions)
+        """As of Planner.reserve."""
+        return self._planner.reserve([work.chunk.session for work in works], tokens)
 
 
-def chain_of(entry: TargetSession, tokens: list[int], chance: float) -> TreeSlice:
-    """Drafted tokens, up to one that ends the session or could not be drawn.
+def chain_of(entry: TargetSession, tokens: list[int], rate: float) -> TreeSlice:
+    """A draft chain up to a token that ends the session or could not be sampled.
 
-    chance: that each is right if those before it are
+    rate: acceptance rate of each token if its predecessors are accepted
     """
-    count = drawable(entry, tokens)
-    scores = np.log(np.float32(chance)) * _DEPTHS[:count]
+    count = verifiable(entry, tokens)
+    scores = np.log(np.float32(rate)) * _DEPTHS[:count]
     return TreeSlice(np.array(tokens[:count], np.uint32), _PARENTS[:count], _DEPTHS[:count], scores)
 
 
-def drawable(entry: TargetSession, tokens: Sequence[int]) -> int:
-    """How many of a chain's tokens to verify: up to one that ends the session or could not be drawn, and its limit."""
+def verifiable(entry: TargetSession, tokens: Sequence[int]) -> int:
+    """Tokens of a chain to verify: up to one that ends the session or could not be sampled, within its limit."""
     count = 0
     for token in tokens[: entry.session.max_draft_tokens]:
         count += token >= 0

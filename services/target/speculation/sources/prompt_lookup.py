@@ -1,78 +1,126 @@
-"""What a session's own text says may follow: what came after its last tokens when they stood there before.
+"""Prompt lookup: what followed a session's last tokens when they occurred before in its own text.
 
-Texts quote their prompts and go on as they did, summaries and code above all. To look back costs next to nothing, so
-such chains pay even where every other draft is dearer than a plain step. Prompt lookup decoding (Saxena, 2023), with
-the chance of a chain measured by how many of the last tokens are the same.
+Texts quote their prompts and go on as these did, summaries and code above all. A lookup costs next to nothing, so it
+pays even where every other source costs more than a plain step. Prompt lookup decoding (Saxena, 2023), with acceptance
+rates measured by how many of the last tokens match.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-LEAST = 2  # tokens that must be the same
-_MOST = 12  # more tell no more
-_LOOKED_AT = 8  # of the places where the last tokens stood before, the latest ones
-_KEPT = 0.99  # what remains of the evidence after a chain
-_KEPT_LONGER = 0.98  # ... and with time
-_PRIOR = 4.0  # tokens that the prior counts for
-# Before the first: chances by how many tokens are the same, from LEAST on.
-_CHANCES = np.linspace(0.5, 0.9, _MOST - LEAST + 1)
+from outrider.speculation.tree import TreeSlice
+from services.target.sampling.session import TargetSession
+from services.target.speculation.estimates.acceptance import AcceptanceEstimate
+from services.target.speculation.estimates.cached_estimate import CachedEstimate
+from services.target.speculation.planner import Planner
+from services.target.speculation.sources.base import MAX_CHAIN, Demand, DraftSource, Offer, chain_of
+
+MIN_MATCH = 2  # tokens
+_MAX_MATCH = 12  # longer matches tell no more
+_MAX_PLACES = 8  # the latest earlier occurrences that are compared
+_DECAY = 0.99  # of a match length's evidence, per chain
+_FADE = 0.98  # of all evidence with time, so that a lookup that did not pay is tried again
+_WEIGHT = 4.0  # draft tokens that the priors count for
+_INTERVAL = 64  # steps between two judgements of which matches pay
+_PRIORS = np.linspace(0.5, 0.9, _MAX_MATCH - MIN_MATCH + 1).tolist()  # by match length, from MIN_MATCH on
 
 
 def find(tokens: NDArray[np.uint32], most: int) -> tuple[int, NDArray[np.uint32]]:
-    """Where a text's last tokens stood before, the place at which most of them are the same; of equals, the latest.
+    """The earlier occurrence of a text's last tokens with the longest match; among equals, the latest.
 
-    tokens: [length]. Returns how many are the same, 0 if less than LEAST, and up to `most` tokens that came after them.
+    tokens: [length]. Returns the match length, 0 if below MIN_MATCH, and up to `most` tokens that followed it.
     """
     length = len(tokens)
     nothing = 0, tokens[length:]
-    if length <= LEAST or most < 1:
+    if length <= MIN_MATCH or most < 1:
         return nothing
-    behind = np.flatnonzero(tokens[LEAST - 1 : -1] == tokens[-1]) + LEAST  # places behind the same last token
-    behind = behind[tokens[behind - LEAST] == tokens[-LEAST]][-_LOOKED_AT:]
+    behind = np.flatnonzero(tokens[MIN_MATCH - 1 : -1] == tokens[-1]) + MIN_MATCH  # places behind the same last token
+    behind = behind[tokens[behind - MIN_MATCH] == tokens[-MIN_MATCH]][-_MAX_PLACES:]
     if not len(behind):
         return nothing
-    same = [_same(tokens, int(place)) for place in behind]
-    best = max(range(len(same)), key=lambda i: (same[i], i))
+    matches = [_match(tokens, int(place)) for place in behind]
+    best = max(range(len(matches)), key=lambda i: (matches[i], i))
     place = int(behind[best])
-    return same[best], tokens[place : place + most]
+    return matches[best], tokens[place : place + most]
 
 
-def _same(tokens: NDArray[np.uint32], place: int) -> int:
-    """How many tokens before a place are the text's last ones."""
-    count = min(place, _MOST)
-    unlike = np.flatnonzero(tokens[place - count : place] != tokens[len(tokens) - count :])
-    return count - 1 - int(unlike[-1]) if len(unlike) else count
+def _match(tokens: NDArray[np.uint32], place: int) -> int:
+    """How many tokens before a place equal the text's last ones."""
+    count = min(place, _MAX_MATCH)
+    unequal = np.flatnonzero(tokens[place - count : place] != tokens[len(tokens) - count :])
+    return count - 1 - int(unequal[-1]) if len(unequal) else count
 
 
-class PromptLookup:
-    """How often texts went on as they had before."""
+class PromptLookup(DraftSource):
+    """Lookups in the sessions' own texts.
 
-    def __init__(self) -> None:
-        self.forget()
+    min_match: the shortest match that pays at present; 0 if none does
+    """
+
+    def __init__(self, planner: Planner, sessions: Mapping[int, TargetSession]) -> None:
+        """As of DraftSource."""
+        self.min_match = 0
+        self._matches: dict[int, int] = {}  # of the drafts of the present step, by session
+        self._judged = CachedEstimate[int](_INTERVAL)
+        super().__init__(planner, sessions)
 
     def forget(self) -> None:
-        """Begin anew with what texts taught."""
-        self._right = np.zeros(len(_CHANCES))
-        self._tried = np.zeros(len(_CHANCES))
+        """As of DraftSource."""
+        self._estimate = AcceptanceEstimate(_PRIORS, _WEIGHT, _DECAY)
+        self._judged.forget()
 
-    def fade(self) -> None:
-        """Forget a little of everything: what did not pay is tried again one day."""
-        self._right *= _KEPT_LONGER
-        self._tried *= _KEPT_LONGER
+    def rate(self, match: int) -> float:
+        """Acceptance rate of a token whose predecessors are accepted, by match length."""
+        return self._estimate.rate(match - MIN_MATCH)
 
-    def chances(self) -> NDArray[np.float64]:
-        """That a token is right if those before it are, by how many tokens are the same: LEAST, LEAST + 1, ..."""
-        chances: NDArray[np.float64] = (self._right + _PRIOR * _CHANCES) / (self._tried + _PRIOR)
-        return chances
+    def offer(self, demand: Demand) -> Offer:
+        """The chains that are worth their cost, of all matches that may be."""
+        found: dict[int, tuple[int, TreeSlice]] = {}
+        for work in demand.works if self.min_match else ():
+            session = work.chunk.session
+            most = min(self._planner.depth(session), self._planner.most(session), MAX_CHAIN)
+            match, tokens = find(session.tokens, most)
+            if match >= self.min_match and len(tokens):
+                chain = chain_of(self._sessions[session.id], tokens.tolist(), self.rate(match))
+                found[session.id] = match, chain
+        if not found:
+            return Offer(0.0, {})
+        chains = [chain for _, chain in found.values()]
+        counts, throughput = self._planner.budget.select(
+            chains, [1.0] * len(chains), demand.tokens, demand.kv_tokens, demand.sessions, held=0.0
+        )
+        kept = {
+            session_id: chain.head(count)
+            for (session_id, (_, chain)), count in zip(found.items(), counts, strict=True)
+            if count
+        }
+        self._matches = {session_id: found[session_id][0] for session_id in kept}
+        return Offer(throughput, kept)
 
-    def chance(self, same: int) -> float:
-        """That of one of them."""
-        return float(self.chances()[same - LEAST])
+    def observe(self, session_id: int, draft: TreeSlice, path: Sequence[int], *, goes_on: bool) -> None:
+        """As of DraftSource."""
+        self.observe_match(self._matches.pop(session_id), len(draft), len(path), goes_on=goes_on)
 
-    def observe(self, same: int, drafted: int, accepted: int, *, goes_on: bool) -> None:
-        """Take in what became of a chain. goes_on: False if its session ended with it, right as it may have been."""
-        at = same - LEAST
-        self._right[at] = self._right[at] * _KEPT + accepted
-        self._tried[at] = self._tried[at] * _KEPT + accepted + (goes_on and accepted < drafted)
+    def observe_match(self, match: int, drafted: int, accepted: int, *, goes_on: bool) -> None:
+        """Learn from a chain that followed a match of some length. goes_on: as of `observe`."""
+        self._estimate.observe(accepted + (goes_on and accepted < drafted), accepted, match - MIN_MATCH)
+
+    def judge(self, key: Hashable, sessions: int, kv_tokens: int, floor: Callable[[], float]) -> None:
+        """Decide which matches pay in steps of so many sessions, if that was not decided lately under the same key.
+
+        floor: returns the throughput that a step must exceed, in tokens per second
+        """
+        self.min_match = self._judged.get(key, lambda: self._judge(sessions, kv_tokens, floor()))
+
+    def _judge(self, sessions: int, kv_tokens: int, floor: float) -> int:
+        self._estimate.fade(_FADE)
+        lengths = np.arange(1, MAX_CHAIN + 1)
+        for match in range(MIN_MATCH, _MAX_MATCH + 1):
+            gains = np.cumsum(self.rate(match) ** lengths)
+            if self._planner.budget.throughput(gains, lengths, sessions, sessions, kv_tokens).max() > floor:
+                return match
+        return 0

@@ -1,17 +1,14 @@
-"""Chains from a narrow copy of the target's weights, which goes on from the cache that the model has written.
+"""The quantized self-draft: a copy of the target's weights in fewer bits, which goes on from the target's own KV cache.
 
-How long they are is measured: what a token of the copy takes, what verification takes, and how many tokens were right.
-
-A session that is alone is drafted for and verified in one go (fused_loop.py). If there is a head, it guesses for the
-copy, which verifies its guesses as the model verifies the copy's: a token of the chain takes a part of a step
-of the copy.
+The length of its chains maximizes throughput by measured costs and acceptance. A session that is alone is drafted for
+and verified in a fused loop. With a local EAGLE head, the head drafts for the copy, which verifies the head's draft
+tokens as the model verifies the copy's: a token of the chain then costs a part of a step of the copy.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,29 +16,31 @@ from numpy.typing import NDArray
 
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import Listen
-from outrider.serving.scheduler import Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
 from services.target.sampling.sampling import sampling_plan
 from services.target.sampling.session import TargetSession
+from services.target.speculation.estimates.acceptance import AcceptanceEstimate
 from services.target.speculation.estimates.step_cost import StepCost
-from services.target.speculation.multi_step import multi_step_of
+from services.target.speculation.multi_step import interrupts, texts
 from services.target.speculation.planner import Planner
-from services.target.speculation.sources.base import LONGEST, DraftSource, chain_of
-from services.target.speculation.sources.local_eagle_head import SPARE, LocalEagleHead
-from services.target.step.batch import MultiStep, SessionWork, build
-from services.target.step.fused_loop import FusedLoop, LoopRound
+from services.target.speculation.sources.base import MAX_CHAIN, Demand, Drafts, ModelSource, chain_of
+from services.target.speculation.sources.local_eagle_head import MAX_ALTERNATIVES, LocalEagleHead
+from services.target.step.batch import SessionWork, build
+from services.target.step.programs import CopyDrafting, CopyInLoop, FusedLoop, LoopIteration
 
-_KEPT = 0.97  # what remains of the evidence after a chain
-_PRIOR_SHARE = 0.5  # what a step of the copy takes of one of the model, as long as nobody knows
-_PRIOR_RIGHT, _PRIOR = 6.4, 8.0  # tokens of the copy that count as right before the first, and as tried
-_ROUNDS = 4  # in one go, at most
+_DECAY = 0.97  # of the acceptance rate's evidence, per chain
+_PRIOR_RATE, _WEIGHT = 0.8, 8.0  # acceptance rate before any evidence, and draft tokens that it counts for
+_PRIOR_COST = 0.5  # of a step of the copy over one of the model, before it is measured
+_MAX_ITERATIONS = 4  # of a fused loop
 
 
-class QuantizedSelfDraft(DraftSource):
+class QuantizedSelfDraft(ModelSource):
     """Drafts for one engine's sessions."""
+
+    lead = 1.05
 
     def __init__(
         self,
@@ -49,34 +48,32 @@ class QuantizedSelfDraft(DraftSource):
         cache: KVCache,
         prefix: PrefixCache,
         planner: Planner,
-        scheduler: Scheduler,
-        entries: Mapping[int, TargetSession],
+        sessions: Mapping[int, TargetSession],
     ) -> None:
-        """entries: of the sessions that are open, by id."""
+        """sessions: those that are open, by id."""
         self.head: LocalEagleHead | None = None
         if model.head is not None:
-            parts = planner, scheduler, entries
-            self.head = LocalEagleHead(model, model.head, cache, prefix, *parts, cost=lambda: self.cost)
+            self.head = LocalEagleHead(model, model.head, cache, prefix, planner, sessions, verifying=lambda: self.cost)
         self._cost: StepCost | None = None
-        super().__init__(planner, scheduler, entries)
+        super().__init__(planner, sessions)
         self._model, self._cache = model, cache
 
     def forget(self) -> None:
-        """Begin anew with what texts taught."""
-        self._right = self._tried = 0.0
+        """As of DraftSource."""
+        self._estimate = AcceptanceEstimate([_PRIOR_RATE], _WEIGHT, _DECAY)
         if self.head is not None:
             self.head.forget()
 
     @property
     def acceptance(self) -> float:
-        """The chance that a token of the copy is the model's, if those before it are."""
-        return (self._right + _PRIOR_RIGHT) / (self._tried + _PRIOR)
+        """Acceptance rate of a token of the copy whose predecessors are accepted."""
+        return self._estimate.rate()
 
     @property
     def cost(self) -> StepCost:
-        """What a step of the copy takes."""
+        """The cost model of a step of the copy."""
         if self._cost is None:
-            self._cost = self._planner.budget.cost.scaled(_PRIOR_SHARE)
+            self._cost = self._planner.budget.cost.scaled(_PRIOR_COST)
         return self._cost
 
     def observe(self, session_id: int, draft: TreeSlice, path: Sequence[int], *, goes_on: bool) -> None:
@@ -86,99 +83,99 @@ class QuantizedSelfDraft(DraftSource):
 
     def _observe(self, drafted: int, accepted: int, *, goes_on: bool) -> None:
         """Count a chain's tokens."""
-        self._right = self._right * _KEPT + accepted
-        self._tried = self._tried * _KEPT + accepted + (goes_on and accepted < drafted)
+        self._estimate.observe(accepted + (goes_on and accepted < drafted), accepted)
 
-    def computed(self, works: Sequence[SessionWork]) -> None:
+    def launched(self, works: Sequence[SessionWork]) -> None:
         """As of DraftSource."""
         if self.head is not None:
-            self.head.computed(works)
+            self.head.launched(works)
 
-    def close(self, session_id: int) -> None:
+    def closed(self, session_id: int) -> None:
         """As of DraftSource."""
         if self.head is not None:
-            self.head.close(session_id)
+            self.head.closed(session_id)
 
-    def rounds(self, work: SessionWork, seconds: float) -> MultiStep | None:
-        """As of DraftSource."""
+    def loop(self, work: SessionWork, seconds: float) -> FusedLoop | None:
+        """As of ModelSource."""
         session = work.chunk.session
-        most = min(self._most([work]), self._planner.max_rows - 1)
-        chain = self._length(1, work.chunk.stop, most)
-        room = min(self._planner.room(session), _ROUNDS * (most + 1))
-        if not self._reserve([work], room + SPARE):
+        most = min(self._most([work]), self._planner.max_tokens - 1)
+        copy = CopyInLoop(self._length(1, work.chunk.stop, most), most)
+        room = min(self._planner.room(session), _MAX_ITERATIONS * (most + 1))
+        if not self._reserve([work], room + MAX_ALTERNATIVES):
             return None
-        rounds = FusedLoop(seconds, room, chain, most)
-        if self.head is not None and (burst := self.head.beside(work, rounds)) is not None:
-            return burst
-        return replace(multi_step_of([self._entries[session.id]], _ROUNDS, (), room=room), rounds=rounds)
+        if self.head is not None and (loop := self.head.loop_with_copy(work, copy, seconds, room)) is not None:
+            return loop
+        entries = [self._sessions[session.id]]
+        return FusedLoop(_MAX_ITERATIONS, interrupts(entries), texts(entries, room), seconds, room, copy)
 
-    def learn(self, session: Session, rounds: Sequence[LoopRound], *, goes_on: bool) -> None:
-        """As of DraftSource."""
+    def observe_loop(self, session: Session, iterations: Sequence[LoopIteration], *, goes_on: bool) -> None:
+        """As of ModelSource."""
         length, cost = session.length, self._planner.budget.cost
-        for place, one in enumerate(rounds, 1):
-            self._observe(one.chain, one.right, goes_on=goes_on or place < len(rounds))
-            cost.observe(1 + one.chain, length, one.verifying)
-            for inner in one.within:
-                self.cost.observe(1 + inner.nodes, length, inner.verifying)
+        for number, one in enumerate(iterations, 1):
+            self._observe(one.chain, one.accepted_chain, goes_on=goes_on or number < len(iterations))
+            cost.observe(1 + one.chain, length, one.verify_seconds)
+            for inner in one.inner:
+                self.cost.observe(1 + inner.verified, length, inner.verify_seconds)
             if self.head is not None:
-                guessed = [inner for inner in one.within if inner.guesses]
-                self.head.saw(guessed, greedy=session.sampling.greedy, goes_on=True)
+                drafted = [inner for inner in one.inner if inner.drafted]
+                self.head.observe_iterations(drafted, greedy=session.sampling.greedy, goes_on=True)
             length += one.committed
         if self.head is not None:
-            self.head.wrote(session, rounds[-1].known)
+            self.head.wrote_in_loop(session, iterations[-1].known)
 
-    def chains(self, works: Sequence[SessionWork], listen: Listen, beside: int = 0) -> dict[int, TreeSlice]:
-        """As of DraftSource."""
-        steps = self._length(len(works), sum(work.chunk.stop for work in works), self._most(works), beside)
+    def draft(self, demand: Demand, listen: Listen) -> Drafts:
+        """As of ModelSource."""
+        works = demand.works
+        kv_tokens = sum(work.chunk.stop for work in works)
+        steps = self._length(len(works), kv_tokens, self._most(works), demand.tokens - len(works))
         if not steps or not self._reserve(works, steps):
             return {}
         tokens = self._draft(works, steps, listen)
         return {
-            work.chunk.session.id: chain_of(self._entries[work.chunk.session.id], own, self.acceptance)
+            work.chunk.session.id: chain_of(self._sessions[work.chunk.session.id], own, self.acceptance)
             for work, own in zip(works, tokens.T.tolist(), strict=True)
         }
 
-    def rate(self, sessions: int, keys: int) -> float:
-        """As of DraftSource."""
-        return float(self._rates(sessions, keys, LONGEST).max())
+    def throughput(self, sessions: int, kv_tokens: int) -> float:
+        """As of ModelSource."""
+        return float(self._throughputs(sessions, kv_tokens, MAX_CHAIN).max())
 
-    def _length(self, sessions: int, keys: int, most: int, beside: int = 0) -> int:
-        """Tokens of the chains that bring most for the time of drafting and verifying them.
+    def _length(self, sessions: int, kv_tokens: int, most: int, others: int = 0) -> int:
+        """Length of the chains that maximize throughput; 0 if beside prompts none exceeds plain decoding.
 
-        Whether any pay is measured, step by step; beside prompts it is not, so there they must promise to.
+        others: tokens of the step that are not these sessions' roots
         """
-        rates = self._rates(sessions, keys, most, beside)
-        step, _ = self._planner.budget.cost.step(sessions, keys)
-        return 0 if beside and rates.max() < 1.0 / step else int(np.argmax(rates)) + 1
+        rates = self._throughputs(sessions, kv_tokens, most, others)
+        plain = self._planner.budget.plain_throughput(sessions, kv_tokens)
+        return 0 if others and rates.max() < plain else int(np.argmax(rates)) + 1
 
-    def _rates(self, sessions: int, keys: int, most: int, beside: int = 0) -> NDArray[np.float64]:
-        """Tokens a second of each session, by the length of its chain: 1 to `most`. beside: rows of others."""
-        most = max(1, min(most, self._planner.max_rows - 1))
+    def _throughputs(self, sessions: int, kv_tokens: int, most: int, others: int = 0) -> NDArray[np.float64]:
+        """Tokens per second of some sessions by the length of their chains: 1 to `most`. others: as of `_length`."""
+        most = max(1, min(most, self._planner.max_tokens - 1))
         lengths = np.arange(1, most + 1)
-        tokens = np.cumsum(self.acceptance**lengths) + 1.0
-        cost = self._planner.budget.cost
-        verifying = cost.seconds(beside + sessions * (lengths + 1), keys) - cost.others(beside + sessions, sessions)
-        rates: NDArray[np.float64] = tokens / (lengths * self._each(sessions, keys) + verifying)
-        return rates
+        gains = sessions * np.cumsum(self.acceptance**lengths)
+        drafting = lengths * self._seconds_per_token(sessions, kv_tokens)
+        budget = self._planner.budget
+        return budget.throughput(gains, sessions * lengths, sessions, others + sessions, kv_tokens, drafting)
 
-    def _each(self, sessions: int, keys: int) -> float:
-        """Seconds of a token of each session's chain."""
-        step, _ = self.cost.step(sessions, keys)
+    def _seconds_per_token(self, sessions: int, kv_tokens: int) -> float:
+        """Seconds in which the copy drafts one token for each session."""
+        step, _ = self.cost.step(sessions, kv_tokens)
         if self.head is not None and sessions == 1:
-            return min(step, 1.0 / self.head.rate(1, keys))
+            return min(step, 1.0 / self.head.throughput(1, kv_tokens))
         return step
 
     @torch.inference_mode()
     def _draft(self, works: Sequence[SessionWork], steps: int, listen: Listen) -> NDArray[np.int64]:
-        """Up to so many tokens of each session, [n, S]. Less if one of them ends, or somebody calls."""
-        entries = [self._entries[work.chunk.session.id] for work in works]
+        """Up to `steps` tokens of each session, [n, S]; fewer if a session ends or a message arrives."""
+        entries = [self._sessions[work.chunk.session.id] for work in works]
         started = time.perf_counter()
         with listen() as files:
-            burst = multi_step_of(entries, steps, files, narrow=True)
-            batch = build(works, self._model.device, draws=sampling_plan(works, entries), burst=burst)
-            drawn = self._model.runner.forward(batch, self._cache).tokens
-        assert drawn is not None, "a model that drafts draws its tokens"
-        tokens = drawn.reshape(-1, len(works))
-        keys = sum(work.chunk.stop for work in works)
-        self.cost.observe(len(works), keys, (time.perf_counter() - started) / len(tokens))
+            program = CopyDrafting(steps, interrupts(entries, files))
+            batch = build(works, self._model.device, draws=sampling_plan(works, entries), program=program)
+            sampled = self._model.runner.forward(batch, self._cache).tokens
+        assert sampled is not None, "a model that drafts samples its tokens"
+        tokens = sampled.reshape(-1, len(works))
+        kv_tokens = sum(work.chunk.stop for work in works)
+        self.cost.observe(len(works), kv_tokens, (time.perf_counter() - started) / len(tokens))
         return tokens

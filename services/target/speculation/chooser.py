@@ -1,0 +1,154 @@
+"""Chooses, step by step, which of the target's own draft sources drafts for which sessions.
+
+1. matches     prompt lookup where its chains let the step exceed plain decoding and the model source
+2. drafts      the model source (quantized self-draft or local EAGLE head) for the other sessions, where it pays
+3. neither     plain steps, several at once where the sessions are alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from outrider.paging.prefix import PrefixCache
+from outrider.serving.loop import Listen
+from outrider.speculation.tree import TreeSlice
+from services.target.kernels.kv_cache import KVCache
+from services.target.model.base import Model
+from services.target.sampling.session import TargetSession
+from services.target.speculation.planner import Planner
+from services.target.speculation.sources.base import Demand, DraftSource, ModelSource
+from services.target.speculation.sources.local_eagle_head import LocalEagleHead
+from services.target.speculation.sources.prompt_lookup import PromptLookup
+from services.target.speculation.sources.quantized_self_draft import QuantizedSelfDraft
+from services.target.step.batch import SessionWork
+from services.target.step.programs import FusedLoop
+
+# Minimum predicted speedup of prompt lookup over plain decoding; a lookup ends multi-step decoding for the whole batch.
+# Eight sessions in int8 at temperature 1 had 0.97 times the throughput of plain steps with 1.02, 0.99 with 1.08 and
+# 1.00 with 1.15.
+_LOOKUP_LEAD = 1.1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to verify in a step.
+
+    works:   of the step, with draft tokens
+    sources: of each session that has some, by id
+    loop:    what to compute instead of a step
+    """
+
+    works: Sequence[SessionWork]
+    sources: Mapping[int, DraftSource] = field(default_factory=dict)
+    loop: tuple[ModelSource, FusedLoop] | None = None
+
+
+class SourceChooser:
+    """Chooses for one engine.
+
+    lookup: prompt lookup; source: the model source, if the model has one
+    looks_up: False turns prompt lookup off, for measurements of the source
+    always: the source drafts whatever it is predicted to bring, to be measured
+    """
+
+    def __init__(self, planner: Planner, sessions: Mapping[int, TargetSession], source: ModelSource | None) -> None:
+        """sessions: those that are open, by id."""
+        self.lookup = PromptLookup(planner, sessions)
+        self.source = source
+        self.looks_up, self.always = True, False
+        self._planner, self._sessions = planner, sessions
+
+    @property
+    def _sources(self) -> list[DraftSource]:
+        return [self.lookup] if self.source is None else [self.lookup, self.source]
+
+    def forget(self) -> None:
+        """Drop what sessions have taught."""
+        for source in self._sources:
+            source.forget()
+
+    def launched(self, works: Sequence[SessionWork]) -> None:
+        """As of DraftSource."""
+        for source in self._sources:
+            source.launched(works)
+
+    def closed(self, session_id: int) -> None:
+        """As of DraftSource."""
+        for source in self._sources:
+            source.closed(session_id)
+
+    def choose(self, works: Sequence[SessionWork], listen: Listen, loop_seconds: float) -> Choice:
+        """Draft for those sessions of a step that only decode.
+
+        listen: how a message interrupts the drafting. loop_seconds: after which a fused loop begins no iteration; 0
+        for no loops.
+        """
+        tokens, kv_tokens = sum(len(work.chunk) for work in works), sum(work.chunk.stop for work in works)
+        demand = Demand([work for work in works if self._serves(work)], len(works), tokens, kv_tokens)
+        source = self.source
+        if source is not None and not source.pays(demand.sessions, kv_tokens) and not self.always:
+            source = None
+        self.judge_lookup(demand.sessions, kv_tokens, source)
+        if not demand.works:
+            return Choice(works)
+        found = self._look_up(demand, source)
+        rest = [work for work in demand.works if work.chunk.session.id not in found]
+        drafted: Mapping[int, TreeSlice] = {}
+        if rest and source is not None:
+            if loop_seconds and len(works) == len(rest) == 1 and (loop := source.loop(rest[0], loop_seconds)):
+                return Choice(works, loop=(source, loop))
+            drafted = source.draft(demand.of(rest), listen)
+        if not found and not drafted:
+            return Choice(works)
+        sources: dict[int, DraftSource] = dict.fromkeys(found, self.lookup)
+        if source is not None:
+            sources |= dict.fromkeys(drafted, source)
+        drafts = {**found, **drafted}
+        none = works[0].draft  # none has any yet
+        return Choice([replace(work, draft=drafts.get(work.chunk.session.id, none)) for work in works], sources)
+
+    def _serves(self, work: SessionWork) -> bool:
+        """True for a session that only wants its next tokens. Drafts of grammars are left to the draft service."""
+        chunk = work.chunk
+        session = chunk.session
+        if len(chunk) > 1 or not chunk.last or not session.max_draft_tokens:
+            return False
+        return self._sessions[session.id].matcher is None and self._planner.depth(session) > 0
+
+    def judge_lookup(self, sessions: int, kv_tokens: int, source: ModelSource | None = None) -> None:
+        """Decide which matches pay in steps of some sessions, if that was not decided lately.
+
+        kv_tokens: of all of them. source: drafts for sessions without a match
+        """
+        floor = partial(self._floor, sessions, kv_tokens, source)
+        self.lookup.judge((sessions, source is not None), sessions, kv_tokens, floor)
+
+    def _floor(self, sessions: int, kv_tokens: int, source: ModelSource | None) -> float:
+        """Throughput that a step with lookups must exceed, in tokens per second."""
+        plain = _LOOKUP_LEAD * self._planner.budget.plain_throughput(sessions, kv_tokens)
+        return plain if source is None else max(plain, source.throughput(sessions, kv_tokens))
+
+    def _look_up(self, demand: Demand, source: ModelSource | None) -> dict[int, TreeSlice]:
+        """Chains of prompt lookup, where they pay, with pages for their tokens."""
+        offer = self.lookup.offer(demand) if self.looks_up else None
+        if offer is None or not offer.drafts:
+            return {}
+        if offer.throughput <= self._floor(demand.sessions, demand.kv_tokens, source):
+            return {}
+        sessions = {work.chunk.session.id: work.chunk.session for work in demand.works}
+        return {
+            session_id: chain
+            for session_id, chain in offer.drafts.items()
+            if self._planner.reserve([sessions[session_id]], len(chain))
+        }
+
+
+def model_source(
+    model: Model, cache: KVCache, prefix: PrefixCache, planner: Planner, sessions: Mapping[int, TargetSession]
+) -> ModelSource | None:
+    """The model source of a model's sessions, if it has one."""
+    if model.copied:
+        return QuantizedSelfDraft(model, cache, prefix, planner, sessions)
+    return None if model.head is None else LocalEagleHead(model, model.head, cache, prefix, planner, sessions)

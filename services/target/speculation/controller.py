@@ -1,0 +1,210 @@
+"""The engine's one counterpart for speculation: what a step verifies, and what is learned from it.
+
+receive    a proposal is merged into its session's draft tree
+plan       the mode policy says whether proposals are verified; without them, the target's own sources may draft;
+           without any draft tokens, several plain steps may follow one another
+settled    a step has ended: costs, acceptance and modes are updated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from outrider.config import TargetConfig
+from outrider.paging.prefix import PrefixCache
+from outrider.serving.loop import Listen
+from outrider.speculation.proposal import Commit, Proposal
+from services.target.features.features import Features
+from services.target.kernels.kv_cache import KVCache
+from services.target.model.base import Model
+from services.target.sampling.session import TargetSession
+from services.target.speculation.chooser import SourceChooser, model_source
+from services.target.speculation.draft_wait import MEASURING_WAIT
+from services.target.speculation.mode_policy import ModePolicy
+from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.multi_step import MultiStepPlanner, interrupts, texts
+from services.target.speculation.planner import Planner, last_chunks
+from services.target.speculation.plans import LoopStep, MultiStep, SelfDraftStep, ServiceStep, StepPlan
+from services.target.speculation.sources.base import Demand
+from services.target.speculation.sources.draft_service import DraftService
+from services.target.step.batch import SessionWork
+from services.target.step.programs import MultiStepDecoding
+
+
+class Speculation:
+    """Decides for one engine.
+
+    service_only: the draft service's proposals are verified, whatever is measured; for the warm-up
+    """
+
+    def __init__(
+        self,
+        config: TargetConfig,
+        planner: Planner,
+        sessions: Mapping[int, TargetSession],
+        service: DraftService,
+        chooser: SourceChooser | None,
+        multi_step: MultiStepPlanner,
+        modes: Sequence[SpeculationMode],
+        features: Features,
+    ) -> None:
+        """sessions: those that are open, by id. chooser: None for a model without draft sources of its own.
+
+        modes: those to choose among; the first one begins
+        """
+        self.planner, self.service, self.chooser, self.multi_step = planner, service, chooser, multi_step
+        self.service_only = False
+        self.policy: ModePolicy
+        self._sessions = sessions
+        self._modes, self._features = modes, features
+        self._longest = MEASURING_WAIT if config.speculative_always else None
+        self._start_policy()
+
+    def _start_policy(self) -> None:
+        self.policy = ModePolicy(self._modes, longest=self._longest, expensive=self._trees_are_expensive)
+
+    def _trees_are_expensive(self) -> bool:
+        return self._features.asked and self.planner.budget.trees_are_expensive
+
+    def forget(self) -> None:
+        """Drop all measurements but the cost model; those of the warm-up are no example."""
+        self.service.forget()
+        if self.chooser is not None:
+            self.chooser.forget()
+        self._start_policy()
+
+    # --- sessions and proposals ---
+
+    def opened(self, session_id: int) -> None:
+        """A session begins."""
+        self.service.opened(session_id)
+
+    def closed(self, entry: TargetSession) -> None:
+        """A session has ended and returned its pages."""
+        session_id = entry.session.id
+        self.policy.wait.closed(session_id)
+        self.service.stats.ended(session_id, entry.tree)
+        self.service.closed(session_id)
+        if self.chooser is not None:
+            self.chooser.closed(session_id)
+
+    def receive(self, proposal: Proposal) -> None:
+        """Merge a proposal. One of a session that is not open is dropped."""
+        entry = self._sessions.get(proposal.session_id)
+        if entry is not None:
+            fresh = proposal.committed_length >= entry.session.length
+            self.policy.received(proposal.session_id, fresh=fresh)
+            self.service.merge(proposal, entry)
+
+    # --- modes ---
+
+    @property
+    def drafting_paused(self) -> bool:
+        """True if drafters are told that no proposals are wanted."""
+        return self.policy.drafting_paused
+
+    @property
+    def _self_speculates(self) -> bool:
+        """True if steps verify draft tokens of the target's own, where they pay."""
+        return self.chooser is not None and self.policy.mode is SpeculationMode.SELF_SPECULATE and not self.service_only
+
+    @property
+    def without_drafts(self) -> bool:
+        """True if no session has, or gets, draft tokens or features of a draft service."""
+        return self.policy.without_drafts and (self.drafting_paused or not self._features.asked)
+
+    def wants_drafts(self, entry: TargetSession) -> bool:
+        """True if the next step may verify proposals for a session."""
+        drafted = self.policy.wait.drafts_for(entry.session.id) and not self.drafting_paused
+        return drafted and bool(self.service.wanted(entry))
+
+    # --- plans ---
+
+    def plan(self, works: Sequence[SessionWork], listen: Listen, *, program: bool, drafts: bool = True) -> StepPlan:
+        """What a step verifies of some sessions.
+
+        listen: how a message interrupts drafting. program: several steps may follow within one call. drafts: draft
+        tokens may be verified
+        """
+        demand = _demand(works)
+        self.service.begin(demand)
+        alone = program and self.without_drafts and self.multi_step.alone(works)
+        if self._self_speculates and self.chooser is not None:
+            plan = self._self_drafted(works, listen, self.chooser, alone=alone)
+        else:
+            chosen = self.service.offer(demand).drafts if drafts and not self.drafting_paused else None
+            if chosen:
+                works = [replace(work, draft=chosen.get(work.chunk.session.id, work.draft)) for work in works]
+            plan = self._plain(works, alone=alone and not any(work.draft for work in works))
+        self.service.count_misses(plan.works, paused=self.drafting_paused)
+        return plan
+
+    def _self_drafted(
+        self, works: Sequence[SessionWork], listen: Listen, chooser: SourceChooser, *, alone: bool
+    ) -> StepPlan:
+        loops = alone and not self._features.asked
+        choice = chooser.choose(works, listen, self.multi_step.window if loops else 0.0)
+        parts = self.service, self.planner.budget
+        if choice.loop is not None:
+            source, loop = choice.loop
+            match = chooser.lookup.min_match if chooser.looks_up else 0
+            return LoopStep(works, *parts, source, replace(loop, texts=replace(loop.texts, match=match)))
+        if choice.sources:
+            return SelfDraftStep(choice.works, *parts, choice.sources)
+        return self._plain(works, alone=alone, match=chooser.lookup.min_match if chooser.looks_up else 0)
+
+    def _plain(self, works: Sequence[SessionWork], *, alone: bool, match: int = 0) -> StepPlan:
+        """A step with proposals, or several plain ones. match: as of SessionTexts."""
+        parts = self.service, self.planner.budget
+        steps = self.multi_step.steps(works) if alone else 1
+        if steps < 2:
+            return ServiceStep(works, *parts)
+        entries = [self._sessions[work.chunk.session.id] for work in works]
+        looked_up = texts(entries, steps, match) if match else None
+        return MultiStep(works, *parts, MultiStepDecoding(steps, interrupts(entries), looked_up))
+
+    def launched(self, works: Sequence[SessionWork]) -> None:
+        """A step of the model is launched, which writes these tokens into the cache."""
+        if self.chooser is not None:
+            self.chooser.launched(works)
+
+    # --- outcomes ---
+
+    def budget(self, entry: TargetSession) -> int:
+        """The draft budget of a session's next step, for its commit."""
+        unread = self._features.asked and not self.policy.wait.drafts_for(entry.session.id)
+        return self.service.budget(entry, paused=self.drafting_paused, unread=unread)
+
+    def settled(self, commits: Sequence[Commit], sessions: int, prompt_tokens: int, steps: int) -> None:
+        """A step has ended. sessions: that it committed tokens in; steps: of the model."""
+        wanted = [commit.session_id for commit in commits if commit.draft_budget]
+        tokens = sum(len(commit.tokens) for commit in commits)
+        self.policy.end(wanted, sessions, tokens, prompts=prompt_tokens, steps=steps)
+
+
+def _demand(works: Sequence[SessionWork]) -> Demand:
+    """All sessions of a step."""
+    chunks = last_chunks(works)
+    return Demand(works, len(chunks), sum(len(work.chunk) for work in works), sum(work.chunk.stop for work in works))
+
+
+def speculation_of(
+    model: Model,
+    cache: KVCache,
+    prefix: PrefixCache,
+    features: Features,
+    config: TargetConfig,
+    planner: Planner,
+    sessions: Mapping[int, TargetSession],
+    window: float,
+    modes: Sequence[SpeculationMode],
+) -> Speculation:
+    """The speculation of an engine, with the draft sources that its model has. window: as of MultiStepPlanner."""
+    chooser = None
+    if model.prompt_lookup:
+        chooser = SourceChooser(planner, sessions, model_source(model, cache, prefix, planner, sessions))
+    service = DraftService(planner, sessions, model.vocab_size)
+    return Speculation(
+        config, planner, sessions, service, chooser, MultiStepPlanner(planner, sessions, window), modes, features
+    )

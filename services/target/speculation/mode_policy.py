@@ -1,0 +1,170 @@
+"""Which speculation mode a step has: selected by trials at each load by itself (mode_selector.py), once a draft service
+answers; before that, the first of the modes that the model and the flags leave open."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from services.target.speculation.draft_wait import MAX_WAIT, DraftWait
+from services.target.speculation.mode_selector import DRAFT_MODES, TRIAL, ModeSelector, PrefillCost, SpeculationMode
+
+# Steps at the start of a trial that are not measured: drafters learn of the mode first, or do work that comes once.
+_SETTLING = 2
+_UNANSWERED_TRIALS = 2  # trials after which missing proposals are a measurement, too
+_MAX_EXCESS = 4.0  # a step that takes longer than this many usual ones of its mode counts as one that takes this long
+_MANY = 2  # as of `_load`: three sessions and more
+_STEP_WEIGHT, _TRIAL_WEIGHT = 0.2, 0.1  # EMA weights of a step's time: of any mode, and of one mode
+
+SERVICE_MODES = (*DRAFT_MODES, SpeculationMode.NONE)  # of a target without draft sources of its own
+MEASURING_MODES = (SpeculationMode.WAIT_FOR_DRAFT,)
+
+
+class ModePolicy:
+    """Decides for one engine.
+
+    wait: how long steps are held for proposals
+    """
+
+    def __init__(
+        self,
+        modes: Sequence[SpeculationMode] = SERVICE_MODES,
+        clock: Callable[[], float] = time.perf_counter,
+        longest: float | None = None,
+        expensive: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """modes: those to choose among; the first one begins. longest: as of DraftWait.
+
+        expensive: returns whether draft trees cost so much that few sessions, too, begin without, as many do
+        """
+        self._clock = clock
+        self._modes = modes
+        self._expensive = expensive
+        self.wait = DraftWait(clock, longest)
+        self._selectors: dict[int, ModeSelector] = {}  # by load: 1, 2, 3 to 5, 6 to 11 sessions, and so on
+        self._prompts = PrefillCost()
+        self._load = self._coming = -1  # logarithms of sessions: of those measured, and of those present
+        self._start_trial()
+        self._usual: dict[SpeculationMode, float] = {}  # seconds of a measured step at this load
+        self._step_seconds = 0.0  # of a step without prompts, waits excluded ...
+        self._step_tokens = 1.0  # ... and the tokens per session that it commits
+        self._ended = self._began = clock()
+
+    @property
+    def mode(self) -> SpeculationMode:
+        """The mode of the next step."""
+        selector = self._selectors.get(self._load)
+        return selector.mode if selector is not None else self._modes[0]
+
+    @property
+    def drafting_paused(self) -> bool:
+        """True if drafters are told to rest. Until one answers, all are asked."""
+        return self.wait.has_drafter and self.mode not in DRAFT_MODES
+
+    @property
+    def without_drafts(self) -> bool:
+        """True if no drafter is there, or drafting has been paused for some steps."""
+        return not self.wait.has_drafter or (self.drafting_paused and self._steps >= 0)
+
+    def begin(self, sessions: int = 0) -> None:
+        """A step begins. sessions: that are present, those that still have prompts to read included.
+
+        They will all want tokens soon, so it is their load that counts: their prompts are read in the better mode.
+        """
+        self._began = self._clock()
+        self.wait.begin(self._began)
+        self._coming = _load(sessions)
+        if self._selects and self._coming > self._load:
+            self._meet(self._coming)
+
+    @property
+    def _selects(self) -> bool:
+        """True if there is more than one mode: without a draft service there is not."""
+        return self.wait.has_drafter
+
+    def received(self, session_id: int, *, fresh: bool) -> None:
+        """As of DraftWait."""
+        if not self.wait.has_drafter:
+            self._selectors, self._load = {}, -1
+        self.wait.received(session_id, fresh=fresh)
+
+    def end(self, wanted: Collection[int], count: int, tokens: int, *, prompts: int = 0, steps: int = 1) -> None:
+        """A step has ended, or several at once, that committed tokens in `count` sessions.
+
+        wanted: those of them whose draft tokens are wanted next. prompts: prompt tokens in it.
+        """
+        now = self._clock()
+        seconds, self._ended = now - self._ended, now
+        computing = now - self._began
+        if self._selects:
+            self._prompts.committed(tokens)
+            self._account(count, tokens, prompts, computing, seconds - computing)
+            load = _load(count)
+            if count and (load > self._load or (load < self._load and not prompts and self._coming < self._load)):
+                self._meet(load)
+            elif count and not prompts and self._judges(bool(self.wait.any_of(wanted))):
+                self._measure(count, tokens / count, seconds, steps)
+        if count and not prompts:
+            new = _STEP_WEIGHT if self._step_seconds else 1.0
+            self._step_seconds += new * (computing / steps - self._step_seconds)
+            self._step_tokens += new * (tokens / count / steps - self._step_tokens)
+        hold = self.mode is SpeculationMode.WAIT_FOR_DRAFT
+        self.wait.end(now, wanted, self._step_seconds or computing, hold=hold)
+
+    def _account(self, count: int, tokens: int, prompts: int, computing: float, waited: float) -> None:
+        """All steps, measured or not, show what trials cost and when the next are due. computing, waited: seconds."""
+        selector = self._selectors.get(self._load)
+        if prompts:
+            # Beside prompts there may be no draft tokens, so it is the step's tokens that take the time of others.
+            others = self._step_seconds * tokens / (count * self._step_tokens) if tokens else 0.0
+            self._prompts.observe(self.mode, prompts, max(0.0, computing - others))
+            if selector is not None:
+                selector.prefill(computing)
+        elif count and selector is not None:
+            selector.spend(tokens / count, computing + min(waited, MAX_WAIT))
+
+    def _judges(self, drafted: bool) -> bool:
+        # A drafter that has not answered a session yet may have its prompt to read: that is no measurement of its
+        # draft tokens, unless it goes on like that.
+        if drafted or self.mode not in DRAFT_MODES:
+            return True
+        self._unanswered += 1
+        return self._unanswered > _UNANSWERED_TRIALS * TRIAL
+
+    def _meet(self, load: int) -> None:
+        """Go on at another load."""
+        mode, self._load, self._usual = self.mode, load, {}
+        new = load not in self._selectors
+        self._start_trial(settling=_SETTLING if new else 0)
+        if new:
+            known = max((known for known in self._selectors if known < load), default=-1)
+            fewer, many = self._selectors.get(known), load >= _MANY or self._expensive()
+            self._selectors[load] = ModeSelector(self._modes, mode, self._prompts, fewer, load - known, many=many)
+
+    def _measure(self, count: int, tokens: float, seconds: float, steps: int) -> None:
+        # The first step after a pause is long. A deep draft's step is, too, so that each mode has its own measure.
+        usual = self._usual.get(self.mode, seconds / steps)
+        self._usual[self.mode] = usual + _TRIAL_WEIGHT * (min(seconds / steps, _MAX_EXCESS * usual) - usual)
+        if seconds > _MAX_EXCESS * steps * usual:
+            seconds = steps * usual
+        self._steps += steps
+        if self._steps <= 0:
+            return
+        self._trial[0] += tokens
+        self._trial[1] += seconds
+        selector = self._selectors[self._load]
+        if self._steps >= selector.steps:
+            before = selector.mode
+            selector.end_trial(*self._trial, sessions=count, steps=self._steps)
+            self._start_trial(settling=_SETTLING if selector.mode is not before else 0)
+
+    def _start_trial(self, settling: int = 0) -> None:
+        self._trial = [0.0, 0.0]  # tokens per session, seconds
+        self._steps = -settling
+        self._unanswered = 0  # steps of the trial whose sessions no drafter has answered
+
+
+def _load(sessions: int) -> int:
+    """Loads differ by the logarithm of their sessions; -1 is none."""
+    return round(math.log2(sessions)) if sessions else -1

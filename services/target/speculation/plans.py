@@ -1,0 +1,177 @@
+"""Kinds of steps. A plan says what the device computes, and what the engine learns once it is done.
+
+ServiceStep     one step: committed tokens, and draft tokens of draft services
+MultiStep       several plain steps in one call
+SelfDraftStep   one step with draft tokens of the target's own sources
+LoopStep        a fused loop of drafting and verification, of one session
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from outrider.serving.loop import Listen
+from outrider.serving.session import Session
+from services.target.speculation.budget import Budget, promised
+from services.target.speculation.sources.base import DraftSource, ModelSource
+from services.target.speculation.sources.draft_service import DraftService
+from services.target.step.batch import SessionWork
+from services.target.step.programs import FusedLoop, LoopIteration, MultiStepDecoding, StepProgram
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long a step took.
+
+    waited:  seconds before it in which the engine did not compute
+    seconds: of each of its steps of the model
+    steps:   of the model
+    """
+
+    waited: float
+    seconds: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a session's draft tokens in a step. goes_on: False if the session ended with it."""
+
+    session: Session
+    path: Sequence[int]
+    goes_on: bool
+    iterations: Sequence[LoopIteration] = ()
+
+
+@dataclass
+class StepPlan(ABC):
+    """One of the kinds. works: what the step computes of each session."""
+
+    works: Sequence[SessionWork]
+    service: DraftService
+    budget: Budget
+
+    from_service: ClassVar[bool]  # draft tokens of the step are the draft service's
+
+    @contextmanager
+    def program(self, listen: Listen) -> Iterator[StepProgram | None]:
+        """What follows within the same call. listen: how a message interrupts it, while the context lasts."""
+        del listen
+        yield None
+
+    def verified(self, work: SessionWork, outcome: Outcome) -> tuple[int, int]:
+        """Draft tokens of a session that its commit reports as verified and as accepted."""
+        return len(work.draft.tokens), len(outcome.path)
+
+    @abstractmethod
+    def observe(self, work: SessionWork, outcome: Outcome) -> None:
+        """Learn from one session's draft, before its tokens are committed."""
+
+    @abstractmethod
+    def finish(self, works: Sequence[SessionWork], accepted: int, timing: Timing) -> None:
+        """Learn from the step as a whole. works: those that still counted. accepted: draft tokens of all sessions."""
+
+    def _observe_service(self, work: SessionWork, outcome: Outcome) -> None:
+        self.service.observe(outcome.session.id, work.draft, outcome.path, goes_on=outcome.goes_on)
+
+    def _finish_service(self, works: Sequence[SessionWork], accepted: int, timing: Timing) -> None:
+        drafts = [work.draft for work in works if len(work.draft.tokens)]
+        self.service.calibrations.overall.observe(sum(map(promised, drafts)), accepted if drafts else 0)
+        self.budget.waited(timing.waited)
+        self._observe_cost(timing)
+
+    def _observe_cost(self, timing: Timing) -> None:
+        tokens = sum(len(work.chunk) + len(work.draft) for work in self.works)
+        kv_tokens = sum(work.chunk.stop for work in self.works)
+        self.budget.cost.observe(tokens, kv_tokens, timing.seconds)
+
+    def _count_paused(self, works: Sequence[SessionWork], timing: Timing) -> None:
+        """Count the steps behind the first one, which was counted when it was planned."""
+        if timing.steps > 1 and self.service.stats.started:
+            self.service.stats.paused((timing.steps - 1) * len(works))
+
+
+@dataclass
+class ServiceStep(StepPlan):
+    """A step that verifies proposals, or none: then it is plain decoding."""
+
+    from_service = True
+    observe = StepPlan._observe_service
+    finish = StepPlan._finish_service
+
+
+@dataclass
+class MultiStep(StepPlan):
+    """Plain steps. decoding: of the sessions, without the files of its interrupts."""
+
+    decoding: MultiStepDecoding
+
+    from_service = True
+    observe = StepPlan._observe_service
+
+    @contextmanager
+    def program(self, listen: Listen) -> Iterator[StepProgram | None]:
+        """As of StepPlan."""
+        with listen() as files:
+            yield replace(self.decoding, interrupts=replace(self.decoding.interrupts, files=array("i", files)))
+
+    def finish(self, works: Sequence[SessionWork], accepted: int, timing: Timing) -> None:
+        """As of StepPlan."""
+        self._finish_service(works, accepted, timing)
+        self._count_paused(works, timing)
+
+
+@dataclass
+class SelfDraftStep(StepPlan):
+    """A step with draft tokens of the target's own. sources: of each session that has some, by id."""
+
+    sources: Mapping[int, DraftSource]
+
+    from_service = False
+
+    def observe(self, work: SessionWork, outcome: Outcome) -> None:
+        """As of StepPlan."""
+        if len(work.draft.tokens) and (source := self.sources.get(outcome.session.id)) is not None:
+            source.observe(outcome.session.id, work.draft, outcome.path, goes_on=outcome.goes_on)
+
+    def finish(self, works: Sequence[SessionWork], accepted: int, timing: Timing) -> None:
+        """As of StepPlan."""
+        del works, accepted
+        self._observe_cost(timing)
+
+
+@dataclass
+class LoopStep(StepPlan):
+    """A fused loop. source: whose it is; loop: without the files of its interrupts."""
+
+    source: ModelSource
+    loop: FusedLoop
+
+    from_service = False
+
+    @contextmanager
+    def program(self, listen: Listen) -> Iterator[StepProgram | None]:
+        """As of StepPlan."""
+        with listen() as files:
+            yield replace(self.loop, interrupts=replace(self.loop.interrupts, files=array("i", files)))
+
+    def verified(self, work: SessionWork, outcome: Outcome) -> tuple[int, int]:
+        """Those of the last iteration; the others have commits of their own."""
+        del work
+        last = outcome.iterations[-1]
+        return last.verified, last.accepted
+
+    def observe(self, work: SessionWork, outcome: Outcome) -> None:
+        """As of StepPlan."""
+        del work
+        self.source.observe_loop(outcome.session, outcome.iterations, goes_on=outcome.goes_on)
+
+    def finish(self, works: Sequence[SessionWork], accepted: int, timing: Timing) -> None:
+        """As of StepPlan."""
+        del accepted
+        self._count_paused(works, timing)

@@ -1,0 +1,123 @@
+"""Proposals of draft services as a draft source: merged into each session's draft tree when they arrive.
+
+Of all sessions' draft tokens a step verifies those that maximize its throughput (budget.py), unless flags say how many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from outrider.speculation.proposal import Proposal
+from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
+from services.target.sampling.session import TargetSession
+from services.target.speculation.budget import min_score, promised
+from services.target.speculation.draft_stats import DraftStatsRecorder
+from services.target.speculation.estimates.calibration import Calibrations
+from services.target.speculation.planner import Planner, last_chunks
+from services.target.speculation.sources.base import Demand, DraftSource, Offer
+from services.target.step.batch import SessionWork
+
+# Tokens that a head on the same cores reads in the time that drafting saves per token: 64 in 3 to 4 ms, while a token
+# takes 5 to 7 ms instead of 8 to 11 (the default model on two cores).
+_READ_PER_TOKEN = 40
+
+
+class DraftService(DraftSource):
+    """The draft services' part in one engine's steps."""
+
+    def __init__(self, planner: Planner, sessions: Mapping[int, TargetSession], vocab_size: int) -> None:
+        """sessions: those that are open, by id."""
+        self._min_probability = 0.0  # below which no draft token was worth its cost in the last step
+        self._vocab_size = vocab_size
+        super().__init__(planner, sessions)
+
+    def forget(self) -> None:
+        """As of DraftSource."""
+        self.calibrations = Calibrations()
+        self.stats = DraftStatsRecorder()
+
+    def opened(self, session_id: int) -> None:
+        """A session begins."""
+        self.calibrations.open(session_id)
+
+    def closed(self, session_id: int) -> None:
+        """As of DraftSource. The session's entry is still there."""
+        self.calibrations.close(session_id)
+
+    def merge(self, proposal: Proposal, entry: TargetSession) -> None:
+        """Merge a proposal. One with tokens that the model does not know is dropped."""
+        known, held = 0, len(entry.tree)
+        if len(proposal.tokens) and int(proposal.tokens.max()) < self._vocab_size:
+            known = entry.tree.merge(proposal)
+        self.stats.received(proposal, entry.session.length, len(entry.tree) - held, known)
+
+    def begin(self, demand: Demand) -> None:
+        """Note what a draft token must bring in a step, whether the step verifies any or not."""
+        self._min_probability = self._planner.budget.min_probability(demand.tokens, demand.sessions, demand.kv_tokens)
+
+    def offer(self, demand: Demand) -> Offer:
+        """The draft tokens that are worth their cost in this step, as far as there is room."""
+        entries = [self._sessions[chunk.session.id] for chunk in last_chunks(demand.works)]
+        if not any(entry.tree for entry in entries):
+            return Offer(0.0, {})
+        planner, throughput = self._planner, 0.0
+        drafts = [self._candidates(entry, 0.0 if planner.verifies_all else self._min_probability) for entry in entries]
+        if not planner.verifies_all:
+            calibrations = [self.calibrations[entry.session.id] for entry in entries]
+            ratios = [calibration.ratio for calibration in calibrations]
+            counts, throughput = planner.budget.select(drafts, ratios, demand.tokens, demand.kv_tokens)
+            drafts = [
+                draft.head(max(count, 1) if calibration.due else count)
+                for calibration, draft, count in zip(calibrations, drafts, counts, strict=True)
+            ]
+        chosen = {
+            entry.session.id: planner.reserve_draft(entry.session, draft)
+            for entry, draft in zip(entries, drafts, strict=True)
+        }
+        return Offer(throughput, chosen)
+
+    def _candidates(self, entry: TargetSession, probability: float) -> TreeSlice:
+        """The likeliest draft tokens of a session, above a probability unless one is due to be tried."""
+        depth, most = self._planner.depth(entry.session), self._planner.most(entry.session)
+        if depth < 1 or most < 1:
+            return EMPTY_SLICE
+        admits = entry.admits if entry.matcher is not None else None
+        calibration = self.calibrations[entry.session.id]
+        lowest = -math.inf if calibration.due else min_score(probability, calibration.ratio)
+        return entry.tree.select(most, depth, self._planner.max_children, lowest, admits)
+
+    def observe(self, session_id: int, draft: TreeSlice, path: Sequence[int], *, goes_on: bool) -> None:
+        """As of DraftSource."""
+        del goes_on
+        self.calibrations[session_id].observe(promised(draft), len(path))
+
+    def wanted(self, entry: TargetSession) -> int:
+        """Draft tokens that the next step could verify with profit, judged by this one: none, one to try, or all."""
+        most = self._planner.most(entry.session)
+        calibration = self.calibrations[entry.session.id]
+        if self._planner.verifies_all or min(calibration.ratio, 1.0) > self._min_probability:
+            return most
+        return min(int(calibration.due), most)
+
+    def budget(self, entry: TargetSession, *, paused: bool, unread: bool) -> int:
+        """The draft budget of a session's next step, which its commit tells drafters.
+
+        paused: drafting is, of all sessions. unread: a head has not read this session, as far as is known; if its
+        drafting was paused so far, a few last tokens are not worth the reading.
+        """
+        session = entry.session
+        late = unread and session.drafting_paused and session.length > _READ_PER_TOKEN * self._planner.room(session)
+        session.drafting_paused = paused or late
+        return 0 if session.drafting_paused else self.wanted(entry)
+
+    def count_misses(self, works: Sequence[SessionWork], *, paused: bool) -> None:
+        """Count sessions that sample without a draft token. paused: drafting is."""
+        if not self.stats.started:
+            return
+        missing = [work.chunk.session for work in works if work.chunk.last and not work.draft]
+        if paused:
+            self.stats.paused(sum(session.length > session.opened_length for session in missing))
+            return
+        for session in missing:
+            self.stats.missed(session, self._sessions[session.id].tree)
