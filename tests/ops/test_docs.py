@@ -123,6 +123,14 @@ def test_a_decision_says_context_decision_measurement_and_price_on_one_screen(pa
     assert f"({path.name})" in (path.parent / "README.md").read_text()
 
 
+def test_decisions_that_code_refers_to_exist():
+    names = {path.name for path in DECISIONS}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            for name in re.findall(r"docs/decisions/([\w-]+\.md)", path.read_text()):
+                assert name in names, f"{path.relative_to(ROOT)}: {name}"
+
+
 def figures():
     """The rows of the README's table of figures."""
     lines = [
