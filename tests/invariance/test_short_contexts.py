@@ -37,5 +37,5 @@ def test_text_continues_beyond_the_context_of_the_drafter(target, draft, tempera
     assert run.reopened == 0
     if draft.drafter.features is not None:  # a perfect head is accepted within its context
         assert 0.5 * CONTEXT < run.accepted < CONTEXT
-    assert draft.drafter.trunks == {}
+    assert draft.drafter.prefix_kvs == {}
     draft.check()

@@ -25,7 +25,7 @@ LONG = 60.0  # coalescing window in seconds that never ends within a test: a pro
 
 def with_head(target: Path, folder: Path, **flags) -> Model:
     """A target with a local EAGLE head."""
-    return load_model(target, self_draft="head", self_draft_head=str(folder), **flags)
+    return load_model(target, self_speculation="head", self_speculation_head=str(folder), **flags)
 
 
 def self_speculating(model: Model, **flags) -> TargetEngine:
@@ -66,7 +66,7 @@ def pending_message(engine: TargetEngine):
     def listen():
         yield (read,)
 
-    engine.listen = listen
+    engine.message_files = listen
     yield lambda: os.read(read, 1)
     os.close(read)
     os.close(write)

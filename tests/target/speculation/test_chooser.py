@@ -34,13 +34,17 @@ CHEAP_COPY, EXPENSIVE_COPY = FixedCost({1: 1e-4, 64: 1e-4}), FixedCost({1: 5e-3,
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = write_tokenizer(write_model(tmp_path_factory.mktemp("model"), seed=1))
-    return load_model(folder, self_draft="int4")
+    return load_model(folder, self_speculation="quantized", self_speculation_format="int4")
 
 
 @pytest.fixture(scope="module")
 def cyclic(tmp_path_factory):
     """A target whose text repeats after 40 tokens, with a copy."""
-    return load_model(write_cyclic_target(tmp_path_factory.mktemp("cyclic") / "target"), self_draft="int4")
+    return load_model(
+        write_cyclic_target(tmp_path_factory.mktemp("cyclic") / "target"),
+        self_speculation="quantized",
+        self_speculation_format="int4",
+    )
 
 
 def predicting(model, copy_cost, *, looks_up=False, **flags):

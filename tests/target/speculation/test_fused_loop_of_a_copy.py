@@ -25,12 +25,14 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def both(pair):
     target, folder, _ = pair
-    return load_model(target, self_draft="int4", self_draft_head=str(folder))
+    return load_model(
+        target, self_speculation="quantized", self_speculation_format="int4", self_speculation_head=str(folder)
+    )
 
 
 @pytest.fixture(scope="module")
 def copied(pair):
-    return load_model(pair[0], self_draft="int4")
+    return load_model(pair[0], self_speculation="quantized", self_speculation_format="int4")
 
 
 def looping(model, **flags):
@@ -133,7 +135,11 @@ def test_a_perfect_head_is_accepted_by_the_copy(tmp_path):
     """With a perfect head and an accurate copy, nearly all draft tokens are accepted at both levels."""
     target = write_cyclic_target(tmp_path / "target")
     head = write_perfect_eagle3(tmp_path / "head", target)
-    engine = looping(load_model(target, self_draft="int4", self_draft_head=str(head)))
+    engine = looping(
+        load_model(
+            target, self_speculation="quantized", self_speculation_format="int4", self_speculation_head=str(head)
+        )
+    )
     loops = recorded_iterations(engine)
     found = run(engine, [opening(1, [int(CYCLE[3])] * 20, max_tokens=300)])
     assert found.new[1] == cycle_text(int(CYCLE[3]), 300)

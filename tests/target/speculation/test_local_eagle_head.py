@@ -13,7 +13,7 @@ from outrider.errors import ConfigError
 from outrider.speculation.sampling import SamplingParams
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.weights import Format
-from services.target.model.loading.self_draft import SelfSpeculationConfig, self_speculation_config
+from services.target.model.loading.self_speculation import SelfSpeculationPlan, plan_self_speculation
 from services.target.speculation.estimates.calibration_bins import CalibrationBins
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.sources import base, local_eagle_head
@@ -302,37 +302,40 @@ def test_the_sources_that_auto_chooses():
     large = nn.Linear(4096, 4096)
 
     def chosen(**flags):
-        return self_speculation_config(TargetConfig(device="cpu", **flags), large, None)
+        return plan_self_speculation(TargetConfig(device="cpu", **flags), large, None)
 
-    assert chosen(quantization="int8") == chosen(quantization="int4") == SelfSpeculationConfig(True, None, DEFAULT_HEAD)
-    assert chosen(dtype="bfloat16") == SelfSpeculationConfig(True, Format.INT4, DEFAULT_HEAD)
-    assert chosen(dtype="bfloat16", self_draft="int8") == SelfSpeculationConfig(True, Format.INT8)
-    assert chosen(self_draft="int8", self_draft_head="folder") == SelfSpeculationConfig(
-        True, Format.INT8, Path("folder")
-    )
-    assert chosen(self_draft_head="folder") == SelfSpeculationConfig(True, None, Path("folder"))
-    assert chosen(dtype="bfloat16", model_path="another") == SelfSpeculationConfig(True, Format.INT4)
-    assert chosen(self_draft="head").head == DEFAULT_HEAD
-    assert chosen(quantization="int8", model_path="another") == SelfSpeculationConfig(True), (
+    assert chosen(quantization="int8") == chosen(quantization="int4") == SelfSpeculationPlan(True, None, DEFAULT_HEAD)
+    assert chosen(dtype="bfloat16") == SelfSpeculationPlan(True, Format.INT4, DEFAULT_HEAD)
+    assert chosen(
+        dtype="bfloat16", self_speculation="quantized", self_speculation_format="int8"
+    ) == SelfSpeculationPlan(True, Format.INT8)
+    assert chosen(
+        self_speculation="quantized", self_speculation_format="int8", self_speculation_head="folder"
+    ) == SelfSpeculationPlan(True, Format.INT8, Path("folder"))
+    assert chosen(self_speculation_head="folder") == SelfSpeculationPlan(True, None, Path("folder"))
+    assert chosen(dtype="bfloat16", model_path="another") == SelfSpeculationPlan(True, Format.INT4)
+    assert chosen(self_speculation="head").head == DEFAULT_HEAD
+    assert chosen(quantization="int8", model_path="another") == SelfSpeculationPlan(True), (
         "no head is bundled for this model"
     )
+    assert plan_self_speculation(TargetConfig(quantization="int8"), nn.Linear(8, 8), None) == SelfSpeculationPlan(), (
+        "the model is small"
+    )
     assert (
-        self_speculation_config(TargetConfig(quantization="int8"), nn.Linear(8, 8), None) == SelfSpeculationConfig()
-    ), "the model is small"
-    assert (
-        self_speculation_config(TargetConfig(quantization="int8"), large, "no compiled program")
-        == SelfSpeculationConfig()
+        plan_self_speculation(TargetConfig(quantization="int8"), large, "no compiled program") == SelfSpeculationPlan()
     )
 
 
 def test_flags_of_the_head(pair, tmp_path):
     target, folder, _ = pair
-    assert load_model(target, self_draft_head=str(folder)).head is not None, "--self-draft-head selects the head"
-    with pytest.raises(ConfigError, match="--self-draft-head says what"):
-        load_model(target, self_draft="text", self_draft_head=str(folder))
-    with pytest.raises(ConfigError, match=r"name its folder with --self-draft-head$"):
-        load_model(target, self_draft="head")
-    with pytest.raises(ConfigError, match=r"--self-draft head: .*leave it out"):
-        load_model(target, self_draft="head", self_draft_head=str(folder), attention_backend="torch_native")
+    assert load_model(target, self_speculation_head=str(folder)).head is not None, (
+        "--self-speculation-head selects the head"
+    )
+    with pytest.raises(ConfigError, match="--self-speculation-head is not for"):
+        load_model(target, self_speculation="lookup", self_speculation_head=str(folder))
+    with pytest.raises(ConfigError, match=r"name a folder with --self-speculation-head$"):
+        load_model(target, self_speculation="head")
+    with pytest.raises(ConfigError, match=r"--self-speculation head: .*leave it out"):
+        load_model(target, self_speculation="head", self_speculation_head=str(folder), attention_backend="torch_native")
     with pytest.raises(ConfigError, match=r"config\.json is missing"):
         with_head(target, tmp_path)

@@ -161,7 +161,7 @@ def test_multi_step_decoding_ends_on_a_message(model):
     engine.open(opening(1, [5, 6, 7], max_tokens=200))
     while not engine.step().commits:
         pass
-    engine.listen = inbox.listening
+    engine.message_files = inbox.message_files
     assert len(engine.step().commits[0].tokens) == 16
     inbox.put("message")  # before the call begins
     assert len(engine.step().commits[0].tokens) == 1
@@ -170,11 +170,11 @@ def test_multi_step_decoding_ends_on_a_message(model):
 
     @contextmanager
     def message_during_the_call():
-        with inbox.listening() as files:
+        with inbox.message_files() as files:
             inbox.put("message")  # during the call
             yield files
 
-    engine.listen = message_during_the_call
+    engine.message_files = message_during_the_call
     assert len(engine.step().commits[0].tokens) == 1
     inbox.close()
 

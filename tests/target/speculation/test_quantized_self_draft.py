@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(folder):
-    return load_model(folder, self_draft="int4")
+    return load_model(folder, self_speculation="quantized", self_speculation_format="int4")
 
 
 def sessions(count, temperature=1.0, seed=0):
@@ -61,11 +61,11 @@ def test_texts_and_finish_reasons_equal_plain_decoding(model, temperature, flags
         {"dtype": "bfloat16"},
         {"quantization": "int8"},
         {"kv_cache_dtype": "fp8_e4m3"},
-        {"dtype": "bfloat16", "self_draft": "int8"},
+        {"dtype": "bfloat16", "self_speculation": "quantized", "self_speculation_format": "int8"},
     ],
 )
 def test_texts_equal_plain_decoding_in_other_number_formats(folder, flags):
-    model = load_model(folder, **({"self_draft": "int4"} | flags))
+    model = load_model(folder, **({"self_speculation": "quantized", "self_speculation_format": "int4"} | flags))
     requests = list(sessions(6))
     expected = run(engine_of(model), requests)
     found = run(drafting(model), requests)
@@ -78,7 +78,9 @@ def test_texts_equal_plain_decoding_in_other_number_formats(folder, flags):
 def test_texts_equal_plain_decoding_in_other_families(tmp_path, family):
     """Biases, norms of queries and keys, norms of branches, windows and soft caps."""
     options = {"sliding_window": 16} if family.startswith("gemma") else {}
-    model = load_model(write_model(tmp_path, family, **options), self_draft="int4")
+    model = load_model(
+        write_model(tmp_path, family, **options), self_speculation="quantized", self_speculation_format="int4"
+    )
     assert model.drafts
     requests = list(sessions(5))
     expected, found = run(engine_of(model), requests), run(drafting(model), requests)
@@ -89,7 +91,7 @@ def test_texts_equal_plain_decoding_in_other_families(tmp_path, family):
 def test_texts_equal_plain_decoding_with_a_pruned_head(tmp_path):
     """The copy drafts with the pruned language model head."""
     folder = write_model(tmp_path, vocab=9000, initializer_range=0.2)
-    model = load_model(folder, dtype="bfloat16", self_draft="int4")
+    model = load_model(folder, dtype="bfloat16", self_speculation="quantized", self_speculation_format="int4")
     requests = [opening(i, [5 + i], SamplingParams(i % 2, seed=i), max_tokens=40) for i in (1, 2, 3)]
     expected, found = run(engine_of(model), requests), run(drafting(model), requests)
     assert found.new == expected.new
@@ -113,7 +115,7 @@ def test_draft_tokens_are_those_of_an_int4_model(folder, model, monkeypatch):
 
 
 def test_a_useless_copy_leaves_texts_unchanged_and_its_acceptance_falls(folder):
-    model = load_model(folder, self_draft="int4")
+    model = load_model(folder, self_speculation="quantized", self_speculation_format="int4")
     program = model.runner._program
     rng = torch.Generator().manual_seed(0)
     for weight in program._kept:
@@ -261,11 +263,11 @@ def test_deferred_hidden_states_equal_plain_decoding(model, monkeypatch):
 
 def test_the_copy_follows_weight_updates(tmp_path, monkeypatch):
     first, second = (write_model(tmp_path / str(seed), seed=seed) for seed in (1, 2))
-    model = load_model(first, self_draft="int4")
+    model = load_model(first, self_speculation="quantized", self_speculation_format="int4")
     engine = drafting(model)
     model.runner.update(load_file(second / "model.safetensors"))
     requests = [opening(i, [5 + i, 6], max_tokens=50) for i in range(8)]
-    other = drafting(load_model(second, self_draft="int4"))
+    other = drafting(load_model(second, self_speculation="quantized", self_speculation_format="int4"))
     monkeypatch.setattr(QuantizedSelfDraft, "chain_length", lambda *_: 4)  # independent of measured costs
     found, fresh = run(engine, requests), run(other, requests)
     assert found.new == fresh.new
@@ -308,7 +310,7 @@ def test_the_warm_up_measures_the_copy(model):
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ({"quantization": "int4"}, "as narrow themselves"),
+        ({"quantization": "int4"}, "as narrow"),
         ({"attention_backend": "torch_native"}, "--attention-backend"),
         ({"speculative_num_draft_tokens": 4}, "--speculative-num-draft-tokens"),
         ({"speculative_always": True}, "--speculative-always"),
@@ -317,15 +319,20 @@ def test_the_warm_up_measures_the_copy(model):
 )
 def test_conflicting_flags_are_refused(folder, flags, why):
     with pytest.raises(ConfigError, match=why) as error:
-        load_model(folder, self_draft="int4", **flags)
-    assert "--self-draft" in str(error.value)
-    assert not load_model(folder, self_draft="off").drafts
+        load_model(folder, self_speculation="quantized", self_speculation_format="int4", **flags)
+    assert "--self-speculation" in str(error.value)
+    assert not load_model(folder, self_speculation="off").drafts
 
 
 def test_a_copy_must_be_narrower_than_the_weights(folder):
-    with pytest.raises(ConfigError, match="--self-draft int8: with --quantization int8 the weights are as narrow"):
-        load_model(folder, self_draft="int8", quantization="int8")
-    eight, four = (load_model(folder, self_draft=name).runner.draft_bytes for name in ("int8", "int4"))
+    with pytest.raises(
+        ConfigError, match="--self-speculation quantized: with --quantization int8 the weights are as narrow"
+    ):
+        load_model(folder, self_speculation="quantized", self_speculation_format="int8", quantization="int8")
+    eight, four = (
+        load_model(folder, self_speculation="quantized", self_speculation_format=name).runner.draft_bytes
+        for name in ("int8", "int4")
+    )
     assert four < eight < load_model(folder).runner.weight_bytes
 
 

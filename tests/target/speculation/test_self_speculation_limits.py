@@ -22,7 +22,7 @@ def head(pair):
 
 @pytest.fixture(scope="module")
 def copy(pair):
-    return load_model(pair[0], self_draft="int4")
+    return load_model(pair[0], self_speculation="quantized", self_speculation_format="int4")
 
 
 def cheaply_drafting(model, window=0.0):
