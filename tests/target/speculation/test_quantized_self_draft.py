@@ -116,7 +116,7 @@ def test_draft_tokens_are_those_of_an_int4_model(folder, model, monkeypatch):
 
 def test_a_useless_copy_leaves_texts_unchanged_and_its_acceptance_falls(folder):
     model = load_model(folder, self_speculation="quantized", self_speculation_format="int4")
-    program = model.runner._program
+    program = model.runner.program
     rng = torch.Generator().manual_seed(0)
     for weight in program._kept:
         if isinstance(weight, weights.PackedWeight) and weight.format == weights.Format.INT4:
