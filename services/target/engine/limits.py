@@ -19,7 +19,7 @@ from services.target.speculation.mode_selector import DRAFT_MODES, SpeculationMo
 
 log = logging.getLogger(__name__)
 
-# Tokens of a step where no flag says it. A chunk delays the sessions that decode, so it is as short as it can be
+# Tokens of a step without a flag. A chunk delays the sessions that decode, so it is as short as it can be
 # without making long prompts slower: this many tokens keep a CPU busy, a GPU needs more.
 _CHUNK = {"cpu": 128, "cuda": 2048}
 

@@ -1,7 +1,7 @@
 """The engine's one counterpart for speculation: what a step verifies, and what is learned from it.
 
 receive    a proposal is merged into its session's draft tree
-plan       the mode policy says whether proposals are verified; without them, the target's own sources may draft;
+plan       the mode policy decides whether proposals are verified; without them, the target's own sources may draft;
            without any draft tokens, several plain steps may follow one another
 settled    a step has ended: costs, acceptance and modes are updated
 """
@@ -101,7 +101,7 @@ class Speculation:
 
     @property
     def drafting_paused(self) -> bool:
-        """True if drafters are told that no proposals are wanted."""
+        """True if drafting is paused: drafters get a draft budget of 0."""
         return self.policy.drafting_paused
 
     @property

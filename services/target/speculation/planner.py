@@ -11,7 +11,7 @@ from outrider.speculation.tree import TreeSlice
 from services.target.speculation.budget import Budget
 from services.target.step.batch import SessionWork
 
-_TOKENS_PER_SESSION = 16  # of a step, root included, where no flag says it; the budget chooses among them
+_TOKENS_PER_SESSION = 16  # of a step, root included, without a flag; the budget chooses among them
 
 
 class Planner:

@@ -1,4 +1,4 @@
-"""Kinds of steps. A plan says what the device computes, and what the engine learns once it is done.
+"""Kinds of steps. A plan holds what the device computes, and how the engine learns from the outcome.
 
 ServiceStep     one step: committed tokens, and draft tokens of draft services
 MultiStep       several plain steps in one call

@@ -34,8 +34,8 @@ def load_modules(folder: Path) -> Model:
 
 
 def engine_of(model: Model, **flags) -> TargetEngine:
-    """An engine with a small cache, which computes small prompts in one piece, takes proposals whatever they cost, and
-    comes back behind every step."""
+    """An engine with a small cache, which computes small prompts in one piece, verifies proposals at any cost,
+    and returns after each step."""
     small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "coalesce_seconds": 0.0}
     return TargetEngine(model, TargetConfig(**(small | flags)), DRAFT_MODES)
 
@@ -94,7 +94,7 @@ def random_tree(rng, session_id, tokens, vocab, size) -> Proposal:
 
 @dataclass
 class Run:
-    """What an engine results until it was idle."""
+    """The output of an engine until it was idle."""
 
     new: dict[int, list[int]] = field(default_factory=dict)
     commits: dict[int, list[Commit]] = field(default_factory=dict)

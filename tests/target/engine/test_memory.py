@@ -31,7 +31,7 @@ def texts(model):
     rng = np.random.default_rng(5)
     heads = [rng.integers(3, VOCAB, length).tolist() for length in (0, 20, 37)]
     prompts = [heads[i % 3] + rng.integers(3, VOCAB, rng.integers(1, 25)).tolist() for i in range(12)]
-    prompts += prompts[:4]  # some are asked twice
+    prompts += prompts[:4]  # some prompts repeat
     params = [GREEDY if i % 2 else SamplingParams(0.9, seed=i) for i in range(len(prompts))]
     new = [
         run(engine_of(model, disable_radix_cache=True), [opening(i, prompt, one)]).new[i]

@@ -1,4 +1,4 @@
-"""Calibration of a head's probabilities: acceptance rates by what the head says, greedy and sampled sessions apart."""
+"""Calibration of a head's probabilities: acceptance rates by probability, greedy and sampled sessions apart."""
 
 from __future__ import annotations
 

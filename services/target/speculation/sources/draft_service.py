@@ -101,7 +101,7 @@ class DraftService(DraftSource):
         return min(int(calibration.due), most)
 
     def budget(self, entry: TargetSession, *, paused: bool, unread: bool) -> int:
-        """The draft budget of a session's next step, which its commit tells drafters.
+        """The draft budget of a session's next step, which its commit carries to drafters.
 
         paused: drafting is, of all sessions. unread: a head has not read this session, as far as is known; if its
         drafting was paused so far, a few last tokens are not worth the reading.
