@@ -34,13 +34,15 @@ from outrider.serving.messages import OpenSession
 from outrider.speculation.sampling import StopConditions
 from services.target.engine.engine import TargetEngine
 from services.target.kernels.dispatch import choose
-from services.target.kernels.kv_cache import KVCache, LayerShape, token_bytes
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape, token_bytes
 from services.target.model import attention
 from services.target.model.base import Model, Runner
 from services.target.model.cuda.graphs import CudaCapturer, GraphRunner, direct
-from services.target.model.loading.load import pass_a_token
+from services.target.model.loading.probe import pass_a_token
 from services.target.model.modules import ModuleRunner
 from services.target.sampling import sampler
+from services.target.sampling.row_params import RowRequest, gather
 from services.target.step.batch import SessionWork, build
 
 SPARE_BYTES = 6 << 30  # reserved for activations of steps and of CUDA graphs
@@ -198,12 +200,12 @@ class Bench:
         plain = 0.0
         for rows in (1, VERIFIED) if count <= self.size.verify_up_to else (1,):
             works = sessions(count, context, rows, cache)
-            requests = [sampler.RowRequest(GREEDY, [context] * rows, [[]] * rows) for _ in range(count)]
+            requests = [RowRequest(GREEDY, [context] * rows, [[]] * rows) for _ in range(count)]
 
-            def once(works: Sequence[SessionWork] = works, requests: Sequence[sampler.RowRequest] = requests) -> None:
+            def once(works: Sequence[SessionWork] = works, requests: Sequence[RowRequest] = requests) -> None:
                 batch = build(works, self.device)
-                drawn = sampler.gather(requests, self.device)
-                sampler.draw(runner.forward(batch, cache).logits, drawn).cpu()
+                drawn = gather(requests, self.device)
+                sampler.sample(runner.forward(batch, cache).logits, drawn).cpu()
 
             seconds = self.clocks.host(once)
             plain = plain or seconds

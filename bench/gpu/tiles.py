@@ -12,7 +12,8 @@ from bench.gpu.cases import PAGE, VERIFIED, sessions
 from bench.gpu.clocks import Clocks
 from services.target.kernels.cuda.attention import Tile, TritonAttention, pick_tile
 from services.target.kernels.cuda.ragged import Split
-from services.target.kernels.kv_cache import KVCache, LayerShape, token_bytes
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape, token_bytes
 from services.target.step.batch import build
 from services.target.step.layout import SHORT
 

@@ -30,7 +30,7 @@ from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.speculation.tree import TreeSlice
 from services.target.engine.engine import TargetEngine
 from services.target.kernels.cpu.bandwidth import Reader
-from services.target.kernels.kv_cache import token_bytes
+from services.target.kernels.pools import token_bytes
 from services.target.model.native import ProgramRunner
 from services.target.process.app import build_engine
 from services.target.process.warmup import step_by_step

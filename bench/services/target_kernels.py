@@ -34,7 +34,8 @@ from services.target.kernels.cpu.bandwidth import read_bandwidth
 from services.target.kernels.cpu.program import Buffer, Program
 from services.target.kernels.cpu.weights import Format, PackedWeight, packed
 from services.target.kernels.grouped import GroupedAttention
-from services.target.kernels.kv_cache import KVCache, LayerShape
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape
 from services.target.step.batch import Batch, SessionWork, build
 
 CPU = torch.device("cpu")

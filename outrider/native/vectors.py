@@ -1,15 +1,15 @@
-"""Headers that the CPU kernels of both services share, and what they ask of the processor.
+"""Headers that the CPU kernels of both services share, and the processor instructions that they need.
 
-memory.h                   numbers on huge pages
-patience.h pool.h          waiting for another thread; threads and their barrier
-lanes.h                    vectors of 16 numbers, for each kind of processor
-simd.h softmax.h noise.h   functions of them, exp; sums of weights; coupled noise
-weight.h operand.h rows.h  weights and rows of activations as products want them
-pass.h dots.h matrix.h     a panel with some rows: by dot products of vectors, or on a matrix unit (AMX)
-linear.h                   products of rows, each weight read once for all of them
-keys.h pairs.h eight.h     numbers of a cache and how they are multiplied; caches of 8 bits
+memory.h                             aligned memory on huge pages, prefetches
+spin_wait.h pool.h                   waiting for another thread; a thread pool and its barrier
+lanes.h                              vectors of 16 numbers, for each instruction set
+simd.h softmax.h noise.h             functions of vectors; softmax sums; coupled noise
+weight.h operand.h operand_format.h  packed weights and rows of activations
+panel_pass.h dots.h matrix.h         products of a panel with some rows, by vectors or on a matrix unit (AMX)
+linear.h                             products of rows, which read each weight once for all rows
+kv_dot.h kv_dot_bf16.h fp8.h         dot products with numbers of a KV cache; FP8 formats
 
-What depends on the kind of processor lies in avx512/ and avx2/, under the same names.
+Headers that depend on the instruction set are in avx512/ and avx2/, under the same names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of processor. instructions: what kernels are written in, by the names of /proc/cpuinfo."""
+    """A kind of processor. instructions: required instruction sets, by their names in /proc/cpuinfo."""
 
     name: str  # of the folder of headers
     instructions: tuple[str, ...]
@@ -50,7 +50,7 @@ class Kind:
         return _INCLUDE, _INCLUDE / self.name
 
     def missing(self) -> tuple[str, ...]:
-        """Of the instructions, those that this processor lacks."""
+        """The instruction sets that this processor lacks."""
         return tuple(name for name in self.instructions if name not in _processor())
 
 
@@ -60,15 +60,15 @@ AVX512 = Kind("avx512", (*_PLAIN, "avx512f", "avx512bw", "avx512dq", "avx512vl",
 KINDS = {kind.name: kind for kind in (AVX2, AVX512)}
 
 VARIABLE = "OUTRIDER_VECTORS"
-"""Of the environment: the name of a kind, in the place of the best that this processor is of."""
+"""Environment variable with the name of a kind, which overrides the best one for this processor."""
 
 
 def library(
     name: str, folder: Path, kind: Kind | None = None, flags: tuple[str, ...] = (), includes: tuple[Path, ...] = ()
 ) -> Library:
-    """Kernels in a folder. kind: of another machine; by default for this processor, which must have what they ask for.
+    """The library of a folder's kernels. kind: for another machine; by default this processor, which must support it.
 
-    flags, includes: beside those of the kind
+    flags, includes: in addition to those of the kind
     """
     own = kind or chosen()
     check = None if kind else functools.partial(_check, own)
@@ -76,9 +76,9 @@ def library(
 
 
 def report(library_of: Callable[[Kind | None], Library], what: str, instead: str) -> None:
-    """Compile kernels, and print what came of it: for this processor, or for each kind that the command line names.
+    """Compile kernels and print the result, for this processor or for each kind on the command line.
 
-    instead: what serves where they cannot be had
+    instead: their replacement where they are not available
     """
     names = sys.argv[1:]
     if unknown := set(names) - set(KINDS):
@@ -93,13 +93,13 @@ def report(library_of: Callable[[Kind | None], Library], what: str, instead: str
 
 @functools.cache
 def chosen() -> Kind:
-    """What kernels of this process are compiled for: the kind that the environment names, or the best."""
+    """The kind that this process uses: the one that the environment names, or the best one."""
     named = KINDS.get(os.environ.get(VARIABLE, ""))
     return named or (AVX2 if AVX512.missing() else AVX512)
 
 
 def _check(kind: Kind) -> None:
-    """Raise Unavailable unless the processor has all the instructions; ConfigError if somebody asked for them."""
+    """Raise Unavailable if the processor lacks instructions, or ConfigError if the environment names the kind."""
     named = os.environ.get(VARIABLE)
     if named and named not in KINDS:
         raise ConfigError(f"{VARIABLE} is {named}, but there are kernels for {' and '.join(KINDS)}; leave it out")
@@ -113,7 +113,7 @@ def _check(kind: Kind) -> None:
 
 @functools.cache
 def _processor() -> frozenset[str]:
-    """What the processor has; nothing where that cannot be known."""
+    """The processor's instruction sets; empty if they are unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -55,7 +55,7 @@ def backend():
 @pytest.mark.parametrize("name", BATCHES)
 def test_the_kernel_equals_its_twin(backend, name, dtype):
     if backend == "pallas_tpu" and dtype == "float16":
-        pytest.skip("TPUs know no float16, and choose() says so")
+        pytest.skip("TPUs have no float16, which choose() reports")
     batch = BATCHES[name]
     q, pool, context, options = draw(batch)
     narrow_q, narrow_pool = q.astype(dtype), pool.astype(dtype)

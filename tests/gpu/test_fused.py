@@ -8,9 +8,7 @@ import torch
 from torch.nn import functional
 
 from outrider.config import TargetConfig
-from services.target.kernels.cuda import few as triton_few
-from services.target.kernels.cuda import few_gluon as gluon_few
-from services.target.kernels.cuda import rows as triton_rows
+from services.target.kernels.cuda import fused_elementwise, small_batch_matmul, small_batch_matmul_gluon
 from services.target.model.cuda.fused import FusedRunner
 from services.target.model.cuda.graphs import CudaCapturer, GraphRunner
 from services.target.model.loading.load import load
@@ -37,13 +35,13 @@ def test_a_step_is_that_of_the_modules(name, dtype, tmp_path):
     rng = np.random.default_rng(1)
     batch, works = random_batch(rng, CUDA)
     batch = replace(batch, capture=Capture((0, 1, 2), True, rng.integers(0, len(batch), 3)))
-    said = []
+    results = []
     for runner in (modules, few):
         cache = cache_of(probe, works, CUDA, dtype)
         outputs = runner.forward(batch, cache)
-        said.append((outputs.logits, outputs.features, *cache.keys, *cache.values))
+        results.append((outputs.logits, outputs.features, *cache.keys, *cache.values))
     tolerance = 1e-3 if dtype == torch.float32 else 1e-1
-    for found, expected in zip(said[1], said[0], strict=True):
+    for found, expected in zip(results[1], results[0], strict=True):
         assert error(found, expected) < tolerance / 2
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.float().std()) * 4)
 
@@ -58,18 +56,18 @@ def test_a_step_of_a_few_rows_waits_for_every_launch_of_its_chain(name, tmp_path
     torch.backends.cuda.matmul.allow_tf32 = False
     exact, _, _ = runners(written(tmp_path, name, **WIDE), "triton", CUDA)
     modules, few, probe = runners(tmp_path, "triton", CUDA, torch.bfloat16)
-    batch, works = few_rows(triton_few.ROWS, CUDA)
-    said = []
+    batch, works = few_rows(small_batch_matmul.ROWS, CUDA)
+    results = []
     for runner, dtype in ((exact, torch.float32), (modules, torch.bfloat16), (few, torch.bfloat16)):
         cache = cache_of(probe, works, CUDA, dtype)
-        said.append((runner.forward(batch, cache).logits.clone(), *cache.keys, *cache.values))
-    for expected, rounded, found in zip(*said, strict=True):  # a model of random weights blows rounding up
+        results.append((runner.forward(batch, cache).logits.clone(), *cache.keys, *cache.values))
+    for expected, rounded, found in zip(*results, strict=True):  # a model of random weights blows rounding up
         assert error(found, expected) < 2 * error(rounded, expected) + 5e-3
     cache = cache_of(probe, works, CUDA, torch.bfloat16)
-    captured = GraphRunner(few, [triton_few.ROWS], CudaCapturer())
+    captured = GraphRunner(few, [small_batch_matmul.ROWS], CudaCapturer())
     captured.capture(cache, CUDA)
     first = captured.forward(batch, cache).logits.clone()
-    for found, expected in zip((first, *cache.keys, *cache.values), said[2], strict=True):
+    for found, expected in zip((first, *cache.keys, *cache.values), results[2], strict=True):
         assert error(found, expected) < 1e-2
     for _ in range(200):
         assert torch.equal(captured.forward(batch, cache).logits, first)
@@ -90,9 +88,9 @@ def test_products_turn_and_store(rows, pool_dtype, biased):
     tables = angles.cos(), angles.sin()
     pools = [torch.zeros(8, 16, heads[1], dim, device=CUDA).to(pool_dtype) for _ in range(2)]
     others = [pool.clone() for pool in pools]
-    found = triton_few.turned(x, weight, bias, heads, positions, slots, tables, tuple(pools))
-    wide = triton_few.linear(x, weight, bias)
-    expected = triton_rows.turn(wide, heads, positions, slots, tables, tuple(others))
+    found = small_batch_matmul.linear_rotary(x, weight, bias, heads, positions, slots, tables, tuple(pools))
+    wide = small_batch_matmul.linear(x, weight, bias)
+    expected = fused_elementwise.rotate_and_store(wide, heads, positions, slots, tables, tuple(others))
     assert torch.equal(found, expected)
     assert all(torch.equal(pool.float(), other.float()) for pool, other in zip(pools, others, strict=True))
 
@@ -101,9 +99,9 @@ def test_matrices_are_on_their_way_before_the_rows_where_widths_are_even():
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("needs compute capability 9 or 10")
     x, weight = torch.zeros(4, 512, device=CUDA).bfloat16(), torch.zeros(2048, 512, device=CUDA).bfloat16()
-    assert gluon_few.serves(x, weight)
-    assert not gluon_few.serves(x[:, :500], weight[:, :500])
-    assert not gluon_few.serves(x.flatten()[1 : 1 + 512 * 3].view(3, 512), weight)
+    assert small_batch_matmul_gluon.serves(x, weight)
+    assert not small_batch_matmul_gluon.serves(x[:, :500], weight[:, :500])
+    assert not small_batch_matmul_gluon.serves(x.flatten()[1 : 1 + 512 * 3].view(3, 512), weight)
 
 
 def test_models_are_loaded_so(tmp_path):
@@ -120,19 +118,21 @@ def test_models_are_loaded_so(tmp_path):
 )
 def test_products_of_a_few_rows(dtype, gated, ahead, outputs, inputs, monkeypatch):
     if not ahead:
-        monkeypatch.setattr(gluon_few, "serves", lambda x, weight: False)
+        monkeypatch.setattr(small_batch_matmul_gluon, "serves", lambda x, weight: False)
     torch.manual_seed(outputs)
     x = torch.randn(16, inputs, device=CUDA, dtype=dtype)
     weight = (torch.randn(outputs, inputs, device=CUDA) / inputs**0.5).to(dtype)
     bias = torch.randn(outputs, device=CUDA, dtype=dtype)
     wide = x.double() @ weight.double().T
     if gated:
-        found = triton_few.gated(x, weight)
+        found = small_batch_matmul.gated(x, weight)
         gates, values = wide.chunk(2, 1)
         expected = functional.silu(gates) * values
     else:
-        found, expected = triton_few.linear(x, weight, bias), wide + bias.double()
+        found, expected = small_batch_matmul.linear(x, weight, bias), wide + bias.double()
     assert (found.double() - expected).norm() / expected.norm() < 5e-3
     for rows in (1, 2, 7, 15):
-        again = triton_few.gated(x[:rows], weight) if gated else triton_few.linear(x[:rows], weight, bias)
+        again = (
+            small_batch_matmul.gated(x[:rows], weight) if gated else small_batch_matmul.linear(x[:rows], weight, bias)
+        )
         assert torch.equal(again, found[:rows])

@@ -10,8 +10,9 @@ from services.target.model.cuda.compiled import compiled
 from services.target.model.cuda.graphs import CudaCapturer, GraphRunner
 from services.target.model.modules import ModuleRunner
 from services.target.step.batch import build
+from tests.support.target.graphs import SHAPES, SIZES, modules
+from tests.support.target.works import decoding
 from tests.support.tiny import write_model
-from tests.target.model.test_graphs import SHAPES, SIZES, decoding, modules
 
 # What libraries warn of on a GPU is theirs.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -27,7 +28,7 @@ def inner(tmp_path_factory):
 
 
 def cache_like(works, cache=None):
-    """A cache in which everything is random, also where nobody has a page; or the given one, made so."""
+    """A cache of random numbers, in free pages, too; or the given cache, filled in this way."""
     allocator = works[0].chunk.session.table._allocator
     cache = cache or KVCache(SHAPES, allocator.total_pages, allocator.page_size, torch.float32, CUDA)
     generator = torch.Generator(CUDA).manual_seed(0)

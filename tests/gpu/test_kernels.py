@@ -12,15 +12,15 @@ from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from outrider.speculation.acceptance import accepted_path
 from outrider.speculation.tree import EMPTY_SLICE
-from services.target.kernels.kv_cache import KVCache, LayerShape
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape
 from services.target.kernels.reference import paged_attention
 from services.target.sampling.compaction import Moves, lay_out
 from services.target.step.batch import SessionWork, build, pad
 from services.target.step.layout import Extent
 from services.target.step.upload import UploadBatch
 from tests.support.target.driving import opening
-from tests.target.kernels.test_kernels import random_slice
-from tests.target.sampling.test_compaction import random_case
+from tests.support.target.works import random_case, random_slice
 
 # What libraries warn of on a GPU is theirs.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -45,7 +45,7 @@ def case(heads, dims, dtype, pool_dtype=None, rows=ROWS, page_size=16):
     batch = build(works, CUDA)
     cache = KVCache([LayerShape(heads[1], *dims)], allocator.total_pages, page_size, pool_dtype or dtype, CUDA)
     for pool in (cache.keys[0], cache.values[0]):
-        pool.copy_(torch.full(pool.shape, torch.nan))  # what nobody wrote must not be read
+        pool.copy_(torch.full(pool.shape, torch.nan))  # rows that were not written must not be read
         pool[0] = 0.0
     for span in batch.spans:
         keys, values = torch.randn(span.keys, heads[1], dims[0]), torch.randn(span.keys, heads[1], dims[1])
@@ -100,7 +100,7 @@ def test_windows_soft_caps_and_sinks(window, extra):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_rows_bits_do_not_depend_on_its_company(dtype):
+def test_a_rows_bits_do_not_depend_on_the_batch(dtype):
     works, together, q, cache = case((32, 8), (128, 128), dtype)
     found = attention(together, ordered=True)(q, cache.keys[0], cache.values[0], scaling=0.1)
     for work, span in zip(works, together.spans, strict=True):
@@ -153,7 +153,7 @@ def test_rows_are_written_and_moved():
     for pool, old in zip((*cache.keys, *cache.values), before, strict=True):
         expected = old.clone()
         expected[destinations] = old[sources]
-        # As integers: what nobody wrote may be no number.
+        # As integers, because rows that were not written may be NaN.
         assert torch.equal(pool.flatten(0, 1).view(torch.int16), expected.view(torch.int16))
 
 

@@ -61,7 +61,7 @@ def test_texts_are_those_of_steps_in_turn(folder, eager, temperature):
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_rows_that_are_drawn_again_spoil_the_step_behind(folder, eager, monkeypatch):
+def test_resampled_rows_invalidate_the_next_step(folder, eager, monkeypatch):
     todo = [opening(i, [5 + i] * 4, SamplingParams(1.5, seed=i, top_p=0.95)) for i in range(5)]
     expected = run(engine_of(folder, disable_cuda_graph=eager, disable_overlap_schedule=True), todo).new
     monkeypatch.setattr(sampler, "_ORDERED", 2)
@@ -70,13 +70,13 @@ def test_rows_that_are_drawn_again_spoil_the_step_behind(folder, eager, monkeypa
     assert engine.behind > 10
 
 
-@pytest.mark.parametrize("hinted", [False, True])
+@pytest.mark.parametrize("speculative", [False, True])
 @pytest.mark.parametrize("eager", [True, False])
-def test_a_step_waits_for_nothing_but_its_draws(folder, eager, hinted):
+def test_a_step_waits_only_for_its_samples(folder, eager, speculative):
     """PyTorch raises where an operation waits for the device; waiting for the event behind the draws is none."""
     engine = engine_of(folder, disable_cuda_graph=eager)
     todo = requests(1.0, max_tokens=40)
-    text = {r.session_id: r.tokens.tolist() + run(engine, [r]).new[r.session_id] for r in todo} if hinted else {}
+    text = {r.session_id: r.tokens.tolist() + run(engine, [r]).new[r.session_id] for r in todo} if speculative else {}
     paths = {request.session_id: request.tokens.tolist() for request in todo}
     for request in todo:
         engine.open(request)
@@ -84,7 +84,7 @@ def test_a_step_waits_for_nothing_but_its_draws(folder, eager, hinted):
         for step in range(30):
             if step == 8:  # by now, everything lazy is done
                 torch.cuda.set_sync_debug_mode("error")
-            if hinted:
+            if speculative:
                 for i, path in paths.items():
                     engine.receive([chain(i, path, text[i][len(path) : len(path) + 2])], ())
             for commit in engine.step().commits:

@@ -10,14 +10,14 @@ from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.sampling import SamplingParams, logprobs
 from services.target.process.warmup import warm_up
 from services.target.sampling import logprobs as device_logprobs
-from services.target.sampling import masks, penalties, sampler
+from services.target.sampling import masks, penalties, row_params, sampler
 from services.target.sampling.penalties import PenaltyCounts
-from services.target.sampling.sampler import RowRequest
+from services.target.sampling.row_params import RowRequest
 from services.target.step.download import Download
 from tests.support.invariance.engines import target_engine
 from tests.support.invariance.pair import GarbageDraft, Pair, request
+from tests.support.target.works import repetitive_slice
 from tests.support.tiny import VOCAB, write_model, write_tokenizer
-from tests.target.sampling.test_penalties import random_slice
 
 # What libraries warn of on a GPU is theirs.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -29,9 +29,9 @@ PARAMS = SamplingParams(
 )  # fmt: skip
 
 
-def test_rows_are_adjusted_and_drawn_as_on_the_cpu():
+def test_rows_are_adjusted_and_sampled_as_on_the_cpu():
     rng = np.random.default_rng(0)
-    vocab, draft = 1003, random_slice(rng, 6)
+    vocab, draft = 1003, repetitive_slice(rng, 6)
     logits = torch.from_numpy(rng.standard_normal((7, vocab)).astype(np.float32) * 3)
     tally = PenaltyCounts(PARAMS, rng.integers(0, 20, 40), 25)
     words = torch.from_numpy(rng.integers(-(2**31), 2**31, (3, -(-vocab // 32))).astype(np.int32))
@@ -40,10 +40,10 @@ def test_rows_are_adjusted_and_drawn_as_on_the_cpu():
     for device in (CPU, torch.device("cuda")):
         adjustments = penalties.gather([(0, tally, draft)], device)
         mask = masks.Mask(torch.tensor([0, 2, 5], device=device), words.to(device))
-        rows = sampler.gather([RowRequest(PARAMS, range(7), [[7], *[[]] * 6])], device)
+        rows = row_params.gather([RowRequest(PARAMS, range(7), [[7], *[[]] * 6])], device)
         adjusted = sampler.adjusted(logits.to(device), (rows.banned_rows, rows.banned_tokens), adjustments, mask)
         probabilities = sampler.probabilities(adjusted, rows, parents.to(device), tokens.to(device))
-        results.append((adjusted.cpu(), sampler.pick(adjusted, rows).cpu(), probabilities.cpu()))
+        results.append((adjusted.cpu(), sampler.sample_adjusted(adjusted, rows).cpu(), probabilities.cpu()))
     (adjusted, drawn, probable), (adjusted_there, drawn_there, probable_there) = results
     assert torch.equal(adjusted, adjusted_there)
     assert drawn.tolist() == drawn_there.tolist()
@@ -55,16 +55,16 @@ def test_scores_are_those_of_the_oracle():
     tokens = np.random.default_rng(1).integers(0, 700, 9)
     there = torch.from_numpy(logits).cuda()
     scores = device_logprobs.score(there, torch.arange(9).cuda(), torch.from_numpy(tokens).cuda(), 5)
-    told, expected = (
+    reported, expected = (
         device_logprobs.Scores(*Download(scores).read()).logprobs(0, slice(0, 9), 5),
         logprobs(logits, tokens, 0, 5),
     )
-    np.testing.assert_allclose(told.values, expected.values, atol=2e-5)
-    np.testing.assert_array_equal(told.top_tokens, expected.top_tokens)
+    np.testing.assert_allclose(reported.values, expected.values, atol=2e-5)
+    np.testing.assert_array_equal(reported.top_tokens, expected.top_tokens)
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_guided_and_penalised_text_is_plain_text_whatever_the_hints(tmp_path, eager):
+def test_constrained_text_does_not_depend_on_proposals(tmp_path, eager):
     torch.backends.cuda.matmul.allow_tf32 = False
     folder = write_tokenizer(write_model(tmp_path, seed=1))
     engine = target_engine(folder, device="cuda", disable_cuda_graph=eager)

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from outrider.speculation import noise
 from outrider.speculation.sampling import SamplingParams, sample
 from services.target.process.warmup import warm_up
-from services.target.sampling import sampler
+from services.target.sampling import row_params, sampler
 from tests.support.invariance.engines import draft_engine, target_engine
 from tests.support.invariance.pair import GarbageDraft, Pair, request
 from tests.support.tiny import VOCAB, write_model
@@ -36,15 +36,15 @@ def requests(temperature):
     return [request(i, prompt, temperature, LENGTH) for i, prompt in enumerate(PROMPTS)]
 
 
-def test_bits_and_draws_are_those_of_the_oracle():
+def test_bits_and_samples_equal_the_oracle():
     keys = noise.position_keys(7, torch.arange(64).numpy())
     tokens = torch.arange(5000)
     bits = sampler.token_bits(torch.from_numpy(keys.astype("int64")).cuda(), tokens.cuda())
     assert (bits.cpu().numpy() == noise.token_bits(keys[:, None, :], tokens.numpy()[None, :])).all()
     logits = torch.randn(32, 5000, generator=torch.Generator().manual_seed(1)) * 3
     params = SamplingParams(temperature=0.8, top_k=200, top_p=0.95, seed=3)
-    rows = sampler.gather([sampler.RowRequest(params, list(range(32)), [[]] * 32)], torch.device("cuda"))
-    assert sampler.draw(logits.cuda(), rows).tolist() == [sample(logits[i].numpy(), params, i) for i in range(32)]
+    rows = row_params.gather([row_params.RowRequest(params, list(range(32)), [[]] * 32)], torch.device("cuda"))
+    assert sampler.sample(logits.cuda(), rows).tolist() == [sample(logits[i].numpy(), params, i) for i in range(32)]
 
 
 def test_greedy_text_is_that_of_transformers(folder, target):

@@ -25,7 +25,7 @@ def engines(folder):
     """One that works as on a CPU, and one that works as on CUDA."""
     engine = target_engine(folder, page_size=4)
     engine.overlap = True
-    engine.sampler._compiled, engine.sampler._walks, engine.sampler._hurried = False, True, True
+    engine.sampler._compiled, engine.sampler._walks, engine.sampler._async = False, True, True
     return target_engine(folder), engine
 
 

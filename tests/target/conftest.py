@@ -21,7 +21,7 @@ def matrix_unit():
 def multiplied_by(request):
     """On processors with a matrix unit both ways are tested; others know one."""
     if not library.available():
-        pytest.skip("the CPU kernels cannot be had on this machine")
+        pytest.skip("the CPU kernels do not compile on this machine")
     use = library.load().outrider_use_matrix_unit
     before = use(request.param == "matrix unit")
     now = use(before)

@@ -1,7 +1,7 @@
-// Products of rows with a laid-out weight: y = x W^T.
+// Products of rows with a packed weight: y = x W^T.
 //
-// A panel of 32 outputs is read once for up to 12 rows, or 32 on a matrix unit; more take several passes over it, while
-// the next panel comes from memory.
+// One pass over a panel of 32 outputs serves up to 12 rows, or 32 on a matrix unit. More rows take several passes over the
+// panel, which meanwhile prefetch the next one.
 #pragma once
 
 #include <algorithm>
@@ -9,35 +9,35 @@
 
 #include "dots.h"
 #include "matrix.h"
-#include "pass.h"
+#include "panel_pass.h"
 
 namespace outrider {
 
-// How the rows of a product are divided among passes over each panel. Made by each thread for itself: while this lives,
-// its matrix registers are laid out for it.
+// The division of a product's rows into passes over each panel. Each thread makes its own object: its lifetime is that of
+// the thread's matrix register configuration.
 class Passes {
  public:
-  Passes(const Weight& weight, int64_t rows) : rows_(rows), way_(way_for(weight.format, rows)) {
-    const int64_t most = way_ == Way::kMatrix ? kMatrixRows : kDotRows;
+  Passes(const Weight& weight, int64_t rows) : rows_(rows), method_(method_for(weight.format, rows)) {
+    const int64_t most = method_ == Method::kMatrix ? kMatrixRows : kDotRows;
     count_ = (rows + most - 1) / most;
     each_ = count_ ? (rows + count_ - 1) / count_ : 0;
-    if (way_ == Way::kMatrix) registers_.emplace(int(each_));
+    if (method_ == Method::kMatrix) registers_.emplace(int(each_));
   }
 
   int64_t count() const { return count_; }
-  // How far ahead in the panel what comes from memory is brought nearest, in bytes.
-  int64_t near() const { return way_ == Way::kMatrix ? 4 * kNear : kNear; }
+  // Prefetch distance into the L1 cache, in bytes.
+  int64_t near() const { return method_ == Method::kMatrix ? 4 * kNear : kNear; }
   bool few() const { return count_ <= 2; }
 
-  // The rows of a pass, all of them or from `fresh` on.
+  // The rows first .. end - 1 of a pass; results of rows before `fresh` exist already.
   struct Part {
     int64_t first, end, fresh;
   };
-  // On the matrix unit passes are of one size, for registers are laid out once; so the last one may begin with rows that
-  // are done already. Others: of up to 24 rows, the first pass takes as many as the memory leaves time for; more make
-  // passes of like size.
+  // On the matrix unit all passes have one size, because the registers are configured once; so the last pass may start with
+  // rows that are done already. Otherwise, the first pass of up to 24 rows takes as many as fit into the time of the memory
+  // reads; more rows make passes of equal size.
   Part part(int64_t pass) const {
-    if (way_ == Way::kMatrix) {
+    if (method_ == Method::kMatrix) {
       const int64_t end = std::min(rows_, (pass + 1) * each_);
       return {end - each_, end, pass * each_};
     }
@@ -46,35 +46,35 @@ class Passes {
   }
 
   void multiply(const Pass& pass, int64_t count) const {
-    switch (way_) {
-      case Way::kDots: return kDots[count - 1](pass);
-      case Way::kMatrix: return matrix::multiply(pass, count);
-      case Way::kAsMatrix: return matrix::multiply_by_vectors(pass, count);
+    switch (method_) {
+      case Method::kDots: return kDots[count - 1](pass);
+      case Method::kMatrix: return matrix::multiply(pass, count);
+      case Method::kMatrixByVectors: return matrix::multiply_by_vectors(pass, count);
     }
   }
 
  private:
-  // Vectors, which have the same results, are faster for so few rows.
+  // Up to these numbers of rows, vector code with the same results is faster.
   static constexpr int64_t kFewInt8 = 1, kFewBFloat16 = 2;
 
-  enum class Way { kDots, kMatrix, kAsMatrix };
+  enum class Method { kDots, kMatrix, kMatrixByVectors };
 
-  static Way way_for(Format format, int64_t rows) {
-    if (rows == 0 || !MatrixUnit::available()) return Way::kDots;
-    if (format == Format::kBFloat16) return rows > kFewBFloat16 ? Way::kMatrix : Way::kAsMatrix;
-    return format == Format::kInt8 && rows > kFewInt8 ? Way::kMatrix : Way::kDots;
+  static Method method_for(Format format, int64_t rows) {
+    if (rows == 0 || !MatrixUnit::available()) return Method::kDots;
+    if (format == Format::kBFloat16) return rows > kFewBFloat16 ? Method::kMatrix : Method::kMatrixByVectors;
+    return format == Format::kInt8 && rows > kFewInt8 ? Method::kMatrix : Method::kDots;
   }
 
   const int64_t rows_;
-  const Way way_;
+  const Method method_;
   int64_t count_, each_;
   std::optional<MatrixRegisters> registers_;
 };
 
-// One panel for all rows. epilogue(row, count, tile): takes [count][32] results of rows row .. row + count - 1.
+// Multiplies one panel with all rows. epilogue(row, count, tile) receives [count][32] results of rows row .. row + count - 1.
 //
-// Of up to two passes the first takes the panel from memory, and the second brings the next one's beginning. Of more, the
-// first two bring half of the next panel each.
+// With up to two passes, the first one reads the panel from memory, and the second prefetches the start of the next one. With
+// more passes, the first two prefetch half of the next panel each.
 template <class Epilogue>
 void multiply_panel(const Weight& weight, int64_t panel, const Operand& x, const Passes& passes, Epilogue&& epilogue) {
   alignas(64) float tile[std::max(kDotRows, kMatrixRows) * kPanel];
@@ -89,7 +89,7 @@ void multiply_panel(const Weight& weight, int64_t panel, const Operand& x, const
   }
 }
 
-// The results of `multiply_panel`, with a bias if there is one, to where they belong in y: [rows, outputs].
+// Stores the results of `multiply_panel`, plus the bias if not null, in y: [rows, outputs].
 template <class Y>
 void store_panel(const Weight& weight, int64_t panel, int64_t row, int64_t count, const float* tile, const float* bias,
                  Y* y) {

@@ -1,4 +1,4 @@
-// Memory for numbers: aligned, and on huge pages where the system has them.
+// Aligned memory for numbers, on huge pages if the system has them.
 #pragma once
 
 #include <sys/mman.h>
@@ -11,10 +11,10 @@
 
 namespace outrider {
 
-// Ask for a line of memory, into the first cache or only into the second. Written as instructions: compilers take a function
-// that does nothing else for one without effect, and leave out calls of it.
-inline void to_first_cache(const void* from) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(from))); }
-inline void to_second_cache(const void* from) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(from))); }
+// Prefetch a cache line into L1, or only into L2. Inline assembly, because compilers treat a function with nothing but a
+// prefetch as one without effect and drop its calls.
+inline void prefetch_l1(const void* from) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(from))); }
+inline void prefetch_l2(const void* from) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(from))); }
 
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
@@ -23,8 +23,8 @@ class Buffer {
   Buffer() = default;
   explicit Buffer(size_t bytes) : bytes_(bytes), memory_(allocate(bytes), std::free), data_(memory_.get()) {}
 
-  // A step walks through all weights, and would miss the TLB all along. So those too small for huge pages of their own
-  // lie on shared ones, which are given back with the last of them.
+  // A step reads all weights, which would cause TLB misses throughout. So buffers too small for huge pages of their own
+  // share a slab on huge pages, freed with its last buffer.
   static Buffer beside_others(size_t bytes) {
     if (bytes > kSlab / 4) return Buffer(bytes);
     static std::mutex mutex;
@@ -62,7 +62,7 @@ class Buffer {
   }
 
   size_t bytes_ = 0;
-  std::shared_ptr<void> memory_;  // its own, or a share
+  std::shared_ptr<void> memory_;  // its own allocation, or a shared slab
   void* data_ = nullptr;
 };
 

@@ -1,4 +1,4 @@
-// Coupled noise, bit by bit that of outrider/speculation/noise.py.
+// Coupled Gumbel noise, with the bits of outrider/speculation/noise.py.
 #pragma once
 
 #include "simd.h"
@@ -7,8 +7,8 @@ namespace outrider {
 
 constexpr uint32_t kTokenStep = 0x9E3779B1, kMixA = 0x7FEB352D, kMixB = 0x846CA68B;
 
-// What noise can be at most, and the range between its least and that, both with a margin.
-constexpr float kMostNoise = 22.9f, kNoiseRange = 26.1f;
+// The largest possible noise, and the difference between the largest and the smallest, both with a margin.
+constexpr float kMaxNoise = 22.9f, kNoiseRange = 26.1f;
 
 struct NoiseKey {
   uint32_t first, second;
@@ -49,7 +49,7 @@ inline Ints noise_bits(NoiseKey key, Ints tokens) {
   return mix(bit_xor(first, ints(int(key.second))));
 }
 
-// Gumbel noise of bits: computed in float64, rounded to float32.
+// Gumbel noise from random bits, computed in float64 and rounded to float32.
 inline float gumbel(uint32_t bits) {
   return float(-std::log(-std::log((double(bits) + 0.5) * 0x1p-32)));
 }

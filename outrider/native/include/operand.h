@@ -1,22 +1,22 @@
-// Rows of activations as products want them.
+// Rows of activations in the layout of products.
 //
-// They lie as the processor multiplies them with a weight of some format (rows.h): of 8 bits for int8 and int4 weights, with
-// a scale for each 64 numbers of a row. They come in chunks, those of all rows side by side, so that the addresses of many
-// rows are one register and constants.
+// The number format follows the weight's format (operand_format.h): 8 bits for int8 and int4 weights, with a scale for each 64 numbers
+// of a row. Rows are cut into chunks, and the chunks of all rows are adjacent, so that the addresses of many rows are one
+// register plus constants.
 #pragma once
 
 #include <algorithm>
 
-#include "rows.h"
+#include "operand_format.h"
 
 namespace outrider {
 
 struct Operand {
   char* data = nullptr;        // [chunks, rows, bytes of a chunk]
   float* scales = nullptr;     // int8, int4: [chunks, rows]
-  // What the weights' unsigned values count too much, negated: int8 [chunks, rows]; int4 [chunks, 2, rows], by 32 numbers
+  // Corrections for the bias of the weights' unsigned values: int8 [chunks, rows]; int4 [chunks, 2, rows], per 32 numbers
   int32_t* offsets = nullptr;
-  uint32_t* sums = nullptr;    // int4: [chunks, rows], of the first and the last 32 numbers, as bfloat16
+  uint32_t* sums = nullptr;    // int4: [chunks, rows], sums of the first and of the last 32 numbers, as two bfloat16
   int64_t rows = 0;
 };
 
@@ -25,7 +25,7 @@ inline int64_t chunks_of(const Weight& weight) {
   return (weight.k * width_of_operand(weight.format) + bytes - 1) / bytes;
 }
 
-// Bytes of an operand with so many rows, everything included.
+// Bytes of an operand with `rows` rows, scales and corrections included.
 inline size_t operand_bytes(const Weight& weight, int64_t rows) {
   return chunks_of(weight) * rows * (bytes_of_chunk(weight.format) + 16);
 }
@@ -37,7 +37,7 @@ inline Operand operand_in(char* memory, const Weight& weight, int64_t rows) {
   return Operand{memory, scales, offsets, reinterpret_cast<uint32_t*>(offsets + 2 * count), rows};
 }
 
-// 64 numbers as 8 bits. sums: of the first and of the last 32, in units of the scale.
+// Quantizes 64 numbers to 8 bits. sums: of the first and of the last 32, in units of the scale.
 inline void fill_chunk(char* to, Format format, const Floats* part, float* scale, int32_t sums[2]) {
   const Floats largest = max(max(abs(part[0]), abs(part[1])), max(abs(part[2]), abs(part[3])));
   *scale = largest_of(largest) / 127.0f;
@@ -45,13 +45,13 @@ inline void fill_chunk(char* to, Format format, const Floats* part, float* scale
   Ints value[4];
   for (int i = 0; i < 4; ++i) {
     value[i] = rounded(mul(part[i], inverse));
-    store_eight(to, format, i * kLanes, value[i]);
+    store_int8(to, format, i * kLanes, value[i]);
   }
   for (int i = 0; i < 2; ++i) sums[i] = sum_of(add(value[2 * i], value[2 * i + 1]));
 }
 
-// What products with a chunk need besides its numbers.
-inline void fill_facts(const Operand& operand, Format format, int64_t chunk, int64_t row, const int32_t sums[2]) {
+// Stores the corrections and sums of a chunk.
+inline void fill_corrections(const Operand& operand, Format format, int64_t chunk, int64_t row, const int32_t sums[2]) {
   const int64_t index = chunk * operand.rows + row;
   if (format == Format::kInt8) {
     operand.offsets[index] = -128 * (sums[0] + sums[1]);
@@ -63,10 +63,10 @@ inline void fill_facts(const Operand& operand, Format format, int64_t chunk, int
   for (int i = 0; i < 2; ++i) operand.offsets[(2 * chunk + i) * operand.rows + row] = -8 * sums[i];
 }
 
-constexpr int64_t kMostOfChunk = kGroup;  // numbers; whole chunks of every format
+constexpr int64_t kChunkNumbers = kGroup;  // numbers; a whole number of chunks in every format
 
-// The numbers begin .. end - 1 of a row of float32 or bfloat16 into the operand. begin: a multiple of kMostOfChunk, and so
-// is the end, or it is the row's, behind which there are zeros up to weight.k. from: [weight.inputs]
+// Stores the numbers begin .. end - 1 of a row of float32 or bfloat16 in the operand. begin: a multiple of kChunkNumbers; end:
+// the same, or the end of the row, which is padded with zeros to weight.k. from: [weight.inputs]
 template <class T>
 void fill_operand(const Operand& operand, const Weight& weight, int64_t row, const T* from, int64_t begin, int64_t end) {
   const Format format = weight.format;
@@ -92,18 +92,18 @@ void fill_operand(const Operand& operand, const Weight& weight, int64_t row, con
       }
       int32_t sums[2];
       fill_chunk(to, format, part, operand.scales + index, sums);
-      fill_facts(operand, format, chunk, row, sums);
+      fill_corrections(operand, format, chunk, row, sums);
     }
   }
 }
 
-// 16 numbers of 8 bits of the only row, from number i on, a multiple of 16.
-inline Ints load_eight(const Operand& operand, const Weight& weight, int64_t i, Mask mask) {
+// Loads 16 8-bit numbers of an operand with one row, from number i on, a multiple of 16.
+inline Ints load_int8(const Operand& operand, const Weight& weight, int64_t i, Mask mask) {
   const char* chunk = operand.data + i / kGroup * bytes_of_chunk(weight.format);
-  return load_eight(chunk, weight.format, i % kGroup, mask);
+  return load_int8(chunk, weight.format, i % kGroup, mask);
 }
 
-// All of a row.
+// Stores a whole row.
 template <class T>
 void fill_operand(const Operand& operand, const Weight& weight, int64_t row, const T* from) {
   fill_operand(operand, weight, row, from, 0, weight.inputs);

@@ -1,20 +1,20 @@
-// Threads that work through a step together: woken once a step, then in step with one another by a barrier.
+// A pool of threads that run one function together, and the barrier between its phases.
 #pragma once
 
 #include <functional>
 #include <thread>
 #include <vector>
 
-#include "patience.h"
+#include "spin_wait.h"
 
 namespace outrider {
 
-// A barrier that spins at first, because the wait is a fraction of a microsecond as long as every thread has a core.
+// A barrier that spins first, because the wait is a fraction of a microsecond while every thread has a core.
 class Barrier {
  public:
   explicit Barrier(int threads) : threads_(threads) {}
 
-  // idle(): what can be done meanwhile, a little at a time
+  // idle(): called while spinning, for a little other work
   template <class Idle>
   void wait(Idle&& idle) {
     if (threads_ == 1) return;
@@ -37,8 +37,8 @@ class Barrier {
   alignas(64) std::atomic<unsigned> phase_{0};
 };
 
-// function(i) for each of `count` portions that threads share: a thread begins with the one of its number, and takes
-// others as long as nobody else has. next: how many of those behind the first `threads` are taken
+// Calls function(i) for each of `count` portions that threads share: thread i starts with portion i, then takes portions from
+// the counter. next: portions taken beyond the first `threads`
 template <class Function>
 void each_portion(std::atomic<int64_t>& next, int thread, int threads, int64_t count, Function&& function) {
   for (int64_t i = thread; i < count; i = threads + next.fetch_add(1, std::memory_order_relaxed)) function(i);
@@ -70,8 +70,8 @@ class Pool {
   }
 
  private:
-  // After a job a worker looks for the next one for so many turns (some tens of microseconds) before it sleeps: steps
-  // follow one another closely, but other processes may need the core meanwhile.
+  // Iterations (some tens of microseconds) that a worker spins for the next job before it sleeps: steps follow one another
+  // closely, but other processes may need the core meanwhile.
   static constexpr int kLinger = 2000;
 
   void begin() {

@@ -13,7 +13,7 @@ inline Mask lanes(int64_t count) {
   return count >= kLanes ? Mask(0xFFFF) : count <= 0 ? Mask(0) : Mask((1u << count) - 1);
 }
 
-// 16 numbers that count on.
+// first, first + 1, ..., first + 15.
 inline Ints ids_from(int64_t first) { return add(ints(int(first)), first_ints()); }
 
 // e^x with an error below 2 units in the last place; 0 below -87.3, at most e^88.

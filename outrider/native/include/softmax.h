@@ -1,4 +1,4 @@
-// Softmax sums that grow split by split, and are merged in order.
+// Partial softmax sums of splits, merged in order.
 #pragma once
 
 #include <algorithm>
@@ -11,12 +11,12 @@ namespace outrider {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-// What a query vector has gathered so far.
+// The running softmax of a query vector: largest score, and sum of weights relative to it.
 struct Softmax {
   float largest, sum;
 };
 
-// Take a split's result into that of the splits before it. width: numbers of a value.
+// Merges a split's result into the result of the splits before it. width: numbers of a value.
 inline void merge(Softmax& total, float* totals, const Softmax& part, const float* sums, int64_t width) {
   if (part.sum == 0.0f) return;
   if (total.sum == 0.0f) {
@@ -31,7 +31,7 @@ inline void merge(Softmax& total, float* totals, const Softmax& part, const floa
     const Floats scaled = mul(load(totals + d, mask), floats(old));
     store(totals + d, fmadd(load(sums + d, mask), floats(fresh), scaled), mask);
   }
-  // Said, so that it is rounded alike wherever this stands.
+  // An explicit fma, so that every inlined copy rounds alike.
   total = {largest, std::fma(total.sum, old, part.sum * fresh)};
 }
 

@@ -1,12 +1,12 @@
-// A linear layer's weight, laid out once so that a step reads it as one stream, each byte for all rows together.
+// A packed weight of a linear layer: a step reads it as one stream, each byte once for all rows.
 //
-// Outputs come in panels of 32. Within a panel, k runs on:
+// Outputs are grouped into panels of 32. Within a panel, k is the outer dimension:
 //   float32   [K][32] float
 //   bfloat16  [K/2][32][2] bf16                  one dot-product instruction takes two k of 16 outputs
 //   int8      [K/4][32][4] uint8 (value + 128)   one takes four; 64 k form a group of the activations' scales
 //   int4      [K/64] groups: [8][2][16][4] bytes; a byte of line i holds the four-k steps i (low half) and 8 + i (high
-//             half) as value + 8. Behind them, for weights of value * scale + centre, [2][32] half-precision scales, of
-//             the first and the last 32 k, and [2][16][2] bf16 centres, both of an output side by side
+//             half) as value + 8. Then, for weights of value * scale + centre, [2][32] half-precision scales, of the first
+//             and the last 32 k, and [2][16][2] bf16 centres, the two of an output adjacent
 // K is padded with zeros to the format's step, and the outputs to whole panels.
 #pragma once
 
@@ -23,12 +23,12 @@ enum class Format : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3 
 
 constexpr int kPanel = 32;
 constexpr int kGroup = 64;
-constexpr int kInt4Facts = 2 * kPanel * (2 + 2);  // bytes of scales and centres of a group
+constexpr int kInt4ScaleBytes = 2 * kPanel * (2 + 2);  // bytes of scales and centres of a group
 
-// As it lies in somebody's memory.
+// A view of a packed weight.
 struct Weight {
   Format format;
-  int64_t outputs, inputs;  // as the layer has them
+  int64_t outputs, inputs;  // of the layer, without padding
   int64_t panels, k;        // padded
   int64_t panel_bytes;
   const char* data = nullptr;
@@ -38,7 +38,7 @@ struct Weight {
   const char* panel(int64_t index) const { return data + index * panel_bytes; }
 };
 
-// In memory of its own, zeros at first.
+// A packed weight that owns its memory, initially zeros.
 struct OwnWeight : Weight {
   Buffer memory, scale_memory;
 
@@ -58,7 +58,7 @@ inline int64_t bytes_of_panel(Format format, int64_t k) {
     case Format::kFloat32: return k * kPanel * 4;
     case Format::kBFloat16: return k * kPanel * 2;
     case Format::kInt8: return k * kPanel;
-    default: return k / kGroup * (kGroup * kPanel / 2 + kInt4Facts);
+    default: return k / kGroup * (kGroup * kPanel / 2 + kInt4ScaleBytes);
   }
 }
 
@@ -74,14 +74,14 @@ inline OwnWeight::OwnWeight(Format format, int64_t outputs, int64_t inputs)
     : Weight(format, outputs, inputs),
       memory(Buffer::beside_others(panels * panel_bytes)),
       scale_memory(format == Format::kInt8 ? panels * kPanel * 4 : 0) {
-  std::memset(memory.as<char>(), 0, panels * panel_bytes);  // what is padded must be finite
+  std::memset(memory.as<char>(), 0, panels * panel_bytes);  // padding must be finite
   std::memset(scale_memory.as<char>(), 0, scale_memory.bytes());
   data = memory.as<char>();
   scales = scale_memory.as<float>();
 }
 
-// Where the numbers of output n begin, those of one k step, in bytes from the panel's; the next step follows 128 bytes on.
-inline char* place(OwnWeight& weight, int64_t n, int64_t bytes) {
+// Address of output n's numbers of the first k step, `bytes` each; the next k step follows after 128 bytes.
+inline char* output_address(OwnWeight& weight, int64_t n, int64_t bytes) {
   return weight.memory.as<char>() + n / kPanel * weight.panel_bytes + n % kPanel * bytes;
 }
 
@@ -89,7 +89,7 @@ inline char* place(OwnWeight& weight, int64_t n, int64_t bytes) {
 template <class T>
 void pack_plain(OwnWeight& weight, int64_t n, const T* source) {
   constexpr int64_t step = 4 / sizeof(T);
-  char* to = place(weight, n, 4);
+  char* to = output_address(weight, n, 4);
   for (int64_t k = 0; k < weight.inputs; k += step, to += 128) {
     std::memcpy(to, source + k, std::min<int64_t>(step, weight.inputs - k) * sizeof(T));
   }
@@ -97,14 +97,14 @@ void pack_plain(OwnWeight& weight, int64_t n, const T* source) {
 
 // Lay out one output of int8 values (-127..127). values: [inputs]
 inline void pack_int8(OwnWeight& weight, int64_t n, const int8_t* values, float scale) {
-  char* to = place(weight, n, 4);
+  char* to = output_address(weight, n, 4);
   for (int64_t k = 0; k < weight.inputs; k += 4, to += 128) {
     for (int64_t i = 0; i < std::min<int64_t>(4, weight.inputs - k); ++i) to[i] = char(values[k + i] + 128);
   }
   weight.scale_memory.as<float>()[n] = scale;
 }
 
-// To the nearest, ties to even, of a finite number.
+// Rounds a finite number to nearest, ties to even.
 inline uint16_t bfloat16_bits(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -114,7 +114,7 @@ inline uint16_t bfloat16_bits(float value) {
 // Lay out one output of int4 values (-8..7). values: [inputs]; scales, centres: [K/32]
 inline void pack_int4(OwnWeight& weight, int64_t n, const int8_t* values, const float* scales, const float* centres) {
   auto value = [&](int64_t k) { return k < weight.inputs ? values[k] + 8 : 8; };
-  char* to = place(weight, n, 4);
+  char* to = output_address(weight, n, 4);
   for (int64_t group = 0; group < weight.k / kGroup; ++group) {
     const int64_t half = kGroup / 2, begin = group * kGroup;
     for (int64_t k = begin; k < begin + half; k += 4, to += 128) {
@@ -126,7 +126,7 @@ inline void pack_int4(OwnWeight& weight, int64_t n, const int8_t* values, const 
       const uint16_t centre = bfloat16_bits(centres[2 * group + i]);
       std::memcpy(to + 2 * kPanel * 2 + i * 2, &centre, sizeof centre);
     }
-    to += kInt4Facts;
+    to += kInt4ScaleBytes;
   }
 }
 

@@ -36,10 +36,10 @@ from services.target.engine.limits import check_limits, open_modes, scheduling, 
 from services.target.engine.sessions import OpenSessions
 from services.target.engine.settlement import Settlement
 from services.target.features.features import Features
-from services.target.kernels.kv_cache import pages_that_fit
+from services.target.kernels.pools import pages_that_fit
 from services.target.model.base import Model
-from services.target.sampling.sampling import StepSampler
 from services.target.sampling.session import TargetSession
+from services.target.sampling.step_sampler import StepSampler
 from services.target.speculation.controller import Speculation, speculation_of
 from services.target.speculation.mode_selector import SpeculationMode
 from services.target.speculation.planner import Planner
@@ -229,7 +229,7 @@ class TargetEngine(Engine):
             return None
         started = time.perf_counter()
         works, device = plan.works, self.model.device
-        capture = self.features.capture(works, late=self.speculation.drafting_paused)
+        capture = self.features.capture(works, deferred=self.speculation.drafting_paused)
         with plan.program(self.message_files) as program:
             batch = build(works, device, capture, self.sampler.plan(works, self.sessions.by_id), program)
             if behind is not None:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from outrider.serving.session import Session
-from services.target.sampling.sampling import LaunchedStep, StepSamples
+from services.target.sampling.samples import LaunchedStep, StepSamples
 from services.target.sampling.session import TargetSession
 from services.target.speculation.plans import StepPlan
 from services.target.step.batch import Batch, Roots, SessionWork

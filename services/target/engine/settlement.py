@@ -16,7 +16,7 @@ from services.target.features.features import Features
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
 from services.target.sampling.compaction import Moves
-from services.target.sampling.sampling import StepSamples
+from services.target.sampling.samples import StepSamples
 from services.target.sampling.session import TargetSession
 from services.target.speculation.controller import Speculation
 from services.target.speculation.plans import Outcome, StepPlan
@@ -158,7 +158,7 @@ class Settlement:
         paused = self._speculation.drafting_paused
         output.commits += settled.commits + settled.pauses
         output.steps = samples.model_steps
-        output.features = self._features.flush(late=paused)
+        output.features = self._features.flush(deferred=paused)
         output.urgent = settled.urgent or bool(output.failures or (output.features and not paused))
 
 

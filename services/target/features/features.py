@@ -1,14 +1,14 @@
-"""Hidden states for drafters that feed on them: which rows of a step, what is made of them, to whom they go.
+"""Hidden states for feature-based drafters: which rows of a step are captured, fused and sent, and to which session.
 
-    capture  before the forward pass: ask it for the rows of sessions that want features, and for no others
-    take     after it: fuse them, unless a compiled program has, and start the way to the host, which ends when the
-             step's tokens have come
+    capture  before the forward pass: request the rows of sessions that want features
+    take     after it: fuse them, unless a compiled program has, and start the copy to the host, which ends before the
+             step's tokens arrive
     settle   keep the rows of committed tokens, in order of position: of a chunk, and of the accepted path's nodes
 
-While no hints are wanted nobody is in a hurry for them: the states of many steps are then fused at once, when they have
-become many, when hints are wanted again, or when somebody finds their page in the cache. States that are sent as they
-are leave step by step all the same: that costs next to nothing, and who learns from them wants those of short sessions,
-too, for which a draft cares no longer once their last commit has come.
+While drafting is paused, fusion is deferred: the states of many steps are fused at once, when there are many rows, when
+drafting resumes, or when a session finds their page in the prefix cache. States that need no fusion are sent every step
+even then: this costs almost nothing, and a drafter that learns from them needs those of short sessions too, whose rows
+the draft service ignores after their last commit.
 
 A session is sent each position once, also if its rows are computed again after it lost its pages.
 """
@@ -18,10 +18,8 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +30,9 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureBlock, FeatureSpec
 from outrider.serving.messages import OpenSession
 from outrider.serving.scheduler import Chunk
+from services.target.features.deferred import DeferredStates
 from services.target.features.fusion import Fusion
+from services.target.features.registry import FusionRegistry
 from services.target.features.store import FeatureStore
 from services.target.kernels.cpu.weights import PackedWeight
 from services.target.model.base import Model
@@ -40,17 +40,16 @@ from services.target.step.batch import Batch, Capture, SessionWork
 
 log = logging.getLogger(__name__)
 
-_MOST_SPECS = 8
-_MOST_UNFUSED = 256  # rows that wait to be fused: few enough for the step that does it to be hardly longer than others
+_MAX_DEFERRED_ROWS = 256  # few enough that the step that fuses them is hardly longer than others
 _ENDED = sys.maxsize
 
 
 @dataclass
-class _Wanted:
+class Subscription:
     """A session that is sent features.
 
-    spec_id: the name of what it asked for; next: the first position that it has not been sent, _ENDED if it needs no
-    more; fresh: the first one whose rows are not known under the present weights, at most `next`
+    spec_id: its specification; next: the first position not sent yet, _ENDED once it needs no more; fresh: the first
+    position whose rows are unknown under the present weights, at most `next`
     """
 
     spec_id: int
@@ -60,8 +59,8 @@ class _Wanted:
 
 
 @dataclass(frozen=True)
-class _Share:
-    """A session's rows among those that a fusion makes in the step under way.
+class _StepRows:
+    """A session's rows among those that a fusion makes in the current step.
 
     position: of the first row, in tokens; offset: of the first row; committed: rows before those of draft nodes
     """
@@ -72,147 +71,127 @@ class _Share:
     committed: int
 
 
-class _Unfused(NamedTuple):
-    """A step whose states wait to be fused: those of all its rows, chunk after chunk. states: [rows, W]."""
-
-    chunks: Sequence[Chunk]
-    capture: Capture
-    states: Tensor
-
-
 class Features:
-    """The features of one engine's sessions. One owner, the engine thread."""
+    """The features of one engine's sessions. Only the engine thread uses it.
+
+    registry: the specifications; store: rows of cached pages, if any; deferred: states not fused yet
+    """
 
     def __init__(self, model: Model, prefix: PrefixCache, cache_bytes: int) -> None:
         """cache_bytes: host memory for the features of cached pages."""
         self._model = model
-        self._fusions: dict[int, Fusion] = {}  # what was asked for longest ago stands first
-        self._wanted: dict[int, _Wanted] = {}
-        self._used: Counter[Fusion] = Counter()  # by how many of them: steps ask what all want
+        self.registry = FusionRegistry(model)
+        self._subscriptions: dict[int, Subscription] = {}  # by session id
         self._ready: list[FeatureBlock] = []
-        # Of the step under way: how many rows each fusion makes, they on the host, and whose they are; or its chunks,
-        # if its rows wait.
+        # Of the current step: rows of each fusion, their copies on the host, and the sessions' rows among them.
         self._counts: dict[Fusion, int] = {}
         self._host: dict[Fusion, Tensor] = {}
-        self._shares: dict[int, _Share] = {}
+        self._step_rows: dict[int, _StepRows] = {}
         self._arrived: torch.cuda.Event | None = None
-        self._late: Sequence[Chunk] | None = None
-        self._late_states: Tensor | None = None  # of chunks with drafts behind them, and where each one's rows begin
-        self._late_first: dict[int, int] = {}
-        self._usual: tuple[set[Fusion], int, Capture] | None = None  # what steps whose rows wait ask for
-        self._unfused: list[_Unfused] = []
-        self._unfused_rows = 0
+        # Of a current step with deferred fusion: its chunks; states of chunks with draft nodes, and their first rows.
+        self._deferred_chunks: Sequence[Chunk] | None = None
+        self._deferred_states: Tensor | None = None
+        self._deferred_first: dict[int, int] = {}
+        self._last_capture: tuple[set[Fusion], int, Capture] | None = None  # of the last step with deferred fusion
+        self.deferred = DeferredStates()
         self._openings = itertools.count()
-        self._store: FeatureStore | None = None
+        self.store: FeatureStore | None = None
         if prefix.enabled and cache_bytes > 0:
             size = prefix.allocator.page_size
-            self._store = FeatureStore(size, cache_bytes, self._lacks, self._send, self._catch_up)
-            prefix.observers.append(self._store)
+            self.store = FeatureStore(size, cache_bytes, self._lacks, self._send, self._catch_up)
+            prefix.observers.append(self.store)
 
-    # --- who wants what ---
+    # --- subscriptions ---
+
+    @property
+    def subscriptions(self) -> Mapping[int, Subscription]:
+        """The sessions that are sent features, by id."""
+        return self._subscriptions
 
     def configure(self, spec_id: int, spec: FeatureSpec, content: bytes) -> Fusion:
-        """Get to know a specification. content: its fusion as a file, or nothing. Raises ConfigError."""
-        if spec_id not in self._fusions:
-            self._forget_unused()
-            self._fusions[spec_id] = fusion = Fusion(spec, content, self._model)
-            log.info(
-                "features of layers %s%s: %d numbers, %d bytes a token", list(fusion.layers),
-                " and the end" if fusion.final else "", fusion.width, fusion.row_bytes,
-            )  # fmt: skip
-        return self._asked_for(spec_id)
-
-    def _asked_for(self, spec_id: int) -> Fusion:
-        self._fusions[spec_id] = fusion = self._fusions.pop(spec_id)
-        return fusion
-
-    def _forget_unused(self) -> None:
-        """Keep a few specifications: a drafter that comes back in another version leaves its last one behind."""
-        unused = [name for name, fusion in self._fusions.items() if fusion not in self._used]
-        for name in unused[: max(0, len(self._fusions) - _MOST_SPECS + 1)]:
-            del self._fusions[name]
+        """Register a specification. content: its fusion as a safetensors file, or empty. Raises ConfigError."""
+        return self.registry.configure(spec_id, spec, content)
 
     def open(self, request: OpenSession) -> OpenSession:
-        """Note what a session wants. Returns it with a namespace of its own for pages whose features are kept.
+        """Subscribe a session. Returns its request with a cache namespace of its own, for pages that have features.
 
-        A session whose specification is not known goes on without: it only speculates worse.
+        A session with an unknown specification continues without features, which only lowers its accept length.
         """
         if not request.feature_spec:
             return request
-        if request.feature_spec not in self._fusions:
-            log.warning("session %d wants features that nobody has configured; it gets none", request.session_id)
+        if request.feature_spec not in self.registry.fusions:
+            log.warning("session %d wants features with an unknown specification; it gets none", request.session_id)
             return request
-        if any(chunk.session.id == request.session_id for step in self._unfused for chunk in step.chunks):
-            self._catch_up()  # what waits of a former run, which wanted none, is not this one's
-        fusion = self._asked_for(request.feature_spec)
+        if self.deferred.includes(request.session_id):
+            self._catch_up()  # these states belong to an earlier session of the same id
+        fusion = self.registry.acquire(request.feature_spec)
         first = request.features_from
-        # Rows that are not sent are computed, too, where others may find their page.
-        assert request.session_id not in self._wanted, "one of the same id is closed before"
-        self._wanted[request.session_id] = _Wanted(
-            request.feature_spec, fusion, first, 0 if self._store is not None else first
+        assert request.session_id not in self._subscriptions, "an earlier session of the same id is closed"
+        # With a store, rows before `features_from` are computed too, because other sessions may find their pages.
+        self._subscriptions[request.session_id] = Subscription(
+            request.feature_spec, fusion, first, 0 if self.store is not None else first
         )
-        self._used[fusion] += 1
         space = f"{request.cache_salt}\0features {request.feature_spec:x}"
-        if self._store is not None:
-            self._store.open(request.session_id)
-        else:  # a page without rows is of use to nobody else, nor to a drafter that begins anew
+        if self.store is not None:
+            self.store.open(request.session_id)
+        else:  # without a store, a cached page has no rows for another session or for a drafter that starts anew
             space += f" {next(self._openings)}"
         return replace(request, cache_salt=space)
 
     @property
     def asked(self) -> bool:
         """True if a session wants features."""
-        return bool(self._wanted)
+        return bool(self._subscriptions)
 
     def close(self, session_id: int) -> None:
-        """The session has ended, and its pages are home."""
-        wanted = self._wanted.get(session_id)
-        if wanted is None:
+        """End a subscription, after the session has given its pages back."""
+        subscription = self._subscriptions.get(session_id)
+        if subscription is None:
             return
-        wanted.next = _ENDED
+        subscription.next = _ENDED
         self._catch_up()
-        if self._store is not None:
-            self._store.close(session_id)
-        del self._wanted[session_id]
-        self._used[wanted.fusion] -= 1
-        if not self._used[wanted.fusion]:
-            del self._used[wanted.fusion]
+        if self.store is not None:
+            self.store.close(session_id)
+        del self._subscriptions[session_id]
+        self.registry.release(subscription.fusion)
 
     def forget(self) -> None:
-        """The weights have changed: what is kept for cached pages is no longer true. What was sent stays sent."""
+        """Drop the rows of cached pages, because the weights have changed. Rows already sent remain valid."""
         self._catch_up()
-        if self._store is not None:
-            self._store.forget()
-            for wanted in self._wanted.values():
-                wanted.fresh = 0
+        if self.store is not None:
+            self.store.forget()
+            for subscription in self._subscriptions.values():
+                subscription.fresh = 0
 
     # --- a step ---
 
-    def capture(self, works: Sequence[SessionWork], *, late: bool = False) -> Capture | None:
-        """The states of a step's rows that somebody wants; None if nobody does.
+    def capture(self, works: Sequence[SessionWork], *, deferred: bool = False) -> Capture | None:
+        """The capture that a step needs; None if no session needs its rows.
 
-        late: no hints are wanted, and what is verified are drafts of the target's own
+        deferred: drafting is paused, so that draft nodes are the target's own and fusion may wait
         """
-        self._shares, self._late_first = {}, {}
-        if not self._wanted:
+        self._step_rows, self._deferred_first = {}, {}
+        if not self._subscriptions:
             return None
-        self._late = [work.chunk for work in works] if late else None
-        if late:
-            return self._capture_late(works)
+        self._deferred_chunks = [work.chunk for work in works] if deferred else None
+        if deferred:
+            return self._capture_all(works)
         self._catch_up()
         chosen: dict[Fusion, list[int]] = {}
         behind = 0  # rows of works so far
         for work in works:
             chunk, first = work.chunk, behind
             behind += len(chunk) + len(work.draft.tokens)
-            wanted = self._wanted.get(chunk.session.id)
-            if wanted is None:
+            subscription = self._subscriptions.get(chunk.session.id)
+            if subscription is None:
                 continue
-            known = min(max(0, wanted.fresh - chunk.start), len(chunk))  # rows that are computed again
+            known = min(max(0, subscription.fresh - chunk.start), len(chunk))  # rows computed again
             if first + known == behind:
                 continue
-            own = chosen.setdefault(wanted.fusion, [])
-            self._shares[chunk.session.id] = _Share(wanted.fusion, chunk.start + known, len(own), len(chunk) - known)
+            own = chosen.setdefault(subscription.fusion, [])
+            self._step_rows[chunk.session.id] = _StepRows(
+                subscription.fusion, chunk.start + known, len(own), len(chunk) - known
+            )
             own += range(first + known, behind)
         if not chosen:
             return None
@@ -220,32 +199,31 @@ class Features:
         fusion = next(iter(chosen)).layer if len(chosen) == 1 else None  # as in most steps
         return _capture(chosen, [row for rows in chosen.values() for row in rows], fusion)
 
-    def _capture_late(self, works: Sequence[SessionWork]) -> Capture:
-        """The states of all rows; mostly as many of them as in the step before."""
+    def _capture_all(self, works: Sequence[SessionWork]) -> Capture:
+        """The capture of all rows of a step with deferred fusion; usually the same as in the step before."""
         rows = 0
         drafts = any(work.draft for work in works)
         for work in works:
             if drafts:
-                self._late_first[work.chunk.session.id] = rows
+                self._deferred_first[work.chunk.session.id] = rows
             rows += len(work.chunk) + len(work.draft.tokens)
-        fusions = set(self._used)
-        if self._usual is None or self._usual[:2] != (fusions, rows):
-            self._usual = fusions, rows, _capture(fusions, range(rows))
-        return self._usual[2]
+        fusions = set(self.registry.users)
+        if self._last_capture is None or self._last_capture[:2] != (fusions, rows):
+            self._last_capture = fusions, rows, _capture(fusions, range(rows))
+        return self._last_capture[2]
 
     def take(self, batch: Batch, states: Tensor | None) -> None:
-        """What the forward pass captured. states: [F, W], None if nothing was wanted."""
+        """Take the states that the forward pass captured. states: [F, W], None without a capture."""
         if batch.capture is None:
             return
-        assert states is not None, "a runner hands back what a batch asks for"
-        if self._late_first:
-            self._late_states = states
+        assert states is not None, "a runner returns what a batch captures"
+        if self._deferred_first:
+            self._deferred_states = states
             return
-        if self._late is not None:
-            for step, part in enumerate(states.split(len(batch))):  # those of a burst one behind the other
-                chunks = [Chunk(c.session, c.start + step, c.stop + step) for c in self._late]
-                self._unfused.append(_Unfused(chunks, batch.capture, part))
-            self._unfused_rows += len(states)
+        if self._deferred_chunks is not None:
+            for step, part in enumerate(states.split(len(batch))):  # more than one with multi-step decoding
+                chunks = [Chunk(c.session, c.start + step, c.stop + step) for c in self._deferred_chunks]
+                self.deferred.add(chunks, batch.capture, part)
             return
         if batch.capture.fusion is not None:
             (fusion,) = self._counts
@@ -261,96 +239,79 @@ class Features:
     def settle(self, work: SessionWork, path: Sequence[int], *, goes_on: bool) -> None:
         """Take over a session's committed rows. path: accepted nodes; goes_on: False if the session ends here."""
         session_id = work.chunk.session.id
-        if not goes_on and session_id in self._wanted:
-            self._wanted[session_id].next = _ENDED
-        if session_id in self._late_first:
-            self._settle_late(work, path, self._late_first[session_id])
-        share = self._shares.pop(session_id, None)
-        if share is None:
+        if not goes_on and session_id in self._subscriptions:
+            self._subscriptions[session_id].next = _ENDED
+        if session_id in self._deferred_first:
+            self._settle_deferred(work, path, self._deferred_first[session_id])
+        step_rows = self._step_rows.pop(session_id, None)
+        if step_rows is None:
             return
-        if self._arrived is not None:  # it came before the step's tokens did, if there were any
+        if self._arrived is not None:  # the copy precedes the step's tokens, if the step samples any
             self._arrived.synchronize()
             self._arrived = None
-        behind = share.offset + share.committed
-        rows = [*range(share.offset, behind), *(behind + node for node in path)]
+        behind = step_rows.offset + step_rows.committed
+        rows = [*range(step_rows.offset, behind), *(behind + node for node in path)]
         if rows:
-            self._keep(session_id, share.position, self._host[share.fusion].numpy()[rows])
+            self._keep(session_id, step_rows.position, self._host[step_rows.fusion].numpy()[rows])
 
-    def _settle_late(self, work: SessionWork, path: Sequence[int], first: int) -> None:
-        """As `settle`, of a session whose states wait. first: where its rows begin."""
-        chunk, usual, states = work.chunk, self._usual, self._late_states
-        assert usual is not None, "captured before"
-        assert states is not None, "taken before"
+    def _settle_deferred(self, work: SessionWork, path: Sequence[int], first: int) -> None:
+        """As `settle`, for a session whose fusion is deferred. first: its first row."""
+        chunk, last, states = work.chunk, self._last_capture, self._deferred_states
+        assert last is not None, "the step was captured"
+        assert states is not None, "the states were taken"
         behind = first + len(chunk)
         rows = [*range(first, behind), *(behind + node for node in path)]
         reach = Chunk(chunk.session, chunk.start, chunk.start + len(rows))
-        self._unfused.append(_Unfused([reach], usual[2], states[rows]))
-        self._unfused_rows += len(rows)
+        self.deferred.add([reach], last[2], states[rows])
 
-    def flush(self, *, late: bool = False) -> list[FeatureBlock]:
-        """What is ready to be sent at a step's end, in order of position. late: no hints are wanted from here on."""
+    def flush(self, *, deferred: bool = False) -> list[FeatureBlock]:
+        """The rows to send at a step's end, in order of position. deferred: drafting is paused from here on."""
         self._host.clear()
-        if not late or self._unfused_rows >= _MOST_UNFUSED or not all(fusion.fuses for fusion in self._used):
+        if (
+            not deferred
+            or self.deferred.rows >= _MAX_DEFERRED_ROWS
+            or not all(fusion.fuses for fusion in self.registry.users)
+        ):
             self._catch_up()
         ready, self._ready = self._ready, []
         return ready
 
     def _catch_up(self) -> None:
-        """Fuse the states of steps that wait."""
-        if not self._unfused:
-            return
-        unfused, self._unfused, self._unfused_rows = self._unfused, [], 0
-        found: dict[Fusion, dict[int, list[tuple[int, Tensor]]]] = {}
-        for chunks, capture, states in unfused:
-            for chunk, part in zip(chunks, states.split([len(chunk) for chunk in chunks]), strict=True):
-                session_id = chunk.session.id
-                if (wanted := self._wanted.get(session_id)) is not None:
-                    own = wanted.fusion.select(part, capture)
-                    found.setdefault(wanted.fusion, {}).setdefault(session_id, []).append((chunk.start, own))
-        for fusion, parts in found.items():
-            rows = fusion.apply(torch.cat([own for owned in parts.values() for _, own in owned])).cpu().numpy()
-            for session_id, owned in parts.items():
-                for first, count in _runs([(start, len(own)) for start, own in owned]):
-                    self._keep(session_id, first, rows[:count])
-                    rows = rows[count:]
+        """Fuse the deferred states."""
+        if self.deferred.rows:
+            for session_id, first, rows in self.deferred.fuse(self._fusion_of):
+                self._keep(session_id, first, rows)
 
-    # --- where rows go ---
+    def _fusion_of(self, session_id: int) -> Fusion | None:
+        subscription = self._subscriptions.get(session_id)
+        return None if subscription is None else subscription.fusion
+
+    # --- destinations of rows ---
 
     def _keep(self, session_id: int, first: int, rows: NDArray[np.uint8]) -> None:
-        """Rows of committed tokens that a step has made. first: position of the first one."""
-        if self._store is not None:
-            self._store.add(session_id, first, rows)
+        """Store and send rows of committed tokens. first: position of the first one."""
+        if self.store is not None:
+            self.store.add(session_id, first, rows)
         self._send(session_id, first, rows)
 
     def _lacks(self, session_id: int, end: int) -> bool:
-        """True if a session has yet to send rows before a position."""
-        return self._wanted[session_id].next < end
+        """True if a session has not been sent all rows before a position."""
+        return self._subscriptions[session_id].next < end
 
     def _send(self, session_id: int, first: int, rows: NDArray[np.uint8]) -> None:
-        """Rows of a step, or of a page that the session found in the prefix cache."""
-        wanted = self._wanted[session_id]
+        """Send rows of a step, or of a page that the session found in the prefix cache."""
+        subscription = self._subscriptions[session_id]
         end = first + len(rows)
-        wanted.fresh = max(wanted.fresh, end)
-        if wanted.next < end:
-            sent = max(0, wanted.next - first)
-            self._ready.append(FeatureBlock(session_id, first + sent, rows[sent:], wanted.spec_id))
-            wanted.next = end
+        subscription.fresh = max(subscription.fresh, end)
+        if subscription.next < end:
+            sent = max(0, subscription.next - first)
+            self._ready.append(FeatureBlock(session_id, first + sent, rows[sent:], subscription.spec_id))
+            subscription.next = end
 
 
 def _capture(
     fusions: Collection[Fusion], rows: Sequence[int], layer: tuple[PackedWeight, Tensor | None] | None = None
 ) -> Capture:
-    """What fusions need of rows of the batch. layer: what is made of the states at once."""
+    """The capture that fusions need of some rows of the batch. layer: fusion layer that the program applies itself."""
     layers = tuple(sorted({layer for fusion in fusions for layer in fusion.layers}))
     return Capture(layers, any(fusion.final for fusion in fusions), np.array(rows, np.int64), layer)
-
-
-def _runs(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Parts that follow one another as one. parts: (first position, rows)."""
-    runs: list[tuple[int, int]] = []
-    for first, count in parts:
-        if runs and sum(runs[-1]) == first:
-            runs[-1] = (runs[-1][0], runs[-1][1] + count)
-        else:
-            runs.append((first, count))
-    return runs

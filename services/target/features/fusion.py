@@ -1,7 +1,7 @@
-"""From captured hidden states to the rows that leave: a drafter's norms and fusion layer, and a number format.
+"""Conversion of captured hidden states to rows of the wire: a drafter's norms, its fusion layer and a number format.
 
-The fusion is a drafter's own first layer. As it is linear, applying it here makes the same rows narrower on the wire:
-one width of the drafter instead of one of the target for every state.
+The fusion is the drafter's own first layer. Because it is linear, applying it here makes the rows narrower on the wire:
+one hidden width of the drafter instead of one of the target for every state.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _FORMATS = {FeatureFormat.BFLOAT16: torch.bfloat16, FeatureFormat.FLOAT32: torch
 
 
 class Fusion:
-    """What one specification makes of states. layers, final: what must be captured; width, row_bytes: of a row.
+    """The conversion of one specification. layers, final: states to capture; width, row_bytes: of a row.
 
-    fuses: False if the states are sent as they are, or only normed
-    layer: what a compiled program may apply to the states as it captures them; rows of the wire are what comes of it
+    fuses: False if the states are sent unchanged or only normalised
+    layer: weight and bias that a compiled program may apply while it captures; their result is the row of the wire
     """
 
     def __init__(self, spec: FeatureSpec, content: bytes, model: Model) -> None:
-        """content: the safetensors file that `FeatureSpec` describes, or nothing. Raises ConfigError."""
+        """content: the safetensors file that `FeatureSpec` describes, or empty. Raises ConfigError."""
         depth = len(model.shapes)
         self.layers = spec.layers if spec.layers or spec.final else (2, depth // 2, depth - 3)
         self.final = spec.final
@@ -41,7 +41,7 @@ class Fusion:
             )
         self._format = spec.format
         self._epsilon = spec.norm_epsilon
-        # Raw states can leave the range of float16.
+        # Raw states can exceed the range of float16.
         self._dtype = torch.float32 if model.dtype == torch.float16 else model.dtype
         self._hidden = model.hidden_size
         self._states = len(self.layers) + self.final
@@ -59,14 +59,15 @@ class Fusion:
         self.row_bytes = sizes.get(self._format, 4 + self.width)
 
     def _layer(self, model: Model) -> tuple[PackedWeight, Tensor | None] | None:
-        """What a compiled program does itself if it is all that there is to do; None if it cannot, or there is more."""
+        """The fusion layer, if a compiled program can apply it and the conversion has no other part; else None."""
         plain = self._whole_norm is None and all(norm is None for norm in self._norms)
         same = _FORMATS.get(self._format) is model.dtype
-        able = isinstance(model.runner, ProgramRunner) and isinstance(self._fc, NativeLinear)
-        return self._fc.laid_out if able and plain and same else None
+        if not (plain and same and isinstance(model.runner, ProgramRunner) and isinstance(self._fc, NativeLinear)):
+            return None
+        return self._fc.laid_out
 
     def _check(self, weight: Tensor | None, bias: Tensor | None) -> int:
-        """Shapes against the model's. Returns the width of a row."""
+        """Check shapes against the model. Returns the width of a row. Raises ConfigError."""
         wide = self._states * self._hidden
         width = wide if weight is None else weight.shape[0]
         expected = [
@@ -88,7 +89,7 @@ class Fusion:
         return width
 
     def apply(self, states: Tensor) -> Tensor:
-        """Rows as they lie on the wire. [F, row_bytes] uint8, on the device. states: [F, W], as selected."""
+        """Convert states, [F, W], as selected. Returns [F, row_bytes] uint8, as on the wire, on the device."""
         x = states.to(self._dtype)
         if self._norms and self._norms[0] is not None:
             parts = x.split(self._hidden, dim=-1)
@@ -100,7 +101,7 @@ class Fusion:
         return _encode(x, self._format)
 
     def select(self, states: Tensor, capture: Capture) -> Tensor:
-        """The states that are fused. [F, W']. states: [F, W], captured, which may be more than are wanted here."""
+        """The states that this fusion reads, [F, W']. states: [F, W], captured, perhaps more than these."""
         if (capture.layers, capture.final) == (self.layers, self.final):
             return states
         parts = dict(zip((*capture.layers, -1), states.split(self._hidden, dim=-1), strict=False))
@@ -111,7 +112,7 @@ class Fusion:
 
 
 def _linear(weight: Tensor, bias: Tensor | None, runner: Runner) -> nn.Module:
-    """A linear layer, on a CPU by the kernels of the model's own: PyTorch's threads would get in the way of theirs."""
+    """A linear layer; on a CPU with the model's own kernels, because PyTorch's threads would compete with theirs."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:

@@ -1,6 +1,7 @@
-"""Hidden states beside cached prefix pages, in host memory: what a page's tokens gave when they were computed.
+"""Features of cached prefix pages, in host memory.
 
-Without them a drafter would start blind on exactly those prompts that repeat, for cached rows are not computed again.
+Cached tokens are not computed again, so without their features a drafter would have no context for exactly the prompts
+that repeat.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class _Tail:
         self.parts.append(rows)
 
     def page(self, first: int, size: int) -> _Bytes | None:
-        """The rows first .. first + size - 1 if all are here; those before them are forgotten."""
+        """The rows first .. first + size - 1 if all are present. Forgets them and all rows before."""
         whole = self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts) if self.parts else None
         start = first - self.first
         if whole is None or start < 0 or start + size > len(whole):
@@ -42,9 +43,10 @@ class _Tail:
 
 
 class FeatureStore:
-    """A `PageObserver`: rows by page, up to a number of bytes; beyond it, those unused for longest are let go.
+    """A `PageObserver` that keeps rows by page, up to a number of bytes, in LRU order.
 
-    A session that has yet to send a page's rows is not offered it without them: its drafter could not go on behind it.
+    The prefix cache does not offer a page without rows to a session that must still send them, because its drafter
+    would miss them.
     """
 
     def __init__(
@@ -57,18 +59,28 @@ class FeatureStore:
     ) -> None:
         """page_size: in tokens. limit: in bytes.
 
-        lacks: whether a session has yet to send rows before a position; taken: told session, first position and rows of
-        each page found; catch_up: adds rows that were put off
+        lacks: whether a session must still send rows before a position; taken: called with session, first position and
+        rows of each page found; catch_up: adds rows whose fusion is deferred
         """
         self._lacks = lacks
         self._catch_up = catch_up
         self._page_size = page_size
         self._limit = limit
         self._taken = taken
-        self._pages: dict[int, _Bytes] = {}  # those used last come last
-        self._due: dict[int, tuple[int, int]] = {}  # pages whose rows are yet to come: owner, and place in its table
+        self._pages: dict[int, _Bytes] = {}  # in order of last use
+        self._due: dict[int, tuple[int, int]] = {}  # pages whose rows are not complete: owner, and index in its table
         self._tails: dict[int, _Tail] = {}
         self.bytes = 0
+
+    @property
+    def pages(self) -> frozenset[int]:
+        """The pages with rows."""
+        return frozenset(self._pages)
+
+    @property
+    def pending(self) -> frozenset[int]:
+        """Cached pages whose rows are not complete."""
+        return frozenset(self._due)
 
     def open(self, session_id: int) -> None:
         """Keep this session's rows."""
@@ -80,28 +92,28 @@ class FeatureStore:
             self._due = {page: due for page, due in self._due.items() if due[0] != session_id}
 
     def add(self, session_id: int, first: int, rows: _Bytes) -> None:
-        """Rows of committed tokens, as they were sent. first: position of the first one."""
+        """Add rows of committed tokens, as they were sent. first: position of the first one."""
         self._tails[session_id].add(first, rows)
         self._fill(session_id)
 
     def forget(self) -> None:
-        """Let everything go; sessions go on with rows to come."""
+        """Drop all rows; open sessions continue with later rows."""
         self._pages.clear()
         self._due.clear()
         self.bytes = 0
         for session_id in self._tails:
             self._tails[session_id] = _Tail()
 
-    # --- what the prefix cache tells ---
+    # --- events of the prefix cache ---
 
     def page_cached(self, owner: int, index: int, page: int) -> None:
-        """Keep the rows of a page that others may find."""
+        """Keep the rows of a page that other sessions may find."""
         if owner in self._tails:
             self._due[page] = owner, index
             self._fill(owner)
 
     def page_offered(self, owner: int, index: int, page: int) -> bool:
-        """False for a session that has yet to send a page's rows, if they are gone."""
+        """False if the session must still send the page's rows, and they were dropped."""
         if owner not in self._tails or not self._lacks(owner, (index + 1) * self._page_size):
             return True
         if page in self._due:
@@ -109,20 +121,20 @@ class FeatureStore:
         return page in self._pages
 
     def page_taken(self, owner: int, index: int, page: int) -> None:
-        """Hand a found page's rows to the session that found it."""
+        """Send a found page's rows to the session that found it."""
         if owner in self._tails and (rows := self._pages.pop(page, None)) is not None:
             self._pages[page] = rows
             self._taken(owner, index * self._page_size, rows)
 
     def page_dropped(self, page: int) -> None:
-        """Let a page's rows go."""
+        """Drop a page's rows."""
         self._due.pop(page, None)
         rows = self._pages.pop(page, None)
         if rows is not None:
             self.bytes -= rows.nbytes
 
     def _fill(self, owner: int) -> None:
-        """Keep the rows of a session's pages that have them all by now."""
+        """Keep the rows of a session's pages that are complete by now."""
         tail, size = self._tails[owner], self._page_size
         for page, index in [(page, index) for page, (whose, index) in self._due.items() if whose == owner]:
             if (index + 1) * size > tail.end:

@@ -1,1 +1,4 @@
-"""Grammars: schemas and GBNF compiled for llguidance, and the matchers that constrain sessions."""
+"""Grammars: JSON schemas, GBNF and regular expressions compiled for llguidance, and the matchers of sessions.
+
+`matcher` is the entry; the other modules rewrite grammars for llguidance (`gbnf`, `closed_objects`, `string_formats`).
+"""

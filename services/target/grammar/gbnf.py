@@ -1,8 +1,8 @@
-"""Grammars in GBNF's notation, in words that llguidance turns into Lark's.
+"""Rewrites GBNF grammars so that llguidance's translation to Lark is correct.
 
-It writes every escape by its code without the zeros before it, which Lark cannot read; knows fewer escapes than
-xgrammar; tells the names of rules apart neither by case nor by - and _, nor one `start` from its own; and writes
-(x+)? without the parentheses.
+llguidance writes escapes by their code without leading zeros, which Lark cannot read; knows fewer escapes than
+xgrammar; does not distinguish rule names by case, or - from _, or a rule `start` from its own; and drops the
+parentheses of (x+)?.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _WORD = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[\w-]+', re.
 _PART = re.compile(_WORD.pattern + r"|\{[^}]*\}|[()*+?]", re.DOTALL)
 _REPEATS = "*+?{"
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
-_KEPT = '"\\nrtxuU'  # escapes that llguidance knows, or refuses as incomplete
+_KNOWN = '"\\nrtxuU'  # escapes that llguidance knows, or rejects as incomplete
 _CODES = {"a": 7, "b": 8, "f": 12, "v": 11, "0": 0, "e": 27}
 _CAMEL = re.compile(r"([a-z])([A-Z])")
 
 
 def readable(text: str) -> str:
-    """The grammar with escapes and names as llguidance reads them; one in Lark's notation stays as it is."""
+    """The grammar with escapes and names that llguidance reads; a grammar in Lark's notation is returned unchanged."""
     names = dict.fromkeys(_RULE.findall(text))
     if not names:
         return text
@@ -37,10 +37,10 @@ def readable(text: str) -> str:
 
 
 def _grouped(text: str) -> str:
-    """With an empty text in groups that are repeated and end with what is repeated, so that they remain groups."""
+    """Insert an empty string into repeated groups that end with a repetition, so that their parentheses are kept."""
     pieces: list[str] = []
     opened: list[int] = []
-    closed: int | None = None  # where the group begins that was just closed, if it ends with what is repeated
+    closed: int | None = None  # start of the group that was just closed, if it ends with a repetition
     end, last = 0, "("
     for match in _PART.finditer(text):
         pieces += text[end : match.start()], match[0]
@@ -60,7 +60,7 @@ def _grouped(text: str) -> str:
 
 
 def _form(name: str) -> str:
-    """What names have in common that llguidance takes for one."""
+    """The form under which llguidance identifies names."""
     return _CAMEL.sub(r"\1_\2", name.replace("-", "_")).lower()
 
 
@@ -68,7 +68,7 @@ def _escape(match: re.Match[str]) -> str:
     digits, other = match[1] or match[2], match[3]
     if digits is not None:
         code = int(digits, 16)
-    elif other in _KEPT or (other.isalnum() and other not in _CODES):
+    elif other in _KNOWN or (other.isalnum() and other not in _CODES):
         return match[0]
     else:
         code = _CODES.get(other, ord(other))

@@ -1,11 +1,11 @@
-"""Grammars: which tokens may follow a session's text, told by llguidance, state by state.
+"""Grammars: the tokens that may follow a session's text, computed by llguidance.
 
-    compile   a grammar becomes an automaton once, in a thread of its own, however many sessions ask for it
-    match     a session has a matcher of its own, which its committed tokens move along
-    mask      what may follow, also after each draft node; see sampling/masks.py
+    compile   a grammar becomes an automaton once for all sessions, in a separate thread
+    match     each session has a matcher, which its committed tokens advance
+    mask      the allowed tokens, also after each draft node; see sampling/masks.py
 
-A session with a grammar ends with one of the model's end-of-sequence tokens as soon as nothing else may follow, and may
-end with one wherever its text is complete.
+A session with a grammar ends with one of the model's end-of-sequence tokens as soon as no other token is allowed, and
+may end with one wherever its text is complete.
 """
 
 from __future__ import annotations
@@ -17,34 +17,37 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from llguidance import LLMatcher, LLTokenizer, grammar_from
+from llguidance import GrammarFormat, LLMatcher, LLTokenizer, grammar_from
 
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.tree import TreeSlice
-from services.target.grammar.closing import closed
-from services.target.grammar.formats import understood
+from services.target.grammar.closed_objects import closed
 from services.target.grammar.gbnf import readable
+from services.target.grammar.string_formats import understood
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 log = logging.getLogger(__name__)
 
-_CACHED = 64  # compiled grammars that are kept
-_ERROR_LENGTH = 500  # characters of llguidance's own words
-_FORMATS = {GrammarKind.REGEX: "regex", GrammarKind.EBNF: "ebnf"}
-# Where it is not plain that alternatives exclude one another, as it is not of two numbers, one at least must fit, as
-# xgrammar has it, too; else llguidance refuses them.
-_ONE_OF = {"coerce_one_of": True}
-# Between the parts of JSON, unless a schema has a word of its own on it. Without an end to it, a small model may go on
-# with blanks until its tokens are spent; this much holds a line's end and the indentation of any sane nesting.
-_BLANKS = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
+_CACHED = 64  # compiled grammars in the cache
+_ERROR_LENGTH = 500  # most characters of llguidance's messages
+_FORMATS: dict[GrammarKind, GrammarFormat] = {GrammarKind.REGEX: "regex", GrammarKind.EBNF: "ebnf"}
+# Treat oneOf as anyOf if the alternatives may overlap, as xgrammar does; otherwise llguidance rejects the schema.
+_ONE_OF: JsonCompileOptions = {"coerce_one_of": True}
+# Whitespace between the parts of JSON, unless the schema sets its own. Without a limit, a small model may generate
+# whitespace until max_tokens; 64 characters hold a line break and the indentation of deep nesting.
+_BLANKS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 
 
 class Matcher:
-    """Where the text of one session stands in its grammar."""
+    """The state of one session's text in its grammar. fault: set once the session cannot continue."""
 
     def __init__(self, start: LLMatcher, grammar: Grammar, tokens: Sequence[int]) -> None:
-        """tokens: committed behind the prompt. Raises InvalidRequest if the grammar forbids them."""
+        """tokens: committed after the prompt. Raises InvalidRequest if the grammar forbids them."""
         self._state = start.deep_copy()
         self.grammar = grammar
         self.fault: InvalidRequest | None = None
@@ -57,12 +60,12 @@ class Matcher:
         return bool(self._state.validate_tokens(list(path)) == len(path))
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Go on by tokens that may follow. Not by one that ends the session."""
+        """Advance by allowed tokens, without one that ends the session."""
         if not self._state.consume_tokens(list(tokens)):
             self.fail(self._state)
 
     def along(self, draft: TreeSlice) -> list[LLMatcher]:
-        """The automaton at the root, which is the session's own and must be left as it is, and after each node."""
+        """The automaton at the root, which must not be changed, and a copy after each node."""
         states = [self._state]
         for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
             state = states[parent + 1].deep_copy()
@@ -71,13 +74,13 @@ class Matcher:
         return states
 
     def fail(self, state: LLMatcher) -> None:
-        """Note that the session cannot go on: the automaton has met one of its limits."""
+        """Set the fault: the automaton has exceeded one of its limits."""
         why = f"the grammar cannot be followed: {_words(state.get_error())}"
         self.fault = InvalidRequest(why, param=self.grammar.kind.param)
 
 
 class Grammars:
-    """Compiles grammars for one model, and keeps those that were used last."""
+    """Compiles grammars for one model and caches those used last."""
 
     def __init__(self, tokenizer_file: Path | None, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """tokenizer_file: tokenizer.json of the model's folder, if it has one."""
@@ -86,23 +89,23 @@ class Grammars:
         self._eos = list(eos_token_ids)
         self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
         self._waiting: dict[int, tuple[Grammar, Future[LLMatcher]]] = {}  # by session id
-        self._alone: set[int] = set()  # sessions whose automaton is no copy
+        self._alone: set[int] = set()  # sessions with an automaton of their own
         self._thread = ThreadPoolExecutor(1, "grammar")
 
     def check(self) -> None:
-        """Raise InvalidRequest if this model cannot follow grammars."""
+        """Raise InvalidRequest if this model does not support grammars."""
         if self._tokenizer_file is None:
             raise InvalidRequest("this model's folder has no tokenizer.json, so it cannot follow a grammar")
         if not self._eos:
             raise InvalidRequest("this model has no end-of-sequence token, so it cannot follow a grammar")
 
     def load(self) -> None:
-        """Read the tokenizer now, if grammars can be followed at all, rather than with the first one."""
+        """Read the tokenizer now, if the model supports grammars, instead of with the first grammar."""
         if self._tokenizer_file is not None and self._eos:
             self._thread.submit(lambda: self._tokenizer)
 
     def request(self, session_id: int, grammar: Grammar) -> None:
-        """Compile a grammar for a session, which `ready` will name. `check` must have passed."""
+        """Compile a grammar for a session; `ready` reports when it is done. `check` must have passed."""
         future = self._compiled.get(grammar)
         if future is None:
             future = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
@@ -112,9 +115,10 @@ class Grammars:
         self._waiting[session_id] = grammar, future
 
     def renew(self, session_id: int, grammar: Grammar) -> bool:
-        """Compile a grammar anew for a session that met a limit, and for the next ones. False if that is in vain.
+        """Compile a grammar again for a session that exceeded a limit, and for later sessions.
 
-        Copies share a lexer, which learns with every text, up to a limit: it may have been met by what others wrote.
+        Copies share a lexer, whose state grows with every text up to a limit, which other sessions may have used up.
+        Returns False if the session had an automaton of its own already, so that compiling again cannot help.
         """
         self._compiled.pop(grammar, None)
         if session_id in self._alone:
@@ -124,16 +128,16 @@ class Grammars:
         return True
 
     def forget(self, session_id: int) -> None:
-        """A session has ended."""
+        """Drop the state of a session that has ended."""
         self._waiting.pop(session_id, None)
         self._alone.discard(session_id)
 
     def wait(self, seconds: float) -> None:
-        """Wait until a grammar is ready, if one is to come, but not longer."""
+        """Wait until a requested grammar is ready, at most `seconds`."""
         wait([future for _, future in self._waiting.values()], seconds, FIRST_COMPLETED)
 
     def ready(self) -> Iterator[tuple[int, Grammar, LLMatcher | InvalidRequest]]:
-        """Sessions whose grammars are ready since the last call, or what is wrong with these."""
+        """Sessions whose grammars were compiled since the last call, with the automaton or the error."""
         for session_id, (grammar, future) in list(self._waiting.items()):
             if future.done():
                 del self._waiting[session_id]
@@ -145,12 +149,12 @@ class Grammars:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer | str:
-        """The tokenizer, or why there is none."""
+        """The tokenizer, or the reason why it cannot be used."""
         assert self._tokenizer_file is not None, "checked when a session opened"
         try:
             return LLTokenizer(self._tokenizer_file.read_text(), n_vocab=self._vocab_size, eos_token=self._eos)
-        except Exception as error:  # whatever a tokenizer's file may hold
-            log.warning("%s cannot be used for grammars, which are refused: %s", self._tokenizer_file, error)
+        except Exception as error:  # a tokenizer file may hold anything
+            log.warning("%s cannot be used for grammars, which are rejected: %s", self._tokenizer_file, error)
             return f"this model's tokenizer cannot be used for grammars: {error}"
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
@@ -161,8 +165,8 @@ class Grammars:
             error = start.get_error()
         except (ValueError, RecursionError) as raised:
             error = str(raised)
-        except BaseException as raised:  # a panic of the library is no Exception, and must end this session alone
-            log.exception("a grammar met a bug of the library that compiles it")
+        except BaseException as raised:  # a panic of the library is no Exception, and must end only this session
+            log.exception("the grammar library panicked while it compiled a grammar")
             error = str(raised) or type(raised).__name__
         if error:
             raise InvalidRequest(f"the grammar cannot be compiled: {_words(error)}", param=grammar.kind.param)
@@ -170,12 +174,12 @@ class Grammars:
 
 
 def _words(error: str) -> str:
-    """llguidance's own words, without the state of its parser."""
+    """llguidance's message, without the state of its parser."""
     return error.partition("<state>")[0].strip()[:_ERROR_LENGTH]
 
 
 def _source(grammar: Grammar) -> str:
-    """A grammar in llguidance's own form. Raises ValueError."""
+    """A grammar in llguidance's format. Raises ValueError."""
     if grammar.kind is not GrammarKind.JSON_SCHEMA:
         text = readable(grammar.text) if grammar.kind is GrammarKind.EBNF else grammar.text
         return grammar_from(_FORMATS[grammar.kind], text)

@@ -1,7 +1,7 @@
-"""Ragged paged attention with a tree mask: the doorman, which picks the kernel for a device.
+"""Choice of the kernel for ragged paged attention with a tree mask.
 
 `reference.paged_attention` is the plain twin that all others are tested against; `grouped` gathers pages for PyTorch's
-fused attention, on any device; `triton_attention` reads pages in place on CUDA, `cpu` on CPUs.
+fused attention, on any device; `cuda.attention` reads pages in place on CUDA, `cpu.attention` on CPUs.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ Planner = Callable[[Batch], Attention]
 
 
 def choose(backend: str, device: torch.device, *, ordered: bool = False) -> Planner:
-    """What makes the attention of a batch on a device. backend: that of --attention-backend.
+    """The function that makes the attention of a batch on a device. backend: --attention-backend.
 
-    ordered: keys are added up in the order of plain decoding, also along branches of a draft; native always does so.
-    Raises ConfigError for a backend that is not known, or not there.
+    ordered: sum over keys in the order of plain decoding, also along branches of a draft tree; native always does.
+    Raises ConfigError for an unknown or unavailable backend.
     """
     if backend == "auto":
         backend = _best(device)
@@ -72,7 +72,7 @@ def _best(device: torch.device) -> str:
     try:
         library.load()
     except library.Unavailable as reason:
-        log.info("no compiled kernels: %s; PyTorch's attention serves instead", reason)
+        log.info("no compiled kernels: %s; using PyTorch's attention", reason)
         return "torch_native"
     return "native"
 
@@ -83,12 +83,12 @@ def _native(device: torch.device) -> Planner:
     try:
         library.load()
     except library.Unavailable as reason:
-        raise ConfigError(f"--attention-backend native cannot be had: {reason}") from None
+        raise ConfigError(f"--attention-backend native is not available: {reason}") from None
     from services.target.kernels.cpu.attention import NativeAttention
 
     return NativeAttention
 
 
 def plan(batch: Batch) -> Attention:
-    """The attention of a batch, by default, on its device."""
+    """The default attention of a batch on its device."""
     return choose("auto", batch.device)(batch)

@@ -1,7 +1,7 @@
-"""Ragged paged attention by gathering: sessions of like shape share one fused call of PyTorch's.
+"""Ragged paged attention by gathering: sessions of similar shape share one call of PyTorch's fused attention.
 
-Spans with as many rows and about as many keys form a group; its keys are gathered from the pool once a layer and padded
-to the longest. The rows of heads that share a key head are laid below one another, so that no key is copied for them.
+Spans with equal numbers of rows and similar numbers of keys form a group; their keys are gathered from the pool once a
+layer and padded to the longest. Query heads that share a key head are stacked as rows, so that no key is copied.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.target.kernels import reference
-from services.target.kernels.kv_cache import gather
+from services.target.kernels.pools import gather
 from services.target.step.batch import Batch
 from services.target.step.layout import Span
 
-# Up to this many rows, query heads are packed below their key head, with a mask row for each.
+# Up to this many rows, query heads that share a key head are stacked as rows, with a mask row each.
 _PACKED_ROWS = 64
 
 
@@ -34,7 +34,7 @@ class _Group:
         slots = np.empty((len(spans), self.keys), dtype=np.int64)
         for i, span in enumerate(spans):
             slots[i, : span.keys] = span.slots
-            slots[i, span.keys :] = span.slots[0]  # padding is a key that all rows see: nobody else's may be no numbers
+            slots[i, span.keys :] = span.slots[0]  # pad with a key that all rows see; others may be NaN
         self.slots = torch.from_numpy(slots).to(device).flatten()  # [B * K]
         rows = np.concatenate([np.arange(span.first, span.first + span.rows) for span in spans])
         self.take = torch.from_numpy(rows).to(device)  # [B * R]
@@ -42,7 +42,7 @@ class _Group:
 
     @property
     def plain_prompt(self) -> bool:
-        """True for prompts from their first token on, where the mask is the causal one."""
+        """True for prompts from their first token on, whose mask is causal."""
         return self.rows > 1 and all(span.start == 0 and span.nodes == 0 for span in self.spans)
 
     def mask(self, window: int | None, repeat: int, like: Tensor) -> Tensor | None:
@@ -53,7 +53,7 @@ class _Group:
         return self._masks[key]
 
     def sees(self, keys: Tensor, window: int | None, like: Tensor) -> Tensor:
-        """Which rows see any of some keys. keys: [B, K] bool. Returns [B, R] bool."""
+        """The rows that see any of some keys. keys: [B, K] bool. Returns [B, R] bool."""
         mask = self.mask(window, 1, like)
         return (keys[:, None] & (True if mask is None else mask[:, 0] == 0)).any(-1).expand(-1, self.rows)
 
@@ -108,7 +108,7 @@ class GroupedAttention:
             for pool in (k_pool, v_pool)
         )  # [B, kv_heads, K, D]
         broken = None
-        if group.nodes:  # elsewhere a row breaks all behind it
+        if group.nodes:  # without draft nodes, every later row sees a broken key anyway
             broken = ~(k.isfinite().all(-1) & v.isfinite().all(-1)).all(1)  # [B, K]
             k, v = (part.masked_fill(broken[:, None, :, None], 0.0) for part in (k, v))
         q = q.view(spans, rows, heads, -1).transpose(1, 2)  # [B, heads, R, D]
@@ -127,7 +127,7 @@ class GroupedAttention:
 
 
 def _group(spans: Sequence[Span], device: torch.device) -> list[_Group]:
-    """Groups of equal rows whose keys differ by less than a factor of two; in order of their first rows if but one."""
+    """Group spans with equal rows whose keys differ by less than a factor of two."""
     groups: dict[tuple[int, int], list[Span]] = defaultdict(list)
     for span in spans:
         groups[span.rows, span.keys.bit_length()].append(span)

@@ -1,7 +1,7 @@
-"""The plain twin of ragged paged attention with a tree mask: one session after the other, the softmax written out.
+"""The plain twin of ragged paged attention with a tree mask: session by session, with an explicit softmax.
 
-What every other kernel is tested against. It also serves the rare models whose attention has soft-capped scores or
-sinks, which fused attention cannot express.
+Every other attention kernel is tested against it. It also serves the rare models whose attention has soft-capped scores
+or sinks, which PyTorch's fused attention cannot express.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.target.kernels.kv_cache import gather
+from services.target.kernels.pools import gather
 from services.target.step.batch import Batch
 from services.target.step.layout import Span
 
 
 def visible(span: Span, window: int | None, device: torch.device) -> Tensor:
-    """Which keys each row of a span sees. window: tokens seen back from a row, itself included.
+    """The tree mask: the keys that each row of a span sees. Returns [rows, keys] bool.
 
-    Returns [rows, keys] bool.
+    window: number of tokens that a row sees, itself included
     """
     key_positions = torch.arange(span.keys, device=device)
     slot_positions = key_positions[span.start :, None]  # [rows, 1]
@@ -46,11 +46,10 @@ def paged_attention(
     """Attention of every row over the pages of its session.
 
     q: [T, heads, D]; k_pool, v_pool: [pages, page_size, kv_heads, D or Dv], with the batch's own rows already written,
-    in any format that a cache may have (kv_cache.py), converted as they are read;
-    heads is a multiple of kv_heads. window: see `visible`. softcap: scores become softcap * tanh(score / softcap).
-    sinks: [heads], logits of a key without value. Scores and softmax in float32 (float64 if q is).
-    What is not finite in a key or value breaks the rows that see it, and no other.
-    Returns [T, heads, Dv] in q's dtype.
+    in any format of pools.py, converted when read; heads is a multiple of kv_heads. window: see `visible`. softcap:
+    scores become softcap * tanh(score / softcap). sinks: [heads], scores of an extra key without value. Scores and
+    softmax are float32 (float64 if q is). A key or value that is not finite makes the rows that see it NaN, and no
+    others. Returns [T, heads, Dv] in q's dtype.
     """
     kv_heads = k_pool.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -70,13 +69,13 @@ def paged_attention(
 
 def _combine(weights: Tensor, values: Tensor, seen: Tensor) -> Tensor:
     """weights: [kv, group, rows, keys]; values: [keys, kv, Dv]; seen: [rows, keys]. Returns [rows, kv, group, Dv]."""
-    broken = ~values.isfinite().flatten(1).all(1)  # of which a weight of 0 makes no 0
+    broken = ~values.isfinite().flatten(1).all(1)  # 0 times these is NaN
     combined = torch.einsum("hgrk,khd->rhgd", weights, values.masked_fill(broken[:, None, None], 0.0))
     return combined.masked_fill((seen & broken).any(1)[:, None, None, None], torch.nan)
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over keys, with the sinks' share left out. scores: [kv, group, rows, keys]; sinks: [heads]."""
+    """Softmax over keys and sinks, without the sinks' weights. scores: [kv, group, rows, keys]; sinks: [heads]."""
     if sinks is None:
         return scores.softmax(-1)
     share = sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)

@@ -1,7 +1,7 @@
-"""Our attention inside `transformers` models: registered once, it serves every model that uses their interface.
+"""Our attention inside `transformers` models, registered once for every model that uses their attention interface.
 
-A model is called with packed rows of many sessions, [1, T]. Which rows are whose stands in a context that the caller
-sets around the forward pass; the one thread that owns the device owns the context too.
+A model is called with the packed rows of many sessions, [1, T]. A context variable, set around the forward pass, holds
+the batch that assigns rows to sessions; the thread that owns the device owns the context, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from transformers import AttentionInterface
 
 from outrider.errors import ConfigError
 from services.target.kernels.dispatch import Planner
-from services.target.kernels.kv_cache import KVCache, LayerShape
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape
 from services.target.model import latent
 from services.target.step.batch import Batch
 
@@ -27,7 +28,7 @@ NAME = "outrider_paged"
 
 @dataclass(frozen=True)
 class Call:
-    """One layer's call: q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, Dv], and how to attend."""
+    """One layer's attention call: q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, Dv], and its parameters."""
 
     layer: int
     q: Tensor
@@ -75,7 +76,7 @@ class _Paged:
 
 
 class Probe:
-    """Notes what each layer stores and how it attends, while one token passes through the model."""
+    """Records what each layer stores and how it attends, during a forward pass of one token."""
 
     def __init__(self) -> None:
         self.calls: dict[int, Call] = {}
@@ -91,7 +92,7 @@ class Probe:
         self.shapes[call.layer] = LayerShape(call.k.shape[1], call.k.shape[2], call.v.shape[2], shared)
         self.windows[call.layer] = call.window
         self.dtype = call.k.dtype
-        return call.v.repeat_interleave(call.q.shape[1] // call.v.shape[1], dim=1)  # one token sees itself alone
+        return call.v.repeat_interleave(call.q.shape[1] // call.v.shape[1], dim=1)  # one token sees only itself
 
 
 def paged(batch: Batch, cache: KVCache, planner: Planner) -> contextlib.AbstractContextManager[None]:
@@ -100,7 +101,7 @@ def paged(batch: Batch, cache: KVCache, planner: Planner) -> contextlib.Abstract
 
 
 def probing(probe: Probe) -> contextlib.AbstractContextManager[None]:
-    """A forward pass of one token inside is noted by the probe."""
+    """The probe records the calls of a forward pass of one token inside."""
     return _attending(probe)
 
 

@@ -1,4 +1,4 @@
-"""What the engine knows of a model: its facts, and something that runs it."""
+"""The interface between the engine and a model: its properties, and the runner that computes batches."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.target.kernels.kv_cache import KVCache, LayerShape, token_bytes
-from services.target.model.head import Head
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape, token_bytes
+from services.target.model.eagle_head import EagleHead
 from services.target.step.batch import Batch
 from services.target.step.programs import LoopIteration
 
 
 class Outputs(NamedTuple):
-    """What a forward pass says.
+    """The result of a forward pass of n steps; n > 1 with multi-step decoding.
 
-    logits:   [R, V], of the batch's sampled rows
-    features: [n * F, W], of the rows of `batch.capture`: its states side by side, as wide as the model each; None
-              without. Step after step of n: one, or more of a burst
-    tokens:   [n * drawn] int64, drawn by `batch.draws`, step after step; None if the runner cannot
-    iterations: outcomes of a fused loop, whose tokens are all that it committed
+    logits:   [R, V], of the batch's sampled rows in the last step
+    features: [n * F, W], states of the rows of `batch.capture` side by side, step after step; None without a capture
+    tokens:   [n * drawn] int64, samples of `batch.draws`, step after step; None if the runner does not sample
+    iterations: of a fused speculation loop, whose committed tokens are `tokens`
     """
 
     logits: Tensor
@@ -38,33 +38,33 @@ class Runner(Protocol):
     """Computes a batch with a loaded model."""
 
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
-        """Write the batch's keys and values, and return what `Outputs` says. Must serve every `batch.capture`."""
+        """Write the batch's keys and values and compute its outputs. Must support every `batch.capture`."""
         ...
 
     def weights(self) -> Mapping[str, tuple[int, ...]]:
-        """Names, as checkpoints have them, and shapes of what `update` can replace; empty if nothing can."""
+        """Checkpoint names and shapes of the weights that `update` can replace; empty if none."""
         ...
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace weights, any part of `weights()`, whose names and shapes the caller has checked.
+        """Replace some of `weights()`. The caller has checked names and shapes.
 
-        tensors: of any float dtype, on the host. Tied weights and repacked copies follow. Addresses of plain
-        parameters stay, so that captured programs go on with the new values.
+        tensors: of any float dtype, on the host. Updates tied weights and packed copies, too. Addresses of plain
+        parameters do not change, so that captured programs read the new values.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Model:
-    """A loaded model and the facts of it that others need.
+    """A loaded model and its properties.
 
-    shapes: what each layer stores for a token; cache_dtype: in which format
+    shapes: what each layer stores for a token; cache_dtype: format of the cache
     hidden_size: width of a hidden state
     context_length: longest sequence, in tokens; eos_token_ids: the model's own end-of-sequence ids
     tokenizer_file: tokenizer.json of its folder, if it has one
-    copied: True if the runner computes narrow bursts, with a copy of the weights in fewer bits
-    head: what drafts behind it, if anything
-    prompt_lookup: True if what a session's own text repeats is verified, too
+    copied: True if the runner can draft with a copy of the weights in fewer bits (quantized self-draft)
+    head: the local EAGLE head, if there is one
+    prompt_lookup: True if prompt lookup drafts for it, too
     """
 
     runner: Runner
@@ -79,12 +79,12 @@ class Model:
     shapes: tuple[LayerShape, ...]
     tokenizer_file: Path | None = None
     copied: bool = False
-    head: Head | None = None
+    head: EagleHead | None = None
     prompt_lookup: bool = False
 
     @property
     def drafts(self) -> bool:
-        """True if it can guess its next tokens."""
+        """True if it can draft for itself."""
         return self.copied or self.head is not None
 
     @property
@@ -93,11 +93,11 @@ class Model:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that a token takes in the cache."""
+        """Bytes of a token in the cache."""
         states = 0 if self.head is None else self.head.states.token_bytes
         return states + token_bytes(self._stored, self.cache_dtype)
 
     def new_cache(self, pages: int, page_size: int) -> KVCache:
-        """An empty cache of so many usable pages."""
+        """An empty cache. pages: usable pages."""
         states = None if self.head is None else self.head.states
         return KVCache(self._stored, pages, page_size, self.cache_dtype, self.device, states)

@@ -1,6 +1,6 @@
-"""Hidden states of a `transformers` model, taken by hooks that exist only while somebody asks for them.
+"""Capture of hidden states of a `transformers` model, by hooks that exist only during a forward pass that captures.
 
-Which states these are, and in which order, stands at `services.target.step.batch.Capture`.
+`services.target.step.batch.Capture` defines the states and their order.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from services.target.step.batch import Capture
 from services.target.step.upload import upload
 
 
-class Taps:
-    """Where a model's hidden states can be taken. Raises ConfigError for a model that is built in another way."""
+class HiddenStateHooks:
+    """Hooks for a model's hidden states. Raises ConfigError for a model without a list of decoder layers."""
 
     def __init__(self, module: Any) -> None:
         """module: a causal LM of `transformers`."""
@@ -31,8 +31,8 @@ class Taps:
         self._layers = layers
 
     @contextlib.contextmanager
-    def taking(self, capture: Capture) -> Iterator[list[Tensor]]:
-        """Forward passes inside leave the states of `capture.rows` in the list as computed. [F, H] each."""
+    def capturing(self, capture: Capture) -> Iterator[list[Tensor]]:
+        """Forward passes inside append the states of `capture.rows` to the list, as computed, [F, H] each."""
         states: list[Tensor] = []
         rows: Tensor | None = None
         if capture.rows is not None:

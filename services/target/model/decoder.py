@@ -1,8 +1,8 @@
-"""Dense decoders as `transformers` defines them: what varies between those that have programs of kernels.
+"""Dense decoders of `transformers` that have kernels of their own, and the differences between them.
 
-The models here are variations of one layer: RMS norm, attention with rotary positions, RMS norm, a gated feed-forward
-layer. What varies (biases, norms of queries and keys, norms of what branches add, windows, two kinds of positions,
-caps) is read from the modules. Any other model runs module by module.
+The models are variations of one layer: RMS norm, attention with rotary embedding, RMS norm, a gated feed-forward layer.
+The variations (biases, norms of queries and keys, norms after a branch, windows, two rotary embeddings, soft caps) are
+read from the modules. Any other model runs module by module.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _SCALED_NORMS = ("gemma2", "gemma3_text")  # multiply with 1 + weight
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
-def reason_against(module: Any) -> str | None:
-    """Why a loaded model is none of these decoders; None if it is one."""
+def unsupported_reason(module: Any) -> str | None:
+    """Why a loaded model is not one of these decoders; None if it is."""
     config = module.config
     if config.model_type not in MODEL_TYPES:
         return f"there is no program for models of type {config.model_type}"
@@ -38,10 +38,10 @@ def activation(config: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The modules of a layer. A norm is None where the layer has none.
+class LayerModules:
+    """The modules of a layer; None for a norm that the layer does not have.
 
-    after_attention, after_feed_forward: norms of what the branches add
+    after_attention, after_feed_forward: norms of the branches' outputs
     """
 
     before_attention: nn.Module
@@ -57,11 +57,11 @@ class Parts:
     after_feed_forward: nn.Module | None
 
 
-def parts(layer: Any) -> Parts:
-    """Take a layer apart."""
+def parts(layer: Any) -> LayerModules:
+    """The modules of a layer of `transformers`."""
     attention, mlp = layer.self_attn, layer.mlp
     sandwiched = hasattr(layer, "pre_feedforward_layernorm")
-    return Parts(
+    return LayerModules(
         layer.input_layernorm,
         (attention.q_proj, attention.k_proj, attention.v_proj),
         getattr(attention, "q_norm", None),
@@ -77,22 +77,22 @@ def parts(layer: Any) -> Parts:
 
 
 def norm_shift(config: Any) -> float:
-    """What is added to a norm's weight before it multiplies."""
+    """The number added to a norm's weight before the product."""
     return 1.0 if config.model_type in _SCALED_NORMS else 0.0
 
 
 def norm_epsilon(norm: Any) -> float:
-    """What a norm adds to the mean of squares."""
+    """A norm's epsilon, added to the mean of squares."""
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
 def final_softcap(config: Any) -> float:
-    """The cap of the logits; 0 for none."""
+    """The soft cap of the logits; 0 for none."""
     return float(getattr(config, "final_logit_softcapping", None) or 0.0)
 
 
-class Rotation:
-    """Cosines and sines of a model's positions, one pair for all layers of a kind."""
+class RotaryTables:
+    """Cosines and sines of the rotary embedding, one pair for all layers of a kind."""
 
     def __init__(self, module: Any, positions: int, device: torch.device | None = None) -> None:
         """positions: most tokens of a session."""
@@ -103,7 +103,7 @@ class Rotation:
         self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
 
     def of(self, layer: int) -> tuple[Tensor, Tensor]:
-        """[positions, turned / 2] float32 each."""
+        """Cosines and sines of a layer, [positions, rotary dim / 2] float32 each."""
         kind = self._kinds[layer] if self._kinds else None
         if kind not in self._tables:
             like = torch.empty(0, device=self._positions.device)  # float32

@@ -1,13 +1,13 @@
-"""Latent attention (MLA): the cache keeps what keys and values are made of, not the keys and values of every head.
+"""Latent attention (MLA): the cache stores latents, from which the keys and values of all heads are computed.
 
-DeepSeek-V2 and -V3, GLM-4.7-Flash, MiniCPM3 and others make all heads' keys and values of a token from one latent c
-[rank] and one rotated part r [rope] that the heads share: for head h, key = (A_h c, r) and value = B_h c. Then
+DeepSeek-V2 and -V3, GLM-4.7-Flash, MiniCPM3 and others compute the keys and values of all heads from one latent c
+[rank] and one rotary part r [rope] that the heads share: for head h, key = (A_h c, r) and value = B_h c. Then
 
     query . key = (A_h^T query_c, query_r) . (c, r)        sum of weights * value = B_h (sum of weights * c)
 
-so attention over (c, r) and c, as if of a single key head, gives the same after multiplying queries by A^T and results
-by B. A token takes rank + rope numbers a layer: 576 in DeepSeek-V3, instead of 40960. Scores and sums are over wider
-rows, which costs arithmetic where the cache costs none: long prompts take longer.
+so attention with a single key head over (c, r), with values c, gives the same result after multiplying queries by A^T
+and results by B. A token takes rank + rope numbers a layer: 576 in DeepSeek-V3 instead of 40960. Scores and sums are
+over wider rows, which costs arithmetic: long prompts take longer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MARK = "_outrider_latent"
 
 
 class _Projection(nn.Linear):
-    """A and B below one another, [heads * (nope + value), rank]; read by heads, so not to be packed."""
+    """A and B stacked, [heads * (nope + value), rank]. A class of its own, because `linear.pack` must not pack it."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Latent:
     @property
     def _heads(self) -> Tensor:
         """[heads, nope + value, rank]."""
-        return self.projection.weight.unflatten(0, (-1, self.nope + self.value))
+        heads: Tensor = self.projection.weight.unflatten(0, (-1, self.nope + self.value))
+        return heads
 
     def queries(self, q: Tensor) -> Tensor:
         """q: [heads, T, nope + rope]. Returns [heads, T, rank + rope]."""
@@ -50,8 +51,9 @@ class Latent:
 
 
 def install(module: nn.Module) -> int:
-    """Have the layers of a model that `transformers` writes in this way hand their latents on. Returns how many."""
+    """Make the MLA layers of a model pass latents to attention. Returns the number of layers changed."""
     found = 0
+    layer: Any  # modules of `transformers`, whose attributes are replaced
     for layer in module.modules():
         latent = _latent(layer)
         if latent is not None:
@@ -63,21 +65,21 @@ def install(module: nn.Module) -> int:
 
 
 def of(layer: nn.Module) -> Latent | None:
-    """What was installed in an attention layer."""
+    """The latent projection that `install` found in an attention layer, or None."""
     return layer.__dict__.get(_MARK)
 
 
 def _as_they_are(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    """In place of `expand_kv`: keys of a single head, and values that are their first part."""
+    """Replaces `expand_kv`: keys of a single head, and values that are their first part."""
     keys = torch.cat([latents, rotated], dim=-1)
     return keys, keys[..., : latents.shape[-1]]
 
 
 def _latent(layer: Any) -> Latent | None:
-    """A and B of a layer that makes keys and values of latents just so; None for all others."""
+    """A and B of a layer that computes keys and values from latents in this way; None for all others."""
     linear = getattr(layer, "kv_b_proj", None)
     if type(linear) is not nn.Linear or linear.bias is not None or type(linear.weight) is not nn.Parameter:
-        return None  # not latent attention, or its weight is packed or split
+        return None  # not latent attention, or its weight is packed or sharded
     if not hasattr(layer, "expand_kv"):
         return None
     nope, rope, value = layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim
@@ -89,7 +91,7 @@ def _latent(layer: Any) -> Latent | None:
 
 @torch.inference_mode()
 def _agrees(layer: Any, latent: Latent, rope: int) -> bool:
-    """Whether the layer's own expansion of one token is that of A and B."""
+    """True if the layer's own expansion of one token equals that of A and B."""
     weight = latent.projection.weight
     c = torch.linspace(-1, 1, weight.shape[1], device=weight.device, dtype=weight.dtype)[None, None, None]
     r = torch.linspace(-1, 1, rope, device=weight.device, dtype=weight.dtype)[None, None, None]

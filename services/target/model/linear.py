@@ -1,10 +1,12 @@
-"""Linear layers on the CPU, for models that run module by module: weights laid out once.
+"""Linear layers with packed weights on the CPU, for models that run module by module.
 
-`NativeLinear` is our own kernel, `PackedLinear` oneDNN's, for machines where there is none. With both, a row's result
-is the same bits however many rows are computed together (oneDNN's: in float32 only), which plain ones do not promise.
+`NativeLinear` uses our kernel, `PackedLinear` oneDNN's, on machines without ours. With both, a row has the same bits
+however many rows are computed together (oneDNN: in float32 only), which nn.Linear does not guarantee.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +15,13 @@ from services.target.kernels.cpu import library
 from services.target.kernels.cpu.pool import shared_pool
 from services.target.kernels.cpu.weights import Format, PackedWeight, packed
 
-_FEW_ROWS = 16  # that one thread has done by the time that others are awake
-# The rows that the layout is chosen for. Larger hints cost single rows nothing; a hint of 1 costs many rows much.
+_FEW_ROWS = 16  # rows that one thread computes before other threads have woken up
+# The number of rows for which oneDNN chooses the layout. A large number costs single rows nothing; 1 slows many rows.
 _ROWS = 64
 
 
 class PackedLinear(nn.Module):
-    """An nn.Linear whose weight oneDNN has laid out; for inference on the CPU alone."""
+    """An nn.Linear with a weight packed by oneDNN; for inference on the CPU only."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -43,10 +45,10 @@ class PackedLinear(nn.Module):
 
 
 class NativeLinear(nn.Module):
-    """An nn.Linear on our own kernel, in any of its number formats; for inference on the CPU alone."""
+    """An nn.Linear on our own kernel, in any of its number formats; for inference on the CPU only."""
 
     def __init__(self, linear: nn.Linear, number_format: Format, threads: int | None = None) -> None:
-        """threads: of many rows; by default PyTorch's, for any number of rows."""
+        """threads: for more than a few rows; fewer rows then use one. By default PyTorch's number for any rows."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
@@ -68,7 +70,7 @@ class NativeLinear(nn.Module):
 
     @property
     def laid_out(self) -> tuple[PackedWeight, Tensor | None]:
-        """Weight and bias (float32) as other kernels take them."""
+        """Weight and bias (float32), as other kernels take them."""
         return self._packed, None if self.bias is None else self.bias.float()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,11 +90,11 @@ class NativeLinear(nn.Module):
         return y
 
 
-def pack(module: nn.Module, number_format: Format | None = None) -> int:
-    """Lay out every linear layer of a model, in place. Returns how many.
+def pack(module: Any, number_format: Format | None = None) -> int:
+    """Pack every linear layer of a model, in place. Returns their number.
 
-    number_format: of the weights, if it is not the module's own. The plain weights are let go one by one, but for
-    those that are shared, such as with an embedding.
+    number_format: of the weights; None: the module's own. Plain weights are freed one by one, except those shared with
+    other modules, such as an embedding.
     """
     count = 0
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
@@ -108,19 +110,19 @@ def pack(module: nn.Module, number_format: Format | None = None) -> int:
 
 
 def head_format(number_format: Format | None) -> Format | None:
-    """The head's format beside that of other layers: it decides between tokens, and 4 bits are too few for that."""
+    """The LM head's format for a format of the other layers: int8 instead of int4, which is too coarse for logits."""
     return Format.INT8 if number_format == Format.INT4 else number_format
 
 
 def plain_format(dtype: torch.dtype) -> Format | None:
-    """The kernels' format of a dtype; None if they have none."""
+    """The kernels' format of a dtype; None if they do not support it."""
     return {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}.get(dtype)
 
 
 def laid_out(linear: nn.Linear, number_format: Format | None = None, threads: int | None = None) -> nn.Module:
-    """A layer on the best kernel for its weight, the layer itself if there is none.
+    """The layer on the best kernel for its weight, or the layer itself if there is none.
 
-    number_format: as of `pack`; threads: as of NativeLinear
+    number_format: as in `pack`; threads: as in NativeLinear
     """
     plain = plain_format(linear.weight.dtype)
     if plain is None or linear.weight.device.type != "cpu":

@@ -12,7 +12,7 @@ from services.target.kernels.dispatch import Planner
 from services.target.kernels.kv_cache import KVCache
 from services.target.model import attention
 from services.target.model.base import Outputs
-from services.target.model.capture import Taps, joined
+from services.target.model.capture import HiddenStateHooks, joined
 from services.target.model.weight_slots import WeightSlots
 from services.target.step.batch import Batch
 
@@ -21,14 +21,14 @@ class ModuleRunner:
     """A `Runner` for any causal LM of `transformers` that uses its attention interface."""
 
     compilable = True
-    """Whether there is something for torch.compile."""
+    """True if torch.compile has something to compile."""
 
     def __init__(self, module: nn.Module, planner: Planner, around: AbstractContextManager[Any] | None = None) -> None:
-        """planner: makes the attention of a batch. around: stands around every forward pass; see invariant.py."""
+        """planner: makes the attention of a batch. around: context of every forward pass; see invariant_mode.py."""
         self.module = module
         self.planner = planner
         self._around = nullcontext() if around is None else around
-        self._taps: Taps | None = None  # made when features are first asked for
+        self._taps: HiddenStateHooks | None = None  # made when features are first asked for
 
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
         """Write the batch's keys and values, and return the logits and features that it asks for."""
@@ -39,8 +39,8 @@ class ModuleRunner:
         if batch.capture is None:
             return Outputs(self._logits(batch, cache, planner))
         if self._taps is None:
-            self._taps = Taps(self.module)
-        with self._taps.taking(batch.capture) as states:
+            self._taps = HiddenStateHooks(self.module)
+        with self._taps.capturing(batch.capture) as states:
             logits = self._logits(batch, cache, planner)
         return Outputs(logits, joined(states))
 
@@ -60,5 +60,5 @@ class ModuleRunner:
         return WeightSlots(self.module).shapes
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace weights in place; what is tied or packed follows."""
+        """Replace weights in place, tied and packed ones included."""
         WeightSlots(self.module).write(tensors)

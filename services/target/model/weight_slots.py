@@ -1,12 +1,12 @@
-"""Where each tensor of a checkpoint lives in a loaded model, so that it can be replaced while the process runs.
+"""The slot of each checkpoint tensor in a loaded model, so that weights can be replaced while the process runs.
 
-    name in the checkpoint          place
-    a parameter's or buffer's own   that tensor, overwritten where it lies
-    a packed linear layer's weight  the layer, which packs it anew
+    name in the checkpoint          slot
+    a parameter or buffer           that tensor, overwritten in place
+    a packed linear layer's weight  the layer, which packs it again
     one expert's projection         a slice of the parameter in which `transformers` fuses all experts of a layer
-    a name that is tied to another  nowhere of its own: who writes the other writes it, too
+    a name tied to another          none of its own: a write to the other name writes it, too
 
-A model whose loading changes names or layouts in other ways has no places at all.
+A model whose loading changes names or layouts in other ways has no slots.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 Write = Callable[[Tensor], object]
-Place = tuple[str, tuple[int, ...], Write]
+Slot = tuple[str, tuple[int, ...], Write]
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _EVERY = ".*."  # in a converter's pattern: the number of an expert
 
 
 class WeightSlots:
-    """The places of a model's weights. `shapes` is empty for a model that has none."""
+    """The slots of a model's weights. shapes: by name; empty for a model without slots."""
 
     def __init__(self, module: Any) -> None:
         """module: a causal LM of `transformers`; its linear layers may be packed."""
@@ -36,14 +36,14 @@ class WeightSlots:
         if fused is None or not all(_plain(parameter) for parameter in module.parameters()):
             return
         tied: Mapping[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
-        for name, shape, write in _own_places(module, fused):
+        for name, shape, write in _own_slots(module, fused):
             source = tied.get(name, name)
             self._writes.setdefault(source, []).append(write)
             self.shapes.setdefault(source, shape)
 
     @torch.inference_mode()
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put tensors in their places. Names and shapes must be those of `shapes`."""
+        """Write tensors to their slots. Names and shapes must be those of `shapes`."""
         for name, tensor in tensors.items():
             assert tuple(tensor.shape) == self.shapes[name], "names and shapes are checked before anything is written"
             for write in self._writes[name]:
@@ -51,13 +51,13 @@ class WeightSlots:
 
 
 def _plain(parameter: nn.Parameter) -> bool:
-    """False for weights in a format of their own, quantized or shared by devices."""
+    """False for weights that are quantized or sharded."""
     return type(parameter.data) is Tensor and parameter.dtype in _DTYPES
 
 
 def _fused(module: Any) -> Mapping[str, tuple[str, str, tuple[str, ...]]] | None:
-    """Parameters that hold all experts of a layer: end of the name -> what stands for it in checkpoints, as text before
-    and behind the expert's number, in order of the parts that lie above one another. None for other conversions.
+    """Parameters that hold all experts of a layer: end of the parameter's name -> that end, and the text before and
+    after the expert's number in checkpoint names, in the order of the stacked parts. None for other conversions.
     """
     fused: dict[str, tuple[str, str, tuple[str, ...]]] = {}
     for conversion in getattr(module, "_weight_conversions", None) or ():
@@ -74,8 +74,8 @@ def _fused(module: Any) -> Mapping[str, tuple[str, str, tuple[str, ...]]] | None
     return fused
 
 
-def _own_places(module: nn.Module, fused: Mapping[str, tuple[str, str, tuple[str, ...]]]) -> Iterator[Place]:
-    """Every name with its shape and how it is written, names that share a tensor included."""
+def _own_slots(module: nn.Module, fused: Mapping[str, tuple[str, str, tuple[str, ...]]]) -> Iterator[Slot]:
+    """Every name with its shape and write function, including names that share a tensor."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         replace = getattr(child, "replace_weight", None)
@@ -90,16 +90,16 @@ def _own_places(module: nn.Module, fused: Mapping[str, tuple[str, str, tuple[str
 
 
 def _tensors(child: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A module's own parameters and those of its buffers that checkpoints have."""
+    """A module's own parameters, and its buffers that are stored in checkpoints."""
     yield from ((name, tensor) for name, tensor in child._parameters.items() if tensor is not None)
     for name, buffer in child._buffers.items():
         if buffer is not None and name not in child._non_persistent_buffers_set:
             yield name, buffer
 
 
-def _slices(name: str, tensor: Tensor, end: str, before: str, behind: tuple[str, ...]) -> Iterator[Place]:
+def _slices(name: str, tensor: Tensor, end: str, before: str, behind: tuple[str, ...]) -> Iterator[Slot]:
     """tensor: [experts, parts * rows, columns]."""
     head = name.removesuffix(end) + before
     for expert, matrix in enumerate(tensor):
-        for part, place in zip(behind, matrix.chunk(len(behind)), strict=True):
-            yield f"{head}.{expert}.{part}", tuple(place.shape), place.copy_
+        for part, rows in zip(behind, matrix.chunk(len(behind)), strict=True):
+            yield f"{head}.{expert}.{part}", tuple(rows.shape), rows.copy_

@@ -1,1 +1,1 @@
-"""The target as a process: start-up, the gRPC service, control of a running engine, warm-up, tensor-parallel ranks."""
+"""The target process: start-up, gRPC service, control of a running engine, warm-up, tensor-parallel workers."""

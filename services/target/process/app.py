@@ -1,7 +1,7 @@
-"""The process: flags, cores, the port, then the model, then requests.
+"""The target process: flags, CPU affinity, the port, then the model, then requests.
 
-The port is bound before the model is loaded, so that a port in use is said at once, and whoever connects early learns
-that the service is on its way. PyTorch is imported only after the process has been put on its cores.
+The port is bound before the model is loaded, so that a port in use is reported at once, and early clients are answered
+that the service is loading. PyTorch is imported only after the CPU affinity is set.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the service with flags. Returns the process's exit code; 2 for flags, files or a port that do not fit."""
+    """Run the service with flags. Returns the process's exit code; 2 for wrong flags, files or port."""
     config = parse_flags(TargetConfig, argv, "outrider target")
     return process.run("target", config, serve, share_of_target)
 
@@ -65,7 +65,7 @@ async def serve(config: TargetConfig) -> int:
 
 
 def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:
-    """Load a folder's model and warm its engine up. Raises ConfigError."""
+    """Load a folder's model and warm up its engine. Raises ConfigError."""
     with imports_without_gc():
         from services.target.engine.engine import TargetEngine
         from services.target.process.warmup import warm_up
@@ -92,12 +92,12 @@ def _load(folder: Path, config: TargetConfig) -> Model:
         return load(folder, config)
     from services.target.process.tensor_parallel import load_split
 
-    model, followers = load_split(folder, config, _die)
-    atexit.register(followers.stop)
+    model, workers = load_split(folder, config, _exit_process)
+    atexit.register(workers.stop)
     return model
 
 
-def _die(why: str) -> None:
-    """End the process at once: the engine may be in the midst of a step that cannot end."""
+def _exit_process(why: str) -> None:
+    """End the process at once, because the engine may be inside a step that cannot finish."""
     log.error("%s", why)
     os._exit(1)

@@ -1,12 +1,12 @@
-"""Control of a target that runs: new weights, a flush of the cache, a pause. All of it between two steps.
+"""Control of a running target, between two steps: weight updates, cache flushes, pauses.
 
-    update      prefixes and what sessions have computed belong to the old weights, so both go; sessions are computed
-                anew and continue with the new ones, unless they are aborted, or told to keep what they have
+    update      cached prefixes and KV of the old weights are dropped; sessions are computed again and continue with the
+                new weights, unless they are aborted or keep their cache
     flush       only while no session runs
-    pause       no steps; sessions end, give their pages back, or stay as they are
+    pause       no steps; sessions end, give their pages back, or keep them
 
-What does not fit, or cannot be read, is refused before anything changes. What fails later, such as a disk in the midst
-of reading, leaves a model of two halves: then the process ends, and begins anew with the weights of its flags.
+Weights that do not fit, or cannot be read, are rejected before anything changes. An error during the update, such as a
+disk error, leaves a mixture of old and new weights: then the process ends and restarts with the weights of its flags.
 """
 
 from __future__ import annotations
@@ -22,14 +22,21 @@ from torch import Tensor
 from outrider.checkpoints import checkpoint
 from outrider.errors import ConfigError, EngineFault, InvalidRequest
 from services.target.engine.engine import TargetEngine
-from services.target.model.loading.updates import Folder, Incoming, Origin, by_own_names, check, tied_names
+from services.target.model.loading.updates import (
+    CheckpointFolder,
+    IncomingTensors,
+    WeightsOrigin,
+    by_own_names,
+    check,
+    tied_names,
+)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Update:
-    """How new weights are taken over. weight_version: their label; None leaves it as it is."""
+    """Options of a weight update. weight_version: the new label; None keeps the old one."""
 
     weight_version: str | None = None
     keep_cache: bool = False
@@ -38,7 +45,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights that are there, and what the last change did. Fields as in the wire's WeightFacts."""
+    """The current weights and the result of the last update. Fields as in the wire's WeightFacts."""
 
     weight_version: str
     fingerprint: str
@@ -50,26 +57,26 @@ class Weights:
 
 
 class Control:
-    """Changes one engine. What takes `in_engine` is called there; the rest may run anywhere, for it changes nothing."""
+    """Control of one engine. Methods marked "in the engine thread" must run there; the others change nothing."""
 
     def __init__(self, engine: TargetEngine, folder: Path, *, trust_remote_code: bool = False) -> None:
-        """folder: what the engine was started with. Its headers are read now, for it may be gone later."""
-        loaded = Folder(folder, trust_remote_code)
+        """folder: the engine's checkpoint. Its headers are read now, because it may be deleted later."""
+        loaded = CheckpointFolder(folder, trust_remote_code)
         self._engine = engine
         self._trust_remote_code = trust_remote_code
         self._settings = loaded.settings
         self._shapes = dict(engine.model.runner.weights())
         self._tied = tied_names(self._settings, self._shapes)
         self._ignored = frozenset(loaded.entries.keys() - self._shapes.keys() - self._tied.keys())
-        self._origin = Origin(loaded.fingerprint)
+        self._origin = WeightsOrigin(loaded.fingerprint)
         self.weights = Weights(engine.weight_version, self._origin.folder)
 
     # --- weights ---
 
-    def read_folder(self, path: str) -> Folder:
-        """A folder's checkpoint, checked against the model. Raises ConfigError."""
+    def read_folder(self, path: str) -> CheckpointFolder:
+        """Open a folder's checkpoint and check it against the model. Raises ConfigError."""
         try:
-            folder = Folder(checkpoint.resolve(path), self._trust_remote_code)
+            folder = CheckpointFolder(checkpoint.resolve(path), self._trust_remote_code)
         except OSError as error:
             raise ConfigError(f"the weights in {path} cannot be read: {error}") from None
         folder.check_settings(self._settings)
@@ -78,33 +85,33 @@ class Control:
         folder.check_tied(self._tied)
         return folder
 
-    def incoming(self) -> Incoming:
-        """Where tensors arrive that are sent in parts."""
-        return Incoming(self._shapes, self._tied)
+    def incoming(self) -> IncomingTensors:
+        """A buffer for tensors that arrive in parts."""
+        return IncomingTensors(self._shapes, self._tied)
 
-    def update_from_folder(self, folder: Folder, update: Update) -> Weights:
-        """In the engine thread: take a checked folder's weights over. Raises EngineFault; ConfigError for a folder that
-        is gone by now.
+    def update_from_folder(self, folder: CheckpointFolder, update: Update) -> Weights:
+        """In the engine thread: load a checked folder's weights. Raises EngineFault, and ConfigError if the folder was
+        deleted meanwhile.
         """
         names = by_own_names(folder.entries, self._tied)
         wanted = {own: name for own, name in names.items() if own in self._shapes}
-        return self._update(folder.tensors(wanted), Origin(folder.fingerprint), update, whole=True)
+        return self._update(folder.tensors(wanted), WeightsOrigin(folder.fingerprint), update, whole=True)
 
-    def update_from_tensors(self, incoming: Incoming, update: Update) -> Weights:
-        """In the engine thread: take checked tensors over. Raises EngineFault."""
+    def update_from_tensors(self, incoming: IncomingTensors, update: Update) -> Weights:
+        """In the engine thread: load checked tensors. Raises EngineFault."""
         origin = self._origin.under(incoming.digests)
         whole = self.weights.whole or origin.covered(self._shapes)
         return self._update([incoming.tensors()], origin, update, whole=whole)
 
     def _update(
-        self, shards: Iterable[Mapping[str, Tensor]], origin: Origin, update: Update, *, whole: bool
+        self, shards: Iterable[Mapping[str, Tensor]], origin: WeightsOrigin, update: Update, *, whole: bool
     ) -> Weights:
         engine, start, replaced = self._engine, time.perf_counter(), 0
         engine.finish()
         aborted = engine.abort() if update.abort_all_requests else 0
         retracted = 0
         if not update.keep_cache:
-            engine.flush()  # first, so that sessions share nothing of before, but what they compute anew
+            engine.flush()  # first, so that sessions share only prefixes computed with the new weights
             retracted = engine.scheduler.retract()
             for session in engine.scheduler:
                 session.score_anew()
@@ -117,7 +124,7 @@ class Control:
         except Exception as error:
             if not begun:
                 raise ConfigError(f"the weights cannot be read, so nothing has changed: {error}") from error
-            raise EngineFault(f"the weights are changed in part, so the target starts anew: {error}") from error
+            raise EngineFault(f"the weights are changed in part, so the target restarts: {error}") from error
         if update.weight_version is not None:
             engine.weight_version = update.weight_version
         before, self._origin = self.weights.fingerprint, origin
@@ -125,7 +132,7 @@ class Control:
             engine.weight_version, origin.fingerprint(self._shapes), replaced, aborted, retracted, before, whole
         )
         log.info(
-            "weights \"%s\": %d tensors replaced in %.2f s; %d sessions aborted, %d computed anew",
+            "weights \"%s\": %d tensors replaced in %.2f s; %d sessions aborted, %d computed again",
             engine.weight_version, replaced, time.perf_counter() - start, aborted, retracted,
         )  # fmt: skip
         return self.weights
@@ -144,7 +151,7 @@ class Control:
         self._engine.flush()
 
     def pause(self, mode: str) -> int:
-        """Stop taking steps. mode: abort, retract or in_place. Returns how many sessions were ended."""
+        """Stop taking steps. mode: abort, retract or in_place. Returns the number of aborted sessions."""
         modes: dict[str, Callable[[], int]] = {
             "abort": self._engine.abort,
             "retract": self._engine.scheduler.retract,
@@ -159,4 +166,4 @@ class Control:
     def proceed(self) -> None:
         """Take steps again."""
         self._engine.scheduler.held = False
-        log.info("going on")
+        log.info("resumed")

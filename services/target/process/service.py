@@ -1,4 +1,4 @@
-"""The gRPC face of the target: facts for the handshake, the tokenizer's files, and the stream."""
+"""The gRPC service of the target: handshake information, the tokenizer's files, control, and the session stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "config.json",
 )
-"""Of a model's folder, what the gateway needs beside its chat templates."""
+"""The files of a model's folder that the gateway needs beside its chat templates."""
 
 _PART_BYTES = 1 << 20
 _PAUSE_MODES = {
@@ -47,14 +47,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Facts:
-    """What a loaded target says about itself."""
+    """The handshake information of a loaded target."""
 
     folder: Path
     info: target_pb2.GetTargetInfoResponse
 
 
 def describe(folder: Path, engine: TargetEngine, config: TargetConfig) -> Facts:
-    """The facts of a loaded model. Reads the folder's weight headers and tokenizer."""
+    """The handshake information of a loaded model. Reads the folder's weight headers and tokenizer."""
     model, fingerprint = engine.model, checkpoint.fingerprint(folder)
     info = target_pb2.GetTargetInfoResponse(
         protocol_version=outrider.PROTOCOL_VERSION,
@@ -81,7 +81,7 @@ def describe(folder: Path, engine: TargetEngine, config: TargetConfig) -> Facts:
 
 
 def update_from_pb(message: common_pb2.WeightUpdate) -> Update:
-    """How new weights are taken over."""
+    """The options of a weight update."""
     from services.target.process.control import Update
 
     version = message.weight_version if message.HasField("weight_version") else None
@@ -89,7 +89,7 @@ def update_from_pb(message: common_pb2.WeightUpdate) -> Update:
 
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
-    """TargetService around an engine's streams. Until `serve` is called, callers are told to wait."""
+    """TargetService around an engine's streams. Calls before `serve` get UNAVAILABLE."""
 
     def __init__(self, hub: StreamHub[Any, Any], loop: EngineLoop) -> None:
         self._hub = hub
@@ -99,7 +99,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self.facts: Facts | None = None
 
     def serve(self, facts: Facts, engine: TargetEngine, control: Control) -> None:
-        """The model is loaded."""
+        """Start answering, now that the model is loaded."""
         self.facts, self._engine, self._control = facts, engine, control
 
     def register(self, server: GrpcServer) -> tuple[str, ...]:
@@ -119,13 +119,13 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         return self._engine, self._control
 
     async def _in_engine(self, work: Callable[[], Result]) -> Result:
-        """The result of work that the engine thread does between two steps."""
+        """Run work in the engine thread between two steps, and return its result."""
         return await asyncio.wrap_future(self._loop.call(work))
 
     async def GetTargetInfo(  # noqa: N802
         self, request: target_pb2.GetTargetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.GetTargetInfoResponse:
-        """Facts for the handshake."""
+        """Information for the handshake."""
         del request
         async with statuses(context):
             return self._loaded().info
@@ -134,7 +134,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def GetTokenizer(  # noqa: N802
         self, request: target_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[target_pb2.GetTokenizerResponse]:
-        """The tokenizer's files that exist, in parts."""
+        """The tokenizer's existing files, in parts."""
         del request
         async with statuses(context):
             folder = self._loaded().folder
@@ -152,7 +152,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         request_iterator: AsyncIterator[target_pb2.ConfigureFeaturesRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> target_pb2.ConfigureFeaturesResponse:
-        """Get to know which hidden states sessions may ask for."""
+        """Register a specification of hidden states that sessions may request."""
         async with statuses(context):
             engine, _ = self._running()
             spec: common_pb2.FeatureSpec | None = None
@@ -198,7 +198,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         raise AssertionError("an aborted call does not go on")
 
     def _changed(self, weights: Weights) -> common_pb2.WeightFacts:
-        """In the engine thread, for whoever asked may be gone: note what the weights are now, and say it."""
+        """In the engine thread, because the caller may have disconnected: record the new weights, and return them."""
         info = self._loaded().info
         info.weight_version, info.model.fingerprint = weights.weight_version, weights.fingerprint
         return common_pb2.WeightFacts(

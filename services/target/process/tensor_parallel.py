@@ -1,11 +1,11 @@
-"""Tensor parallelism: one process a rank. Rank 0 is the engine's process; the others follow what it says.
+"""Tensor parallelism with one process a rank. Rank 0 is the engine's process; the other ranks are workers.
 
-    rank 0      engine -> LeadingRunner.forward -> broadcast the batch -> its share of the pass -> logits -> draws
-    others                  follow              <- receive it          -> their share, keys and values of their heads
+    rank 0      engine -> LeadingRunner.forward -> broadcast the batch -> its share of the pass -> logits -> samples
+    workers               run_worker            <- receive it          -> their share, keys and values of their heads
 
-What is broadcast is one packed array of integers a step: the batch, a move in the cache, or a new cache. Collectives
-inside the model are those of `transformers`. Rank 0 holds a pipe to each follower: a follower ends when its pipe does,
-however rank 0 ended; a follower that ends by itself ends the target, because no step can be computed without it.
+A broadcast is one packed array of integers: a batch, a move in the cache, or a new cache. The collectives inside the
+model are those of `transformers`. Rank 0 holds a pipe to each worker: a worker ends when its pipe closes, however
+rank 0 ended. If a worker ends by itself, the target ends, because no step can be computed without it.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ from services.target.step.layout import Layout
 
 log = logging.getLogger(__name__)
 
-_FOLLOWER = "services.target.process.tensor_parallel_worker"
+_WORKER_MODULE = "services.target.process.tensor_parallel_worker"
 HOST = "127.0.0.1"
 _CACHE, _BATCH, _MOVE = range(3)
-_INLINE = 2048  # numbers that travel in the first broadcast; what is longer needs a second
-_JOIN = timedelta(minutes=10)  # until all ranks have loaded the libraries and met
-_FOR_EVER = timedelta(days=3650)  # an idle engine says nothing for as long as it likes
-_LAST_WORDS = 5.0  # seconds that a follower has to end
+_INLINE = 2048  # numbers in the first broadcast; longer messages need a second one
+_JOIN_TIMEOUT = timedelta(minutes=10)  # until all ranks have imported the libraries and joined
+_NO_TIMEOUT = timedelta(days=3650)  # an idle engine broadcasts nothing for any time
+_EXIT_SECONDS = 5.0  # seconds that a follower has to end
 
 
 def load_split(
     folder: Path, config: TargetConfig, on_death: Callable[[str], None]
 ) -> tuple[Model, TensorParallelWorkers]:
-    """Start the other ranks and load a model split among all. Raises ConfigError.
+    """Start the workers and load a model sharded over all ranks. Raises ConfigError.
 
-    on_death: told why if a follower ends before `TensorParallelWorkers.stop`; from a thread of its own.
+    on_death: called in a separate thread, with the reason, if a worker ends before `TensorParallelWorkers.stop`
     """
     check_devices(config.tp_size, config.device)
-    followers = TensorParallelWorkers(folder, config, on_death)
+    workers = TensorParallelWorkers(folder, config, on_death)
     try:
-        channel = join(followers.store, 0, config)
+        channel = join(workers.store, 0, config)
         model = load(folder, dataclasses.replace(config, device=_device(config, 0)))
     except BaseException:
-        followers.stop()
+        workers.stop()
         raise
-    return dataclasses.replace(model, runner=LeadingRunner(model.runner, channel)), followers
+    return dataclasses.replace(model, runner=LeadingRunner(model.runner, channel)), workers
 
 
-def join(store: dist.Store, rank: int, config: TargetConfig) -> Channel:
-    """Meet the other ranks. Returns the way by which rank 0 speaks to all."""
+def join(store: dist.Store, rank: int, config: TargetConfig) -> BroadcastChannel:
+    """Join the process group of all ranks. Returns the channel of rank 0's broadcasts."""
     device = torch.device(_device(config, rank))
     cuda = device.type == "cuda"
     if cuda:
@@ -73,9 +73,13 @@ def join(store: dist.Store, rank: int, config: TargetConfig) -> Channel:
     else:
         torch.set_num_threads(_threads(config.tp_size))
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=config.tp_size, timeout=_JOIN
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=store,
+        rank=rank,
+        world_size=config.tp_size,
+        timeout=_JOIN_TIMEOUT,
     )
-    return Channel(dist.new_group(backend="gloo", timeout=_FOR_EVER))
+    return BroadcastChannel(dist.new_group(backend="gloo", timeout=_NO_TIMEOUT))
 
 
 def _device(config: TargetConfig, rank: int) -> str:
@@ -88,7 +92,7 @@ def _threads(ranks: int) -> int:
 
 
 class TensorParallelWorkers:
-    """The processes of ranks 1 and up, as rank 0 holds them."""
+    """The processes of ranks 1 and up, owned by rank 0."""
 
     def __init__(self, folder: Path, config: TargetConfig, on_death: Callable[[str], None]) -> None:
         self.store = dist.TCPStore(HOST, 0, config.tp_size, is_master=True, wait_for_workers=False)
@@ -97,8 +101,8 @@ class TensorParallelWorkers:
         environment = os.environ | {"OMP_NUM_THREADS": str(_threads(config.tp_size))}
         self.processes: list[subprocess.Popen[bytes]] = []
         for rank in range(1, config.tp_size):
-            told = dataclasses.replace(config, model_path=str(folder), device=_device(config, rank))
-            command = python_command("-m", _FOLLOWER, str(rank), str(self.store.port), *to_argv(told))
+            rank_config = dataclasses.replace(config, model_path=str(folder), device=_device(config, rank))
+            command = python_command("-m", _WORKER_MODULE, str(rank), str(self.store.port), *to_argv(rank_config))
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, env=environment | {"LOCAL_RANK": str(rank)}, start_new_session=True
             )
@@ -106,14 +110,14 @@ class TensorParallelWorkers:
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank {rank}", daemon=True).start()
 
     def stop(self) -> None:
-        """End them. Nothing may be under way."""
+        """End the workers. No step may be in progress."""
         self._stopping.set()
         for process in self.processes:
             if process.stdin is not None:
                 process.stdin.close()
         for process in self.processes:
             try:
-                process.wait(_LAST_WORDS)
+                process.wait(_EXIT_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -127,7 +131,7 @@ class TensorParallelWorkers:
             self._on_death(f"rank {rank} of {len(self.processes) + 1} {how}; the target cannot go on without it")
 
 
-class Channel:
+class BroadcastChannel:
     """Arrays of integers from rank 0 to all others, in order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -145,7 +149,7 @@ class Channel:
             dist.broadcast(torch.from_numpy(body[_INLINE:]), 0, self._group)
 
     def receive(self) -> tuple[int, NDArray[np.int64]]:
-        """What rank 0 says next: its kind, and the arrays one behind the other."""
+        """Receive rank 0's next message: its kind, and the concatenated arrays."""
         dist.broadcast(self._buffer, 0, self._group)
         body = self._buffer[: int(self._buffer[0])].numpy().copy()
         missing = int(self._buffer[0]) - len(body)
@@ -157,15 +161,15 @@ class Channel:
 
 
 class LeadingRunner:
-    """Rank 0's runner: says each step to the others before it computes its own share."""
+    """Rank 0's runner: broadcasts each step to the workers before it computes its own share."""
 
-    def __init__(self, runner: Runner, channel: Channel) -> None:
+    def __init__(self, runner: Runner, channel: BroadcastChannel) -> None:
         self._runner = runner
         self._channel = channel
         self._cache: KVCache | None = None
 
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
-        """As any runner. A cache that was not seen before is made on the other ranks too."""
+        """As any runner. A new cache is also made on the workers."""
         if cache is not self._cache:
             self._cache = cache
             self._channel.send(_CACHE, np.array([cache.pages, cache.page_size]))
@@ -177,23 +181,23 @@ class LeadingRunner:
         self._channel.send(_MOVE, sources.cpu().numpy(), destinations.cpu().numpy())
 
     def weights(self) -> Mapping[str, tuple[int, ...]]:
-        """None: each rank has a share of every weight."""
+        """Nothing can be replaced, because each rank has a shard of every weight."""
         return {}
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
-        """Nothing can be replaced."""
+        """Replace nothing."""
         assert not tensors, "no weights were offered"
 
 
 @torch.inference_mode()
-def follow(model: Model, channel: Channel) -> None:
-    """Do what rank 0 says, for ever; the process is ended from outside."""
+def run_worker(model: Model, channel: BroadcastChannel) -> None:
+    """Execute rank 0's broadcasts until the process is ended from outside."""
     cache: KVCache | None = None
     while True:
         kind, body = channel.receive()
         if kind == _CACHE:
             pages, page_size = body.tolist()
-            cache = None  # before its successor is made
+            cache = None  # frees it before the new one is allocated
             cache = KVCache(model.shapes, pages, page_size, model.cache_dtype, model.device)
             continue
         assert cache is not None, "a cache comes before all else"
@@ -208,7 +212,7 @@ _HEADER = 7
 
 
 def pack(batch: Batch) -> list[NDArray[np.integer]]:
-    """A batch as arrays of integers. What only rank 0 needs of it (the hidden states asked for) stays behind."""
+    """A batch as arrays of integers, without the parts that only rank 0 needs, such as the capture."""
     rows, spans = batch.rows, batch.layout
     header = np.array([
         len(rows.ids), len(rows.sampled), batch.drawn, len(spans), len(spans.pages), len(spans.parents),
@@ -219,7 +223,7 @@ def pack(batch: Batch) -> list[NDArray[np.integer]]:
 
 
 def unpack(body: NDArray[np.int64], device: torch.device) -> Batch:
-    """A batch from what `pack` made of it."""
+    """The inverse of `pack`."""
     count, sampled, drawn, spans, pages, parents, page_size = body[:_HEADER].tolist()
     take = _Reader(body[_HEADER:])
     rows = Rows(take(count), take(count), take(sampled))
@@ -229,7 +233,7 @@ def unpack(body: NDArray[np.int64], device: torch.device) -> Batch:
 
 
 class _Reader:
-    """Takes arrays off the front of one."""
+    """Reads arrays from the front of a concatenated one."""
 
     def __init__(self, body: NDArray[np.int64]) -> None:
         self._body = body

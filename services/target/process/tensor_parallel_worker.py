@@ -1,8 +1,6 @@
 """`python -m services.target.process.tensor_parallel_worker RANK PORT FLAGS...`: a rank other than 0.
 
-Rank 0 starts it.
-
-The first rank holds the other end of standard input; when that closes, for whatever reason, this process ends.
+Rank 0 starts it and holds the other end of standard input; when that closes, for whatever reason, this process ends.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Follow until the first rank is gone. Returns the process's exit code."""
+    """Work until rank 0 ends. Returns the process's exit code."""
     rank, port = int(argv[0]), int(argv[1])
     config = tyro.cli(TargetConfig, args=argv[2:], prog=__name__)
     threading.Thread(target=_end_with_first_rank, daemon=True).start()
@@ -39,10 +37,10 @@ def main(argv: Sequence[str]) -> int:
     channel = parallel.join(store, rank, config)
     try:
         model = load(Path(config.model_path), config)
-    except ConfigError as error:  # the first rank says the same unless it is for this one alone
+    except ConfigError as error:  # rank 0 reports the same error, unless only this rank has it
         log.error("%s", error.message)
         return 2
-    parallel.follow(model, channel)
+    parallel.run_worker(model, channel)
     return 0
 
 

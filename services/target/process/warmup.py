@@ -1,4 +1,4 @@
-"""Before the first request: every kind of step is run once, and what a step costs is measured."""
+"""Warm-up before the first request: runs every kind of step once and measures the cost of steps."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 _ID = 0
 _TIMED_STEPS = 3
 _TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-_DRAFTED = 24  # tokens with draft tokens of the model source: some chains
+_DRAFTED = 24  # tokens generated with the model's own draft source, several chains
 _LENGTHS = (64, 1024)  # tokens of a short and of a long context
 
 
 def warm_up(engine: TargetEngine) -> None:
-    """Run an idle engine, so that the first request does not pay for what is done lazily."""
+    """Run an idle engine, so that the first request does not pay for lazy initialisation."""
     engine.sessions.grammars.load()
     with step_by_step(engine):
         _run(engine)
@@ -45,7 +45,7 @@ def warm_up(engine: TargetEngine) -> None:
 
 @contextmanager
 def step_by_step(engine: TargetEngine) -> Iterator[None]:
-    """Each of the engine's steps begins and ends by itself, so that it can be timed."""
+    """Disable overlap and multi-step decoding, so that each step can be timed."""
     speculation = engine.speculation
     overlap, engine.overlap = engine.overlap, False
     window, speculation.multi_step.window = speculation.multi_step.window, 0.0
@@ -83,7 +83,7 @@ def _draft_chain(engine: TargetEngine, nodes: int) -> None:
 
 
 def _measure(engine: TargetEngine) -> StepCost | None:
-    """Time steps of some numbers of tokens, and of a long context. None where there is no room for it."""
+    """Time steps of several sizes, and of a long context. None if the cache is too small."""
     counts = [count for count in _TOKENS if count <= engine.max_session_tokens // 4]
     seconds = dict.fromkeys(counts, np.inf)
     short, long = _LENGTHS[0], min(_LENGTHS[1], engine.max_session_tokens // 2)

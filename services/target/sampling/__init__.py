@@ -1,1 +1,5 @@
-"""Sampling: what a session asked for, how its tokens are sampled on the device, and what is reported beside them."""
+"""Sampling: from a step's logits to its tokens, with penalties, grammar masks, bans and log-probabilities.
+
+`step_sampler` is the entry: it lays out the sessions' parameters (`row_params`, `penalties`, `masks`) and samples with
+`sampler` or the compiled kernel; `samples` holds the results, `compaction` moves the cache rows of accepted paths.
+"""

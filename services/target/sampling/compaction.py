@@ -1,7 +1,7 @@
-"""Compacting the cache after a step: the rows of an accepted path move up to where they belong as committed tokens.
+"""Compaction of the cache after a step: the rows of an accepted path move to the slots of committed tokens.
 
 slots of a step     length + 0, length + 1, ...: draft nodes, in slice order
-accepted path       p1 < p2 < ...: the row of p(d) belongs at length + d - 1, which is never behind it
+accepted path       p1 < p2 < ...: the row of p(d) moves to length + d - 1, which is never after its own slot
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Moves:
         self._pairs: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
 
     def add(self, session: Session, path: Sequence[int]) -> None:
-        """A session accepts some of its nodes, and has not committed them yet."""
+        """Add a session's accepted nodes, before it commits them."""
         nodes = np.array(path, dtype=np.int64)
         away = nodes != np.arange(len(nodes))
         if away.any():
@@ -35,7 +35,7 @@ class Moves:
             self._pairs.append((slots[nodes[away]], slots[: len(nodes)][away]))
 
     def make(self, cache: KVCache, device: torch.device) -> None:
-        """Move rows for all sessions at once. Pages given back must not have been leased again before this."""
+        """Move the rows of all sessions at once, before any page that was given back is leased again."""
         if not self._pairs:
             return
         with torch.inference_mode():
@@ -45,11 +45,11 @@ class Moves:
 
 @dataclass(frozen=True)
 class Trees:
-    """The drafts of a step as columns over the R rows that are drawn after: of each session its root, then its nodes.
+    """The draft trees of a step as columns over R sampled rows: for each session its root, then its nodes.
 
-    parents: [R] int64, rows; a root is its own. tokens: [R] int64, those of nodes; of no meaning for roots
+    parents: [R] int64, rows; a root is its own parent. tokens: [R] int64, of nodes; undefined for roots
     places:  [R] int64, session * depths + depth - 1 for a node, sessions * depths for a root
-    slots:   [2, R] int64: where a node's row lies, and where it belongs if it is accepted
+    slots:   [2, R] int64: the slot of a node's row, and its slot if it is accepted
     No two children of a node have the same token.
     """
 
@@ -60,26 +60,29 @@ class Trees:
     sessions: int
     depths: int
 
-    def accepted(self, drawn: Tensor) -> Tensor:
-        """Nodes that the walk along the draws meets, and all roots. drawn: [R] int64. Returns [R] bool."""
+    def accepted(self, sampled: Tensor) -> Tensor:
+        """The accepted nodes and all roots, by a walk along the samples, [R] int64. Returns [R] bool."""
         roots = self.places == self.sessions * self.depths
-        met = (drawn[self.parents] == self.tokens) | roots
+        met = (sampled[self.parents] == self.tokens) | roots
         above = self.parents
-        for _ in range((self.depths - 1).bit_length()):  # so many levels are looked at: 1, 2, 4, ...
+        for _ in range((self.depths - 1).bit_length()):  # levels covered after each iteration: 2, 4, 8, ...
             met = met & met[above]
             above = above[above]
         return met
 
-    def moves(self, drawn: Tensor) -> Tensor:
-        """Slots from and to which accepted rows move, by session and depth. Returns [2, S, D] int64, 0 for nothing."""
+    def moves(self, sampled: Tensor) -> Tensor:
+        """Source and destination slots of accepted rows, by session and depth. Returns [2, S, D] int64, 0 for none."""
         nowhere = self.sessions * self.depths
-        places = torch.where(self.accepted(drawn), self.places, nowhere)
+        places = torch.where(self.accepted(sampled), self.places, nowhere)
         slots = self.slots.new_zeros(2, nowhere + 1).scatter_(1, places.expand(2, -1), self.slots)
-        return slots[:, :nowhere].unflatten(1, (self.sessions, self.depths))
+        return slots[:, :nowhere].view(2, self.sessions, self.depths)
 
 
-def lay_out(works: Sequence[SessionWork], batch: Batch, parcel: UploadBatch) -> Callable[[], Trees]:
-    """The trees of sessions that are drawn for, in a parcel that is to be sent. There must be nodes."""
+def lay_out(works: Sequence[SessionWork], batch: Batch, uploads: UploadBatch) -> Callable[[], Trees]:
+    """The trees of sampled sessions, as part of a larger upload. There must be nodes.
+
+    The result may be called once the upload is sent.
+    """
     drafts = [work.draft for work in works]
     counts = np.array([len(draft) for draft in drafts])
     roots = np.cumsum(counts + 1) - (counts + 1)
@@ -96,10 +99,10 @@ def lay_out(works: Sequence[SessionWork], batch: Batch, parcel: UploadBatch) -> 
     columns[2, nodes] = session * depths + depth - 1
     columns[3, nodes] = slots[nodes]
     columns[4, nodes] = slots[base + depth]
-    placed = parcel.add([columns])
+    placed = uploads.add([columns])
 
     def trees() -> Trees:
         (tensor,) = placed()
-        return Trees(*tensor[:3], tensor[3:], len(drafts), depths)
+        return Trees(tensor[0], tensor[1], tensor[2], tensor[3:], len(drafts), depths)
 
     return trees

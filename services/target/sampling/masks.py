@@ -1,7 +1,7 @@
-"""Which tokens grammars allow after each row of a step, as bits: filled on the host, applied on the device.
+"""Bit masks of the tokens that grammars allow after each row of a step: filled on the host, applied on the device.
 
-A draft node's mask is that of a copy of the automaton that walks there. llguidance would walk a chain and roll it
-back, but keeps the last mask by what another path may have in common (1.9), and some grammars it cannot roll back.
+Each draft node has a copy of the automaton that was advanced along its path. llguidance could walk a chain and roll it
+back, but it caches the last mask under a key that other paths may share (1.9), and cannot roll back some grammars.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from services.target.grammar.matcher import Matcher
 from services.target.step.token_mask import TokenMask
 from services.target.step.upload import upload
 
-_MOST_THREADS = 8
+_MAX_THREADS = 8
 
 
 @dataclass(frozen=True)
 class GrammarRows:
-    """The rows of one session that a grammar binds, row `first` being the root's.
+    """The rows of one session with a grammar. first: the root's row.
 
-    banned: for each row, token ids that may not be drawn unless the grammar leaves no other
+    banned: for each row, token ids that may not be sampled unless the grammar allows no others
     """
 
     first: int
@@ -37,18 +37,18 @@ class GrammarRows:
 
 
 class Masks:
-    """Fills one buffer, which every step uses again."""
+    """Fills masks in one buffer, which every step reuses."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._words = -(-vocab_size // 32)
         self._device = device
-        self._executor = LLExecutor(min(torch.get_num_threads(), _MOST_THREADS))
+        self._executor = LLExecutor(min(torch.get_num_threads(), _MAX_THREADS))
         self._buffer = self._allocate(64)
 
     def fill(self, sessions: Sequence[GrammarRows]) -> TokenMask:
-        """What may be drawn after each row of these sessions. A matcher that meets a limit gets its fault set.
+        """The tokens allowed after each row of these sessions. Sets the fault of a matcher that exceeds a limit.
 
-        The step before must have been waited for.
+        The previous step must be complete, because its copy to the device reads the same buffer.
         """
         count = sum(len(guided.draft) + 1 for guided in sessions)
         if count > len(self._buffer):
@@ -66,18 +66,19 @@ class Masks:
         for matcher, (state, place) in zip(matchers, states, strict=True):
             if state.is_error():
                 matcher.fail(state)
-                bits[place] = 0  # nothing can be drawn: the session ends if its text gets there
+                bits[place] = 0  # no token is allowed: the session ends if its text reaches this row
         for guided in sessions:
             _ban(bits, rows, guided)
         words = self._buffer[:count].to(self._device, non_blocking=True)
-        return TokenMask(*upload([rows], self._device), words)
+        (placed,) = upload([rows], self._device)
+        return TokenMask(placed, words)
 
     def _allocate(self, rows: int) -> Tensor:
         return torch.empty(rows, self._words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
 
 def _ban(bits: NDArray[np.int32], rows: NDArray[np.int64], guided: GrammarRows) -> None:
-    """Take banned tokens out of a session's masks that have others."""
+    """Remove banned tokens from those of a session's masks that allow others."""
     for row, tokens in enumerate(guided.banned, start=guided.first):
         if tokens:
             mask = bits[rows == row][0].view(np.uint32).copy()
@@ -88,7 +89,7 @@ def _ban(bits: NDArray[np.int32], rows: NDArray[np.int64], guided: GrammarRows) 
 
 
 def apply(logits: Tensor, mask: TokenMask) -> None:
-    """Make what is not allowed impossible, in place. logits: [R, V] float32."""
+    """Set the logits of tokens that are not allowed to -inf, in place. logits: [R, V] float32."""
     octets = mask.words.view(torch.uint8)  # [M, 4 W], little-endian
     shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
     allowed = ((octets[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()

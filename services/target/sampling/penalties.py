@@ -1,15 +1,15 @@
-"""Penalties and bias: what a session's own tokens do to its logits, entry by entry, never over the vocabulary.
+"""Penalties and bias: changes of a session's logits by its own tokens, applied token by token, not over the vocabulary.
 
-A session that asks for them keeps `PenaltyCounts` of the tokens that occur, one entry a token; a commit touches only
-the entries of its tokens. All logits rows of the session share these entries. The row of a draft token differs in the
-tokens on its own path below the root, and carries these few as entries of its own.
+A session with penalties keeps `PenaltyCounts`, with one entry for each token that occurs; a commit touches only the
+entries of its tokens. All logits rows of the session share these entries. The row of a draft token differs in the
+tokens on its own path below the root, and has entries of its own for these few.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,14 +22,14 @@ from services.target.step.upload import UploadBatch
 
 
 class PenaltyCounts:
-    """How one session's logits are changed below its committed path: for each of D tokens a scale and a shift."""
+    """The changes of one session's logits after its committed tokens: a scale and a shift for each of D tokens."""
 
     def __init__(self, params: SamplingParams, tokens: NDArray[np.integer], prompt_length: int) -> None:
         """tokens: prompt and committed tokens."""
         self._params = params
         self._bias = dict(params.logit_bias)
         self._entries: dict[int, int] = {}
-        self._counts: list[int] = []  # behind the prompt
+        self._counts: list[int] = []  # occurrences after the prompt
         self.size = 0
         self._tokens = np.empty(64, np.int64)
         self._scales = np.empty(64)
@@ -38,7 +38,7 @@ class PenaltyCounts:
             self._add(token, 1.0)
         if params.repetition_penalty != 1.0:
             for token in np.unique(tokens[:prompt_length]).tolist():
-                entry = self._entry(token)  # first, for it may make the columns longer, which are others then
+                entry = self._entry(token)  # before indexing, because it may reallocate the columns
                 self._scales[entry] = params.repetition_penalty
         self.append(tokens[prompt_length:])
 
@@ -95,11 +95,11 @@ class PenaltyCounts:
 
 @dataclass(frozen=True)
 class Adjustments:
-    """What is done to the logits of a step, on the device.
+    """Changes of a step's logits, on the device.
 
     tokens, scales, shifts: [D] int64, float64, float64: the shared entries of all sessions, one session after another
-    rows, firsts, sizes: [n] int64: for each row that has shared entries, which `sizes` of them, from `firsts` on
-    own_rows, own_tokens, own_scales, own_shifts: [m]: the entries of single rows, which go before shared ones
+    rows, firsts, sizes: [n] int64: rows with shared entries, the first entry of each, and their number
+    own_rows, own_tokens, own_scales, own_shifts: [m]: entries of single rows, which replace shared ones
     pairs: sum of sizes
     """
 
@@ -113,21 +113,21 @@ class Adjustments:
     own_tokens: Tensor
     own_scales: Tensor
     own_shifts: Tensor
-    pairs: int
+    pairs: int = field(kw_only=True)
 
 
 def gather(sessions: Sequence[tuple[int, PenaltyCounts, TreeSlice]], device: torch.device) -> Adjustments | None:
-    """Lay out the entries of a step's sessions; None if there are none. sessions: first row, tally, draft."""
-    parcel = UploadBatch()
-    adjustments = lay_out(sessions, parcel)
-    parcel.send(device)
+    """Lay out the entries of a step's sessions; None if there are none. sessions: first row, counts, draft."""
+    uploads = UploadBatch()
+    adjustments = lay_out(sessions, uploads)
+    uploads.send(device)
     return adjustments()
 
 
 def lay_out(
-    sessions: Sequence[tuple[int, PenaltyCounts, TreeSlice]], parcel: UploadBatch
+    sessions: Sequence[tuple[int, PenaltyCounts, TreeSlice]], uploads: UploadBatch
 ) -> Callable[[], Adjustments | None]:
-    """As `gather`, in a parcel that is to be sent."""
+    """As `gather`, as part of a larger upload. The result may be called once the upload is sent."""
     shared = [tally.shared() for _, tally, _ in sessions]
     own = [(first + row, *entry) for first, tally, draft in sessions for row, *entry in tally.own(draft)]
     if not own and not any(len(columns[0]) for columns in shared):
@@ -147,14 +147,14 @@ def lay_out(
         np.array(own_scales, np.float64),
         np.array(own_shifts, np.float64),
     ]
-    placed, pairs = parcel.add(columns), int(sizes @ counts)
+    placed, pairs = uploads.add(columns), int(sizes @ counts)
     return lambda: Adjustments(*placed(), pairs=pairs)
 
 
 def apply(logits: Tensor, adjustments: Adjustments) -> None:
     """Change logits in place. logits: [R, V] float32."""
     a = adjustments
-    # A row's own entries start from what the model said, and replace the shared ones.
+    # A row's own entries start from the model's logits and replace the shared ones.
     own = _adjusted(logits[a.own_rows, a.own_tokens], a.own_scales, a.own_shifts)
     row = torch.repeat_interleave(a.sizes, output_size=a.pairs)  # [pairs] index into rows
     entry = torch.arange(a.pairs, device=logits.device) - (a.sizes.cumsum(0) - a.sizes - a.firsts)[row]

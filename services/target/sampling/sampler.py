@@ -1,38 +1,35 @@
-"""Drawing tokens on the device: outrider.speculation.sampling for many rows at once, in PyTorch.
+"""Sampling on the device: outrider.speculation.sampling for many rows at once, in PyTorch.
 
-The same tokens as the NumPy oracle, for less work. Gumbel noise is computed for every token in float32 first, which
-names a few candidates; only these are weighed in float64. Filters need the order of the likeliest tokens alone, and
-rows without filters, and greedy rows, don't pay for those that have them. On CPUs a compiled kernel draws the same
-tokens where it can be had (kernels/cpu/sampling.py), and this is its plain twin.
+It gives the tokens of the NumPy oracle with less work. Gumbel noise is computed in float32 for every token, which
+selects a few candidates; only these are compared in float64. Filters sort only the most probable tokens. Greedy rows
+and rows without filters skip the work of the other rows. On CPUs a compiled kernel gives the same tokens
+(kernels/cpu/sampling.py); this module is its plain twin.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.speculation import noise
-from outrider.speculation.sampling import SamplingParams
 from services.target.sampling import masks, penalties
 from services.target.sampling.penalties import Adjustments
+from services.target.sampling.row_params import RowParams
 from services.target.step.token_mask import TokenMask
-from services.target.step.upload import UploadBatch
 
-# The winner is among the best of the approximate scores: these err by less than 0.3, and the chance that as many
-# tokens as this come within that of the best one is below 1e-20.
+# Candidates by approximate score, whose error is below 0.3: the probability that this many tokens are within
+# that of the best one is below 1e-20.
 _CANDIDATES = 32
-# Tokens that are put in order at first where top_p alone limits them; all of them if that does not suffice.
+# Tokens sorted at first for top_p without top_k; if they do not cover the nucleus, all tokens are sorted.
 _ORDERED = 1024
-# Parts in which a GPU goes through a row, over which one multiprocessor would be long. Most vocabularies are multiples.
-_SHARED_BY = 64
-UNSURE = -2  # in place of a token: see `draw`
+# Parts of a row that a GPU reduces in parallel. Most vocabulary sizes are multiples.
+_PARTS = 64
+UNRESOLVED = -2
+"""Stands for a token that `sample_adjusted` could not determine without waiting for the device."""
 _LOW16, _LOW17, _LOW32 = 0xFFFF, 0x1FFFF, 0xFFFFFFFF
 
 
@@ -42,7 +39,7 @@ def _signed(word: int) -> int:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """outrider.speculation.noise's mixer. int32 stands for uint32: products wrap alike, shifts are masked."""
+    """The mixer of outrider.speculation.noise. int32 stands for uint32: products wrap alike, shifts are masked."""
     x = x ^ ((x >> 16) & _LOW16)
     x = x * _signed(noise.MIX_A)
     x = x ^ ((x >> 15) & _LOW17)
@@ -58,7 +55,7 @@ def _bits32(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def token_bits(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Random bits of tokens, those of outrider.speculation.noise.token_bits.
+    """Random bits of tokens, equal to outrider.speculation.noise.token_bits.
 
     keys: [n, 2] int64, words in [0, 2^32); tokens: [v] int64. Returns [n, v] int64 in [0, 2^32).
     """
@@ -66,113 +63,24 @@ def token_bits(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _gumbel(bits: Tensor) -> Tensor:
-    """Gumbel noise of bits (int32), as the oracle has it: computed in float64, rounded to float32; as float64."""
+    """Gumbel noise of bits (int32), as in the oracle: computed in float64, rounded to float32, returned as float64."""
     u = ((bits.to(torch.int64) & _LOW32).to(torch.float64) + 0.5) * 2.0**-32
     return (-torch.log(-torch.log(u))).to(torch.float32).to(torch.float64)
 
 
 def _rough_gumbel(bits: Tensor) -> Tensor:
-    """Gumbel noise of bits (int32) in float32; off by less than 0.3 for the least of it and by 1e-5 for most."""
-    # As 1 - u, because float32 is fine near 0, where the large noise is. ~bits is 2^32 - 1 - bits.
+    """Gumbel noise of bits (int32) in float32; the error is at most 0.3, for the smallest values; mostly 1e-5."""
+    # Computed from 1 - u, because float32 is precise near 0, where the large noise is. ~bits is 2^32 - 1 - bits.
     rest = ((~bits).to(torch.float32) + 0.5) * 2.0**-32
     rest = torch.where(rest < 0, rest + 1.0, rest)
     return -torch.log(-torch.log1p(-rest).clamp(min=-noise.GUMBEL_MAX))
 
 
-@dataclass(frozen=True)
-class RowParams:
-    """How each of R sampled rows is drawn. Tensors lie on the device; `any_*` flags on the host.
-
-    If all rows are greedy, only what is banned is told, and the other tensors are empty.
-
-    temperature: [R] float64, 1 for greedy rows; greedy: [R] bool
-    top_k: [R] int64, 0 is off; top_p, min_p: [R] float64, 1 and 0 are off
-    keys: [R, 2] int64, the noise keys of the drawn positions
-    banned_rows, banned_tokens: [B] int64, pairs that cannot be drawn
-    """
-
-    temperature: Tensor
-    greedy: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    keys: Tensor
-    banned_rows: Tensor
-    banned_tokens: Tensor
-    all_greedy: bool
-    any_filter: bool
-    any_top_p_alone: bool
-    max_top_k: int
-
-    @property
-    def may_be_unsure(self) -> bool:
-        """True if `pick` may answer UNSURE in a hurry."""
-        return self.any_top_p_alone and not self.all_greedy
-
-
-@dataclass(frozen=True)
-class RowRequest:
-    """How the rows of one session are drawn.
-
-    positions: absolute positions of the drawn tokens, one a row; banned: for each row, token ids that cannot be drawn
-    """
-
-    params: SamplingParams
-    positions: Sequence[int]
-    banned: Sequence[Sequence[int]]
-
-
-def gather(requests: Sequence[RowRequest], device: torch.device) -> RowParams:
-    """Lay out the sessions' requests row by row."""
-    parcel = UploadBatch()
-    rows = lay_out(requests, parcel)
-    parcel.send(device)
-    return rows()
-
-
-def lay_out(requests: Sequence[RowRequest], parcel: UploadBatch) -> Callable[[], RowParams]:
-    """As `gather`, in a parcel that is to be sent."""
-    counts = [len(request.positions) for request in requests]
-    params = [request.params for request in requests]
-
-    def column(values: Sequence[float], dtype: type) -> NDArray[np.generic]:
-        return np.repeat(np.array(values, dtype=dtype), counts)
-
-    keys = [noise.position_keys(r.params.seed, np.array(r.positions)) for r in requests if not r.params.greedy]
-    all_keys = np.zeros((sum(counts), 2), dtype=np.int64)
-    noisy = np.repeat([not p.greedy for p in params], counts)
-    if keys:
-        all_keys[noisy] = np.concatenate(keys)
-    banned = [tokens for request in requests for tokens in request.banned]
-    pairs = np.array([(row, token) for row, tokens in enumerate(banned) for token in tokens], np.int64).reshape(-1, 2)
-    drawn = [p for p in params if not p.greedy]
-    columns = [
-        column([1.0 if p.greedy else p.temperature for p in params], np.float64),
-        column([p.greedy for p in params], np.bool_),
-        column([p.top_k for p in params], np.int64),
-        column([p.top_p for p in params], np.float64),
-        column([p.min_p for p in params], np.float64),
-        all_keys,
-        pairs[:, 0].copy(),
-        pairs[:, 1].copy(),
-    ]
-    if not drawn:  # nobody looks at how greedy rows are drawn
-        columns[:6] = [column[:0] for column in columns[:6]]
-    placed = parcel.add(columns)
-    return lambda: RowParams(
-        *placed(),
-        all_greedy=not drawn,
-        any_filter=any(p.top_k or p.top_p < 1.0 or p.min_p > 0.0 for p in drawn),
-        any_top_p_alone=any((p.top_p < 1.0 or p.min_p > 0.0) and not p.top_k for p in drawn),
-        max_top_k=max((p.top_k for p in drawn), default=0),
-    )
-
-
-def draw(
+def sample(
     logits: Tensor, rows: RowParams, adjustments: Adjustments | None = None, mask: TokenMask | None = None
 ) -> Tensor:
-    """The token after each row. logits: [R, V], any float dtype. Returns [R] int64; -1 where logits are not finite."""
-    return pick(adjusted(logits, (rows.banned_rows, rows.banned_tokens), adjustments, mask), rows)
+    """Sample a token after each row. logits: [R, V], any float dtype. Returns [R] int64; -1 for non-finite logits."""
+    return sample_adjusted(adjusted(logits, (rows.banned_rows, rows.banned_tokens), adjustments, mask), rows)
 
 
 def adjusted(
@@ -181,9 +89,9 @@ def adjusted(
     adjustments: Adjustments | None = None,
     mask: TokenMask | None = None,
 ) -> Tensor:
-    """Logits after penalties, bias, grammar and bans: [R, V] float32, or the very logits where there is none of that.
+    """Logits after penalties, bias, grammar and bans: [R, V] float32, or the same tensor if there is nothing to apply.
 
-    logits: [R, V], which are not changed; banned: rows and tokens, [B] int64 each, pairs that cannot be drawn
+    logits: [R, V], not changed; banned: rows and tokens, [B] int64 each, pairs that cannot be sampled
     """
     if adjustments is not None or mask is not None or (banned is not None and len(banned[0])):
         logits = logits.to(torch.float32, copy=True)
@@ -196,25 +104,25 @@ def adjusted(
     return logits
 
 
-def pick(logits: Tensor, rows: RowParams, *, hurry: bool = False) -> Tensor:
-    """The token after each row, given adjusted logits. Returns [R] int64; -1 where they are not finite.
+def sample_adjusted(logits: Tensor, rows: RowParams, *, wait: bool = True) -> Tensor:
+    """Sample a token after each row, given adjusted logits. Returns [R] int64; -1 for non-finite logits.
 
-    hurry: do not wait for the device to find out whether the likeliest tokens were enough; rows for which they were not
-    get UNSURE, and want to be drawn again without hurry.
+    wait: wait for the device to learn whether the sorted tokens cover the nucleus. Otherwise rows that they do not
+    cover get UNRESOLVED, and must be sampled again with wait.
     """
     if rows.all_greedy and (greedy := _greedy(logits.device)) is not None:
         return greedy(logits)
     logits = logits.float()
-    best, argmax = likeliest(logits, 1 if logits.device.type == "cpu" else _SHARED_BY)
+    best, argmax = likeliest(logits, 1 if logits.device.type == "cpu" else _PARTS)
     tokens = argmax
     if not rows.all_greedy:
-        tokens = torch.where(rows.greedy, argmax, _draw_noisy(logits, best, rows, hurry))
+        tokens = torch.where(rows.greedy, argmax, _sample_noisy(logits, best, rows, wait))
     return torch.where(best.isfinite(), tokens, -1)
 
 
 @lru_cache
 def _greedy(device: torch.device) -> Callable[[Tensor], Tensor] | None:
-    """A device's kernel for rows that are all greedy."""
+    """The device's kernel for greedy rows, if it has one."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     from services.target.kernels.cuda.greedy import greedy
@@ -225,7 +133,7 @@ def _greedy(device: torch.device) -> Callable[[Tensor], Tensor] | None:
 def likeliest(logits: Tensor, parts: int) -> tuple[Tensor, Tensor]:
     """Each row's largest logit and the first token that has it, [R] each. logits: [R, V].
 
-    parts: of a row, that a device goes through side by side if they are of one size
+    parts: parts of a row that the device reduces in parallel, if they have equal sizes
     """
     if parts == 1 or logits.shape[1] % parts:
         best, tokens = logits.max(dim=-1)
@@ -236,7 +144,7 @@ def likeliest(logits: Tensor, parts: int) -> tuple[Tensor, Tensor]:
 
 
 def probabilities(logits: Tensor, rows: RowParams, parents: Tensor, tokens: Tensor) -> Tensor:
-    """How probable tokens are to be drawn after rows that are not greedy, given adjusted logits.
+    """Probabilities of tokens after rows that are not greedy, given adjusted logits.
 
     parents, tokens: [n] int64, rows and token ids. Returns [n] float32.
     """
@@ -247,50 +155,50 @@ def probabilities(logits: Tensor, rows: RowParams, parents: Tensor, tokens: Tens
     return (scaled[parents, tokens] - scaled.logsumexp(dim=-1)[parents]).exp()
 
 
-def _draw_noisy(logits: Tensor, best: Tensor, rows: RowParams, hurry: bool) -> Tensor:
-    """argmax(log p + noise); as log p is used up to a constant a row, nothing is normalised. Returns [R] int64."""
-    unsure = None
+def _sample_noisy(logits: Tensor, best: Tensor, rows: RowParams, wait: bool) -> Tensor:
+    """argmax(log p + noise). log p is needed up to a constant a row, so it is not normalised. Returns [R] int64."""
+    unresolved = None
     if rows.any_filter:
-        kept, unsure = _kept(logits, best, rows, hurry)
+        kept, unresolved = _kept(logits, best, rows, wait)
         logits = logits.masked_fill(~kept, -torch.inf)
-    tokens = torch.arange(logits.shape[1], device=logits.device)
+    ids = torch.arange(logits.shape[1], device=logits.device)
     rough = (logits - best[:, None]) / rows.temperature.float()[:, None]
-    rough += _rough_gumbel(_bits32(rows.keys[:, None, :], tokens))
+    rough += _rough_gumbel(_bits32(rows.keys[:, None, :], ids))
     _, candidates = rough.topk(min(_CANDIDATES, logits.shape[1]), dim=-1, sorted=False)
-    candidates, _ = candidates.sort(dim=-1)  # so that the first of equals is the lowest id
+    candidates, _ = candidates.sort(dim=-1)  # so that argmax prefers the lowest id of equal scores
     scores = (logits.gather(1, candidates).double() - best[:, None].double()) / rows.temperature[:, None]
     scores += _gumbel(_bits32(rows.keys[:, None, :], candidates))
-    drawn = candidates.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
-    return drawn if unsure is None else torch.where(unsure, UNSURE, drawn)
+    tokens = candidates.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
+    return tokens if unresolved is None else torch.where(unresolved, UNRESOLVED, tokens)
 
 
-def _kept(logits: Tensor, best: Tensor, rows: RowParams, hurry: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Which tokens the filters leave, [R, V] bool, and in a hurry, in which rows this is not sure, [R] bool.
+def _kept(logits: Tensor, best: Tensor, rows: RowParams, wait: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Tokens that pass the filters, [R, V] bool, and without wait, rows where this is not determined, [R] bool.
 
     logits: [R, V] float32.
     """
     vocab = logits.shape[1]
     width = min(vocab, max(rows.max_top_k, _ORDERED if rows.any_top_p_alone else 1))
     ordered, counts = _count_kept(logits, best, rows, width)
-    unsure = None
+    unresolved = None
     if rows.any_top_p_alone and width < vocab:
-        unsure = (rows.top_k == 0) & (counts == width)
-        if not hurry:
-            if bool(unsure.any()):
+        unresolved = (rows.top_k == 0) & (counts == width)
+        if wait:
+            if bool(unresolved.any()):
                 ordered, counts = _count_kept(logits, best, rows, vocab)
-            unsure = None
-    # The first `count` tokens in stable descending order: all above the last one's value, and of its equals the
-    # lowest ids.
+            unresolved = None
+    # The first `count` tokens in stable descending order: all above the last one's value, and of equal ones the lowest
+    # ids.
     last = ordered.gather(1, (counts - 1).clamp(0, ordered.shape[1] - 1)[:, None])
     above, equal = logits > last, logits == last
     room = counts[:, None] - above.sum(-1, keepdim=True)
-    return above | (equal & (equal.cumsum(-1) <= room)) | (counts >= vocab)[:, None], unsure
+    return above | (equal & (equal.cumsum(-1) <= room)) | (counts >= vocab)[:, None], unresolved
 
 
 def _count_kept(logits: Tensor, best: Tensor, rows: RowParams, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` largest logits [R, width] in descending order, and how many of them the filters leave [R] int64.
+    """The `width` largest logits [R, width], descending, and the number of them that pass the filters, [R] int64.
 
-    Rows without filters count V. A row without top_k that counts `width` may have more tokens left.
+    Rows without filters count V. A row without top_k that counts `width` may have more tokens that pass.
     """
     ordered = logits.topk(width, dim=-1).values
     p = ((ordered.double() - best[:, None].double()) / rows.temperature[:, None]).exp()

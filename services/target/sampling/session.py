@@ -1,4 +1,4 @@
-"""A session of the engine: its text and pages, its hints, and all that it asked for."""
+"""A session of the engine: its tokens and pages, its draft tree, and its sampling options."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from services.target.sampling.penalties import PenaltyCounts
 
 @dataclass(frozen=True)
 class TargetSession:
-    """Of a session that is open.
+    """An open session.
 
-    tree:          its hints
+    tree:          its draft tokens
     stop_ids:      tokens that end it
-    tally:         what of its past changes its logits
-    matcher:       where its text stands in its grammar
-    top:           likeliest tokens to tell beside each new one; None for no log-probabilities
+    tally:         counts of its tokens for penalties
+    matcher:       the state of its grammar
+    top:           most probable tokens to report with each new one; None for no log-probabilities
     prompt_scores: log-probabilities of its prompt
-    sampling:      how its tokens are drawn, as the compiled kernel reads it
-    stops:         its stop_ids as int64, as that reads them, too
-    plain:         True if its tokens are drawn from the model's logits as they are, and nothing is told beside them
+    sampling:      its sampling parameters, as the compiled kernel reads them
+    stops:         stop_ids as int64, as the compiled kernel reads them
+    plain:         True if its tokens are sampled from the model's logits unchanged and without log-probabilities
     """
 
     session: Session
@@ -52,9 +52,9 @@ class TargetSession:
 
     @classmethod
     def of(cls, request: OpenSession, session: Session, stop_ids: frozenset[int], vocab_size: int) -> TargetSession:
-        """What a session needs besides its pages; without its grammar, which is still to be compiled."""
+        """A new session, without its grammar, which `guided` adds once it is compiled."""
         params = request.sampling
-        tell_prompt = request.prompt_logprobs is not None and session.new_tokens == 0
+        scores_prompt = request.prompt_logprobs is not None and session.new_tokens == 0
         return cls(
             session,
             SpeculationTree(request.tokens),
@@ -62,7 +62,9 @@ class TargetSession:
             PenaltyCounts(params, request.tokens, request.prompt_length) if params.adjusts else None,
             None,
             None if request.logprobs is None else min(request.logprobs, vocab_size),
-            PromptScores(request.prompt_length, min(request.prompt_logprobs or 0, vocab_size)) if tell_prompt else None,
+            PromptScores(request.prompt_length, min(request.prompt_logprobs or 0, vocab_size))
+            if scores_prompt
+            else None,
             compiled.pack(params),
         )
 
@@ -76,14 +78,17 @@ class TargetSession:
             self.matcher.commit(tokens.tolist())
 
     def guided(self, start: LLMatcher | InvalidRequest, grammar: Grammar) -> TargetSession:
-        """With its grammar, once it is compiled. Raises InvalidRequest for one that cannot be, or that is not met."""
+        """The session with its compiled grammar.
+
+        Raises InvalidRequest if the grammar does not compile, or if the committed tokens violate it.
+        """
         if isinstance(start, InvalidRequest):
             raise start
         session = self.session
         return replace(self, matcher=Matcher(start, grammar, session.tokens[session.prompt_length :].tolist()))
 
     def admits(self, node: int) -> bool:
-        """True for a node that the grammar allows and that does not end the session, so that more may follow."""
+        """True for a node that the grammar allows and that does not end the session."""
         return self.tree.token[node] not in self.stop_ids and (
             self.matcher is None or self.matcher.admits(self.tree.path_tokens(node))
         )

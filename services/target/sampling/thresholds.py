@@ -1,6 +1,7 @@
-"""Acceptance thresholds below 1: drafted tokens are accepted more often than the model draws them.
+"""Acceptance thresholds below 1: draft tokens are accepted more often than the model samples them.
 
-Lossy, and only for sampled sessions; with the default thresholds nothing here runs. See Thresholds for the rule.
+Lossy, and only for sessions with temperature above 0; with the default thresholds nothing here runs. `Thresholds` has
+the rule.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from outrider.speculation import noise
 from outrider.speculation.acceptance import Thresholds
 from services.target.sampling import sampler
-from services.target.sampling.sampler import RowParams, RowRequest
+from services.target.sampling.row_params import RowParams, RowRequest
 from services.target.step.batch import SessionWork
 
 
@@ -26,9 +27,9 @@ def relax(
     works: Sequence[SessionWork],
     requests: Sequence[RowRequest],
 ) -> Tensor:
-    """The drawn tokens, some of which are replaced by a drafted one. Waits for the device.
+    """Replace some of the sampled tokens by a draft token. Waits for the device. Returns [R] int64.
 
-    logits: [R, V], adjusted; tokens: [R] int64, drawn after them; works, requests: the sessions, row after row.
+    logits: [R, V], adjusted; tokens: [R] int64, the samples; works, requests: the sessions, row after row.
     """
     lenient: list[tuple[int, SessionWork, RowRequest]] = []
     first = 0

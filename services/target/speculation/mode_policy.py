@@ -156,7 +156,8 @@ class ModePolicy:
         selector = self._selectors[self._load]
         if self._steps >= selector.steps:
             before = selector.mode
-            selector.end_trial(*self._trial, sessions=count, steps=self._steps)
+            tokens, seconds = self._trial
+            selector.end_trial(tokens, seconds, sessions=count, steps=self._steps)
             self._start_trial(settling=_SETTLING if selector.mode is not before else 0)
 
     def _start_trial(self, settling: int = 0) -> None:

@@ -7,11 +7,11 @@ from transformers import AutoModelForCausalLM
 from services.target.kernels.dispatch import choose
 from services.target.kernels.kv_cache import KVCache
 from services.target.model import attention
-from services.target.model.loading import load
+from services.target.model.loading.probe import pass_a_token
 from services.target.model.modules import ModuleRunner
 from services.target.step.batch import build
+from tests.support.target.works import allocator_of, random_works
 from tests.support.tiny import VOCAB, write_model
-from tests.target.kernels.test_kernels import random_works
 
 CPU = torch.device("cpu")
 MODELS = {
@@ -42,7 +42,7 @@ def runners(folder, backend, device=CPU, dtype=torch.float32):
     """The modules, and the same model in few launches, with a probe of either."""
     from services.target.model.cuda.fused import FusedRunner
 
-    probe = load.pass_a_token(module_of(folder, device, dtype), device)
+    probe = pass_a_token(module_of(folder, device, dtype), device)
     planner = choose(backend, device)
     modules, few = (module_of(folder, device, dtype) for _ in range(2))
     return ModuleRunner(modules, planner), FusedRunner(few, planner, probe, 512), probe
@@ -68,7 +68,7 @@ def few_rows(most, device=CPU):
 
 
 def cache_of(probe, works, device=CPU, dtype=torch.float32):
-    allocator = works[0].chunk.session.table._allocator
+    allocator = allocator_of(works)
     shapes = [probe.shapes[layer] for layer in range(len(probe.shapes))]
     cache = KVCache(shapes, allocator.total_pages, allocator.page_size, dtype, device)
     rng = np.random.default_rng(0)

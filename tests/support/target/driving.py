@@ -1,4 +1,4 @@
-"""Drives a target engine step by step, with hints as a test likes them, and checks what must always hold."""
+"""Drives a target engine step by step, with the proposals of a test, and checks its invariants."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from services.target.speculation.mode_selector import DRAFT_MODES
 
 GREEDY = SamplingParams(temperature=0.0)
 # Given a session's id and tokens: proposals for its next step.
-Hints = Callable[[int, list[int]], Sequence[Proposal]]
+Proposals = Callable[[int, list[int]], Sequence[Proposal]]
 
 
 def load_model(folder: Path, **flags) -> Model:
@@ -34,7 +34,7 @@ def load_modules(folder: Path) -> Model:
 
 
 def engine_of(model: Model, **flags) -> TargetEngine:
-    """An engine with a small cache, which computes small prompts in one piece, takes hints whatever they cost, and
+    """An engine with a small cache, which computes small prompts in one piece, takes proposals whatever they cost, and
     comes back behind every step."""
     small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "coalesce_seconds": 0.0}
     return TargetEngine(model, TargetConfig(**(small | flags)), DRAFT_MODES)
@@ -43,7 +43,7 @@ def engine_of(model: Model, **flags) -> TargetEngine:
 CACHES: Sequence[dict[str, Any]] = (
     {}, {"page_size": 1}, {"page_size": 64}, {"disable_radix_cache": True}, {"coalesce_seconds": 60.0},
 )  # fmt: skip
-"""Flags of engines that keep tokens in other ways, or tell of them later."""
+"""Flags of engines with other caches, or with coalesced commits."""
 
 
 def run_as_plain(drafting: Callable[..., TargetEngine], model: Model, requests: Sequence[OpenSession], **flags) -> Run:
@@ -94,7 +94,7 @@ def random_tree(rng, session_id, tokens, vocab, size) -> Proposal:
 
 @dataclass
 class Run:
-    """What an engine said until it was idle."""
+    """What an engine results until it was idle."""
 
     new: dict[int, list[int]] = field(default_factory=dict)
     commits: dict[int, list[Commit]] = field(default_factory=dict)
@@ -104,16 +104,16 @@ class Run:
     accepted: int = 0
 
 
-def run(engine: TargetEngine, requests: Sequence[OpenSession], hints: Hints | None = None) -> Run:
+def run(engine: TargetEngine, requests: Sequence[OpenSession], proposals: Proposals | None = None) -> Run:
     """Serve requests to their end. Checks that commits are contiguous, hashes true and pages home."""
     tokens = {request.session_id: request.tokens.tolist() for request in requests}
     result = Run(new={session_id: [] for session_id in tokens})
     for request in requests:
         engine.open(request)
     while not engine.idle:
-        if hints is not None:
+        if proposals is not None:
             for session_id, path in tokens.items():
-                engine.receive(hints(session_id, path), ())
+                engine.receive(proposals(session_id, path), ())
         output = engine.step()
         result.steps += 1
         assert not output.failures

@@ -19,9 +19,9 @@ from services.target.speculation.budget import Budget
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.step.batch import Roots, build
 from tests.support.target.driving import chain, engine_of, load_model, opening, random_tree, run
+from tests.support.target.graphs import CPU, history, modules
+from tests.support.target.works import random_works
 from tests.support.tiny import VOCAB, write_model, write_tokenizer
-from tests.target.kernels.test_kernels import random_works
-from tests.target.model.test_graphs import CPU, history, modules
 
 STEEP = Budget(StepCost({rows: 10.0**rows for rows in range(1, 10)}))  # where no hint ever pays
 
@@ -167,7 +167,7 @@ def test_any_traffic(folder, model, seed, hurried, monkeypatch):
     control.folder = folder
     if hurried:  # rows are drawn twice, see below
         monkeypatch.setattr(sampler, "_ORDERED", 2)
-        engine.sampler._compiled, engine.sampler._hurried = False, True
+        engine.sampler._compiled, engine.sampler._async = False, True
     found = Traffic(engine, control, requests, seed).run()
     assert found == {i: expected[i] for i in found}
     assert len(found) > 7
@@ -239,7 +239,7 @@ def test_rows_that_are_drawn_again_spoil_the_step_behind(model, monkeypatch):
     requests = [opening(i, [5 + i] * 4, SamplingParams(1.5, seed=i, top_p=0.95), max_tokens=20) for i in range(5)]
     expected = alone(model, requests)
     engine = overlapping(model)
-    engine.sampler._compiled, engine.sampler._hurried = False, True
+    engine.sampler._compiled, engine.sampler._async = False, True
     spoiled = []
     collect = engine._collect
 

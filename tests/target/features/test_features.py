@@ -63,10 +63,10 @@ class Reader:
         self.rows.setdefault(request.session_id, [])
         self.specs[request.session_id] = request.feature_spec
 
-    def step(self, hints=None):
-        if hints is not None:
+    def step(self, proposals=None):
+        if proposals is not None:
             for session_id, path in self.tokens.items():
-                self.engine.receive(hints(session_id, path), ())
+                self.engine.receive(proposals(session_id, path), ())
         output = self.engine.step()
         assert not output.failures
         for commit in output.commits:
@@ -80,9 +80,9 @@ class Reader:
             rows.append(decode(block.rows, self.layout))
         return output
 
-    def run(self, hints=None):
+    def run(self, proposals=None):
         while not self.engine.idle:
-            self.step(hints)
+            self.step(proposals)
         self.engine.check()
         return self
 
@@ -98,11 +98,11 @@ def prompts(count, longest=60, seed=0):
 def hints_of(right, seed=1):
     rng = np.random.default_rng(seed)
 
-    def hints(session_id, path):
+    def proposals(session_id, path):
         ahead = right[session_id][len(path) : len(path) + int(rng.integers(1, 6))]
         return [random_tree(rng, session_id, path, VOCAB, 4), chain(session_id, path, ahead)]
 
-    return hints
+    return proposals
 
 
 @pytest.mark.parametrize(("chunk", "page_size"), [(7, 4), (512, 16), (1, 1)])
@@ -116,7 +116,7 @@ def test_rows_are_those_of_transformers(model, truth, count, chunk, page_size):
     for request in requests:
         plain.open(request)
     plain.run()
-    assert not any(plain.rows.values()), "nobody asked"
+    assert not any(plain.rows.values()), "no session asked for features"
 
     engine = engine_of(model, **flags)
     wanted = configured(engine, spec)
@@ -124,9 +124,9 @@ def test_rows_are_those_of_transformers(model, truth, count, chunk, page_size):
     for request in requests:
         reader.open(replace(request, feature_spec=wanted))
     accepted = 0
-    hints = hints_of(plain.tokens)
+    proposals = hints_of(plain.tokens)
     while not engine.idle:
-        accepted += sum(commit.accepted for commit in reader.step(hints).commits)
+        accepted += sum(commit.accepted for commit in reader.step(proposals).commits)
     assert reader.tokens == plain.tokens
     assert accepted > 5 * count
     for request in requests:
@@ -193,10 +193,10 @@ def test_a_program_fuses_as_the_layer_does(folder, layout, biased):
     spec, content = FeatureSpec((2, 4, 5), format=layout), save(tensors)
     texts = [*prompts(3), list(range(30, 190))]
 
-    def said(by_program):
+    def results(by_program):
         engine = engine_of(model, page_size=4)
         wanted = configured(engine, spec, content)
-        fusion = engine.features._fusions[wanted]
+        fusion = engine.features.registry.fusions[wanted]
         if fusion.layer is None:
             pytest.skip("there are no compiled programs")
         fusion.layer = fusion.layer if by_program else None
@@ -207,7 +207,7 @@ def test_a_program_fuses_as_the_layer_does(folder, layout, biased):
         reader.run(lambda i, path: [random_tree(rng, i, path, VOCAB, 6)])
         return reader
 
-    mine, plain = said(True), said(False)
+    mine, plain = results(True), results(False)
     assert mine.tokens == plain.tokens
     for i in plain.rows:
         np.testing.assert_array_equal(mine.states(i), plain.states(i))
@@ -238,7 +238,7 @@ def test_float8_bytes_mean_what_torch_says():
     (FeatureSpec((2, 4)), {"fc_norm.0.weight": torch.zeros(WIDTH)}, "fc_norm"),
     (FeatureSpec((2,)), {"midlayer.weight": torch.zeros(1)}, "midlayer.weight"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused(model, spec, tensors, words):
+def test_specifications_that_do_not_fit_are_rejected(model, spec, tensors, words):
     with pytest.raises(ConfigError, match=words):
         engine_of(model).features.configure(1, spec, save(tensors))
 
@@ -251,7 +251,7 @@ def test_a_file_that_is_none_is_refused(model):
 # --- each position once, whatever happens to the pages ---
 
 
-def test_preempted_sessions_are_not_told_twice(model, truth):
+def test_preempted_sessions_are_sent_rows_once(model, truth):
     engine = engine_of(model, page_size=4, max_total_tokens=160, disable_radix_cache=True)
     wanted = configured(engine, FeatureSpec((4,), format=F32))
     reader = Reader(engine)
@@ -265,7 +265,7 @@ def test_preempted_sessions_are_not_told_twice(model, truth):
         np.testing.assert_allclose(rows, truth(tokens)[4][: len(rows)], rtol=2e-3, atol=2e-3)
 
 
-def test_a_session_that_is_opened_again_says_from_where(model):
+def test_a_reopened_session_states_its_first_position(model):
     whole, tokens = served(model, spec := FeatureSpec((4,), format=F32))
     engine = engine_of(model)
     request = opening(1, tokens[:45], committed=tokens[45:55])
@@ -279,7 +279,7 @@ def test_a_session_that_is_opened_again_says_from_where(model):
 
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("cached", [True, False])
-def test_who_has_all_there_is_gets_what_comes(model, truth, ahead, cached):
+def test_a_session_with_all_rows_is_sent_new_ones(model, truth, ahead, cached):
     """Of the first step that is what is accepted behind the session's tokens."""
     spec, prompt = FeatureSpec((4,), format=F32), prompts(1)[0]
     plain = Reader(engine_of(model))
@@ -295,14 +295,14 @@ def test_who_has_all_there_is_gets_what_comes(model, truth, ahead, cached):
     np.testing.assert_allclose(sent, truth(tokens[1])[4][first:][: len(sent)], rtol=2e-3, atol=2e-3)
 
 
-def test_who_asks_for_what_nobody_configured_gets_nothing(model):
+def test_an_unknown_specification_gets_no_features(model):
     reader = Reader(engine := engine_of(model))
     reader.open(replace(opening(1, [5, 6, 7]), feature_spec=77))
     assert reader.run().rows[1] == []
-    assert not engine.features._wanted
+    assert not engine.features.subscriptions
 
 
-def test_what_sessions_ask_for_is_not_forgotten_for_what_is_long_gone(model):
+def test_specifications_in_use_are_not_evicted(model):
     engine = engine_of(model)
     wanted = configured(engine, FeatureSpec((1,), format=F32))
     for i in range(1, 12):
@@ -310,7 +310,7 @@ def test_what_sessions_ask_for_is_not_forgotten_for_what_is_long_gone(model):
         reader.open(replace(opening(i, [5, 6, 7]), feature_spec=wanted))
         assert reader.run().rows[i]
         configured(engine, FeatureSpec((2,), format=F32, norm_epsilon=i * 1e-6))  # the next version of another head
-    assert len(engine.features._fusions) == 8
+    assert len(engine.features.registry.fusions) == 8
 
 
 # --- prompts that repeat ---
@@ -329,10 +329,10 @@ def test_cached_rows_come_with_their_features(model, truth):
         assert (reader.first[i], len(rows)) == (0, len(reader.tokens[i]) - 2)
         expected = np.concatenate([states[2], states[4]], -1)[: len(rows)]
         np.testing.assert_allclose(rows, expected, rtol=2e-3, atol=2e-3)
-    assert engine.features._store.bytes == len(engine.features._store._pages) * 4 * 2 * WIDTH * 4
-    assert set(engine.features._store._pages) == set(engine.scheduler.prefix._nodes)
+    assert engine.features.store.bytes == len(engine.features.store.pages) * 4 * 2 * WIDTH * 4
+    assert set(engine.features.store.pages) == set(engine.scheduler.prefix._nodes)
     engine.scheduler.prefix.flush()
-    assert engine.features._store.bytes == 0
+    assert engine.features.store.bytes == 0
 
 
 def test_pages_that_were_computed_without_features_are_not_taken(model):
@@ -346,7 +346,7 @@ def test_pages_that_were_computed_without_features_are_not_taken(model):
 
 
 @pytest.mark.parametrize("pages", [0, 5, 100])
-def test_pages_whose_rows_are_gone_are_computed_again(model, truth, pages):
+def test_pages_without_rows_are_computed_again(model, truth, pages):
     """A drafter could not begin behind a gap."""
     page = 4 * WIDTH * 4
     engine = engine_of(model, page_size=4, feature_cache_bytes=pages * page)
@@ -361,7 +361,7 @@ def test_pages_whose_rows_are_gone_are_computed_again(model, truth, pages):
         cached[i] = engine.scheduler.prefix.allocator.cached_pages
         engine.check()
     if pages:
-        assert engine.features._store.bytes <= pages * page
+        assert engine.features.store.bytes <= pages * page
         assert cached[3] < 2 * cached[1], "they share what they compute anew"
 
 
@@ -377,33 +377,33 @@ def test_rows_that_were_used_last_are_kept_longest(model):
     assert took == [40] * 4, "what all begin with is there as long as anything"
 
 
-# --- while no hints are wanted ---
+# --- while no proposals are wanted ---
 
 
 class Moody(ModePolicy):
-    """Wants hints or does not, from step to step as it comes."""
+    """Pauses drafting at random, step by step."""
 
     def __init__(self, rng, share):
         super().__init__()
-        self._rng, self._share, self._mood = rng, share, SpeculationMode.NONE
+        self._rng, self._share, self.mood = rng, share, SpeculationMode.NONE
 
     @property
     def mode(self):
-        return self._mood
+        return self.mood
 
     @property
     def drafting_paused(self):
-        return self._mood is SpeculationMode.NONE
+        return self.mood is SpeculationMode.NONE
 
     def end(self, *args, **kwargs):
         super().end(*args, **kwargs)
-        self._mood = SpeculationMode.NONE if self._rng.random() < self._share else SpeculationMode.DRAFT_IF_READY
+        self.mood = SpeculationMode.NONE if self._rng.random() < self._share else SpeculationMode.DRAFT_IF_READY
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize(("cached", "room"), [(True, 160), (True, 4096), (False, 160)])
-def test_rows_that_nobody_is_in_a_hurry_for_are_the_same(model, truth, share, cached, room, monkeypatch):
-    monkeypatch.setattr(features, "_MOST_UNFUSED", 40)
+def test_deferred_rows_are_the_same(model, truth, share, cached, room, monkeypatch):
+    monkeypatch.setattr(features, "_MAX_DEFERRED_ROWS", 40)
     rng = np.random.default_rng(5)
     flags = {"page_size": 4, "max_total_tokens": room, "disable_radix_cache": not cached, "chunked_prefill_size": 7}
     engine = engine_of(model, **flags)
@@ -417,12 +417,12 @@ def test_rows_that_nobody_is_in_a_hurry_for_are_the_same(model, truth, share, ca
         right.open(opening(i, text, max_tokens=40))
     right.run()
 
-    reader, hints = Reader(engine), hints_of(right.tokens)
+    reader, proposals = Reader(engine), hints_of(right.tokens)
     for i, text in enumerate(texts, start=1):
         reader.open(replace(opening(i, text, max_tokens=40), feature_spec=wanted))
     silent = 0
     while not engine.idle:
-        output = reader.step(hints)
+        output = reader.step(proposals)
         silent += bool(output.commits) and not output.features
     assert reader.tokens == right.tokens
     assert (engine.scheduler.preemptions > 0) == (room == 160)
@@ -434,14 +434,13 @@ def test_rows_that_nobody_is_in_a_hurry_for_are_the_same(model, truth, share, ca
         states = truth(tokens)
         expected = np.concatenate([states[2], states[4]], -1)[: len(rows)] @ fc.numpy().T
         np.testing.assert_allclose(rows, expected, rtol=5e-3, atol=5e-2)
-    assert not engine.features._unfused
-    assert engine.features._unfused_rows == 0
+    assert engine.features.deferred.rows == 0
     if not cached:
         return
-    kept, pages = set(engine.features._store._pages), set(engine.scheduler.prefix._nodes)
+    kept, pages = set(engine.features.store.pages), set(engine.scheduler.prefix._nodes)
     assert kept <= pages
     assert kept == pages or room == 160, "without preemption none is missing"
-    assert not engine.features._store._due
+    assert not engine.features.store.pending
     for i, tokens in reader.tokens.items():  # what was kept is right
         again = Reader(engine)
         again.open(replace(opening(100 + i, tokens[:-1], max_tokens=1), feature_spec=wanted))
@@ -461,14 +460,14 @@ def test_drafters_hear_once_that_a_long_prompt_need_not_be_read(model, share):
     for i in (1, 2, 3):
         engine.speculation.policy = Moody(np.random.default_rng(0), share)
         if not share:
-            engine.speculation.policy._mood = SpeculationMode.DRAFT_IF_READY
+            engine.speculation.policy.mood = SpeculationMode.DRAFT_IF_READY
         engine.open(replace(opening(i, prompt, max_tokens=4), feature_spec=wanted if i < 3 else 0))
         commits = []
         while not engine.idle:
             commits += engine.step().commits
         empty = [commit for commit in commits if not len(commit.tokens)]
         assert commits[: len(empty)] == empty
-        assert len(empty) == (share == 1.0 and i == 1), "the second one's prompt is known, the third one's nobody reads"
+        assert len(empty) == (share == 1.0 and i == 1), "the second prompt is known, and no drafter reads the third one"
         for commit in empty:
             assert (commit.base_length, commit.draft_budget, commit.finish_reason) == (
                 len(prompt),
@@ -480,20 +479,20 @@ def test_drafters_hear_once_that_a_long_prompt_need_not_be_read(model, share):
 
 @pytest.mark.parametrize("left", [3, 30])
 def test_few_last_tokens_are_not_worth_a_head_s_reading(model, left):
-    """Of a session that nobody wanted hints for before; one whose first commit wanted some keeps being drafted for."""
+    """Drafting that was paused does not resume for the last tokens; drafting under way continues."""
     engine = engine_of(model)
     wanted = configured(engine, FeatureSpec((4,), format=F32))
     for rested in (True, False):
-        engine.speculation.policy = Moody(np.random.default_rng(0), 0.0)  # after the first step hints are wanted
-        engine.speculation.policy._mood = SpeculationMode.NONE if rested else SpeculationMode.DRAFT_IF_READY
+        engine.speculation.policy = Moody(np.random.default_rng(0), 0.0)  # after the first step drafting resumes
+        engine.speculation.policy.mood = SpeculationMode.NONE if rested else SpeculationMode.DRAFT_IF_READY
         engine.open(replace(opening(1, 4 * list(range(30, 75)), max_tokens=1 + left), feature_spec=wanted))
         commits = []
         while not engine.idle:
             commits += engine.step().commits
-        told = [commit.draft_budget > 0 for commit in commits[:-1]]
-        asked = any(told[1:]) if rested else all(told)
+        reported = [commit.draft_budget > 0 for commit in commits[:-1]]
+        asked = any(reported[1:]) if rested else all(reported)
         assert asked == (left == 30 or not rested)
-        assert told[0] != rested
+        assert reported[0] != rested
 
 
 def test_rows_of_a_session_that_is_closed_are_kept_for_its_pages(model, truth):
@@ -505,7 +504,7 @@ def test_rows_of_a_session_that_is_closed_are_kept_for_its_pages(model, truth):
     for _ in range(5):
         assert not engine.step().features
     engine.close(1)
-    assert set(engine.features._store._pages) == set(engine.scheduler.prefix._nodes) != set()
+    assert set(engine.features.store.pages) == set(engine.scheduler.prefix._nodes) != set()
     engine.speculation.policy = Moody(np.random.default_rng(0), 0.0)
     reader = Reader(engine)
     reader.open(replace(opening(2, text), feature_spec=wanted))
@@ -517,7 +516,7 @@ def test_rows_of_a_session_that_is_closed_are_kept_for_its_pages(model, truth):
 def test_rows_of_a_former_run_are_not_those_of_a_session_that_is_opened_again(model, truth):
     """Its draft has come back meanwhile, and feeds on the states of all tokens, not of those that wait to be fused."""
     engine = engine_of(model)
-    engine.speculation.policy = Moody(np.random.default_rng(0), share=1.0)  # no hints are wanted
+    engine.speculation.policy = Moody(np.random.default_rng(0), share=1.0)  # drafting is paused
     fc = torch.randn(20, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
     wanted = configured(engine, FeatureSpec((2, 4), format=F32), save({"fc.weight": fc}))
     prompt, other = prompts(2, longest=30)
@@ -556,7 +555,7 @@ def test_states_that_are_sent_as_they_are_leave_before_their_session_ends(model,
     np.testing.assert_allclose(rows, truth(reader.tokens[1])[4][: len(rows)], rtol=2e-3, atol=2e-3)
 
 
-def test_steps_ask_of_all_sessions_together_what_they_want(model):
+def test_steps_capture_for_all_sessions_together(model):
     """Not of each: there may be many."""
     engine = engine_of(model)
     engine.speculation.policy = Moody(np.random.default_rng(0), 1.0)
@@ -569,7 +568,7 @@ def test_steps_ask_of_all_sessions_together_what_they_want(model):
             asked.append(1)
             return True
 
-    fusion = engine.features._fusions[wanted]
+    fusion = engine.features.registry.fusions[wanted]
     del fusion.fuses
     fusion.__class__ = Watched
     for session_id in range(6):
@@ -579,7 +578,7 @@ def test_steps_ask_of_all_sessions_together_what_they_want(model):
         steps += len(engine.step().commits) > 0
     assert steps >= 8
     assert 0 < len(asked) <= steps
-    assert not engine.features._used
+    assert not engine.features.registry.users
 
 
 # --- frames ---

@@ -1,4 +1,4 @@
-"""Grammars: masks are those of every node's own path, text always satisfies them, and hints never change it."""
+"""Grammars: masks are those of every node's own path, text always satisfies them, and drafts never change it."""
 
 import json
 import re
@@ -18,9 +18,9 @@ from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
 from services.target.grammar import matcher as grammar_module
-from services.target.grammar.closing import closed
-from services.target.grammar.formats import KNOWN, understood
+from services.target.grammar.closed_objects import closed
 from services.target.grammar.matcher import Grammars, Matcher
+from services.target.grammar.string_formats import KNOWN, understood
 from services.target.sampling import masks
 from tests.support.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
 from tests.support.tiny import EOS, VOCAB, write_model, write_tokenizer
@@ -132,7 +132,7 @@ def test_masks_of_trees_are_those_of_each_path(automaton, grammar):
         assert not logits[others].any()
 
 
-def test_banned_tokens_are_masked_as_long_as_others_are_left(automaton):
+def test_banned_tokens_are_masked_while_others_are_allowed(automaton):
     grammar = Grammar(GrammarKind.REGEX, "a|ab")
     filler = masks.Masks(VOCAB, CPU)
     a, b = (automaton(grammar).try_consume_tokens([t]) for t in (0, 1))
@@ -157,7 +157,7 @@ def test_banned_tokens_are_masked_as_long_as_others_are_left(automaton):
 
 
 def checks(grammar, text):
-    """True if a text is what its grammar says, found without llguidance."""
+    """True if a text matches its grammar, without llguidance."""
     if grammar is JSON:
         value = json.loads(text)
         return (
@@ -203,7 +203,7 @@ def test_text_is_that_of_the_oracle_and_satisfies_the_grammar(folder, model, tok
 
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
-def test_hints_never_change_the_text(model, automaton, params, batch):
+def test_proposals_never_change_the_text(model, automaton, params, batch):
     grammars = [JSON, REGEX, None, LARK, GBNF, JSON, None, REGEX][:batch]
     requests = [
         opening(i, [5 + i, 6, 7], params, max_tokens=60, grammar=grammar, ignore_eos=grammar is None)
@@ -226,8 +226,8 @@ def test_hints_never_change_the_text(model, automaton, params, batch):
             proposals += [chain(session_id, path, [token], -0.2) for token in options[:3].tolist()]
         return proposals
 
-    for hints in (perfect, beside):
-        speculative = run(engine_of(model), requests, hints)
+    for drafts in (perfect, beside):
+        speculative = run(engine_of(model), requests, drafts)
         assert speculative.new == plain.new
         assert speculative.reasons == plain.reasons
         assert speculative.accepted > 8 * batch
@@ -238,7 +238,7 @@ BRACKETS = 'start: e\ne: "(" e ")" | "[" e "]" | "<" e ">" | /[0-9]{1,3}/ | e "+
 BOUNDED = 'start: think "!" answer\nthink[max_tokens=6]: /[a-z]+/\nanswer: /[0-9]{3}/'
 
 
-def test_wrong_hints_leave_nothing_behind_in_nested_grammars(model, tokenizer):
+def test_rejected_proposals_leave_no_trace_in_nested_grammars(model, tokenizer):
     """What closes a bracket depends on the path; a drafted one of another kind must not be remembered."""
     ids = {char: tokenizer.encode(char).ids[0] for char in "([<0123456789"}
     grammar, bias = Grammar(GrammarKind.EBNF, BRACKETS), tuple((ids[char], 4.0) for char in "([<")
@@ -247,24 +247,24 @@ def test_wrong_hints_leave_nothing_behind_in_nested_grammars(model, tokenizer):
         request = opening(1, [5, 6, 7], SamplingParams(1.0, seed=seed, logit_bias=bias), max_tokens=40, grammar=grammar)
         plain = run(engine_of(model), [request])
 
-        def hints(session_id, path, rng=rng, right=plain.new[1]):
+        def drafts(session_id, path, rng=rng, right=plain.new[1]):
             wrong = [ids[rng.choice(list("([<"))], ids[rng.choice(list("0123456789"))]]
             few = right[len(path) - 3 :][: rng.integers(0, 3)]
             return [chain(session_id, path, nodes, score) for nodes, score in ((wrong, -0.01), (few, -0.5)) if nodes]
 
-        found = run(engine_of(model), [request], hints)
+        found = run(engine_of(model), [request], drafts)
         assert (found.new, found.reasons) == (plain.new, plain.reasons)
 
 
-def test_grammars_that_cannot_be_rolled_back_take_hints(model):
+def test_grammars_without_rollback_verify_proposals(model):
     request = opening(1, [5, 6, 7], SAMPLED, max_tokens=40, grammar=Grammar(GrammarKind.EBNF, BOUNDED))
     plain = run(engine_of(model), [request])
     assert plain.new[1]
 
-    def hints(session_id, path):
+    def drafts(session_id, path):
         return [chain(session_id, path, plain.new[1][len(path) - 3 :][:4])]
 
-    found = run(engine_of(model), [request], hints)
+    found = run(engine_of(model), [request], drafts)
     assert (found.new, found.reasons) == (plain.new, plain.reasons)
     assert found.accepted > 0
 
@@ -273,16 +273,16 @@ def test_forbidden_nodes_are_not_verified(model, tokenizer):
     a, b = tokenizer.encode("ab").ids
     requests = [opening(1, [5], max_tokens=40, grammar=Grammar(GrammarKind.REGEX, "a{20}"))]
 
-    def hints(session_id, path):
+    def drafts(session_id, path):
         return [
             chain(session_id, path, [b, a], 0.0),
             chain(session_id, path, [EOS, a]),
             chain(session_id, path, [a, b, a], -1),
         ]
 
-    result = run(engine_of(model), requests, hints)
+    result = run(engine_of(model), requests, drafts)
     assert result.new[1] == [a] * 20 + [EOS]
-    assert result.verified == result.accepted == 10  # of each hint the one node that may be
+    assert result.verified == result.accepted == 10  # of each proposal the one allowed node
     assert len(result.commits[1]) == 11
 
 
@@ -374,7 +374,7 @@ def test_a_tokenizer_that_cannot_be_used_refuses_grammars_only(tmp_path):
     assert len(run(engine, [opening(2, [5], max_tokens=4)]).new[2]) == 4
 
 
-def test_a_slow_grammar_holds_nobody_up_and_is_compiled_once(model, monkeypatch):
+def test_a_slow_grammar_delays_no_other_session_and_is_compiled_once(model, monkeypatch):
     go, compiled = threading.Event(), []
     compile_now = Grammars._compile
 
@@ -388,7 +388,7 @@ def test_a_slow_grammar_holds_nobody_up_and_is_compiled_once(model, monkeypatch)
     for session_id in (1, 2, 3):
         engine.open(opening(session_id, [5, session_id], max_tokens=150, grammar=JSON))
     engine.open(opening(4, [5, 6], max_tokens=5))
-    engine.receive([chain(1, [5, 1], [9, 9])], ())  # hints may come before the grammar is there
+    engine.receive([chain(1, [5, 1], [9, 9])], ())  # drafts may come before the grammar is there
     done = [commit for _ in range(5) for commit in engine.step().commits]
     assert {commit.session_id for commit in done} == {4}
     assert done[-1].finish_reason is FinishReason.LENGTH
@@ -441,7 +441,7 @@ def test_a_grammar_that_meets_a_limit_midway_ends_its_session_alone(model, monke
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_no_session_meets_a_limit_by_what_others_write(model, monkeypatch, at_once):
+def test_no_session_exceeds_a_limit_because_of_other_sessions(model, monkeypatch, at_once):
     """Copies of an automaton share a lexer, whose states add up over all texts."""
     grammar = Grammar(GrammarKind.REGEX, r"(.*[a-m].{0,40}){1,8}")
     monkeypatch.setattr(grammar_module, "LLMatcher", partial(LLMatcher, limits=LLParserLimits(max_lexer_states=400)))
@@ -530,11 +530,11 @@ def test_objects_have_the_properties_that_are_named(folder, tokenizer, schema, f
         True,
     ],
 )
-def test_schemas_stay_open_that_say_so_or_that_others_add_to(schema):
+def test_schemas_stay_open_if_declared_or_extended(schema):
     assert closed(schema) == schema
 
 
-def test_formats_that_are_not_known_bind_nobody(folder, tokenizer):
+def test_unknown_formats_are_ignored(folder, tokenizer):
     strings = {
         "secret": {"type": ["string", "null"], "format": "password"},
         "format": {"allOf": [{"$ref": "#/components/schemas/Path"}]},
@@ -586,7 +586,7 @@ def test_alternatives_that_may_not_exclude_one_another_are_followed(folder, toke
         ('root ::= (x+)? "a"\nx ::= "[" (x | "." [*+]+)* "]"', "[[].+*][]a", "[.]"),
     ],
 )
-def test_gbnf_is_read_with_its_escapes_and_whatever_its_rules_are_called(folder, tokenizer, text, fits, does_not):
+def test_gbnf_escapes_and_rule_names_are_supported(folder, tokenizer, text, fits, does_not):
     matcher = matcher_of(folder, text, GrammarKind.EBNF)
     assert matcher.admits(tokenizer.encode(fits).ids)
     assert not matcher.admits(tokenizer.encode(does_not).ids)

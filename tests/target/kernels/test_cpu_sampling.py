@@ -1,4 +1,4 @@
-"""The compiled kernel draws the oracle's tokens: whatever the logits, the parameters, the masks and the company."""
+"""The compiled kernel samples the oracle's tokens for all kinds of logits, parameters, masks and batches."""
 
 import dataclasses
 from array import array
@@ -14,17 +14,18 @@ from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.sampling import SamplingParams, sample
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu import sampling as compiled
-from services.target.sampling import sampling as drawing
-from services.target.sampling.sampler import RowRequest, gather, pick
+from services.target.sampling import step_sampler as drawing
+from services.target.sampling.row_params import RowRequest, gather
+from services.target.sampling.sampler import sample_adjusted
 from services.target.step.batch import SamplingPlan
 from services.target.step.token_mask import TokenMask
 from tests.support.target.driving import engine_of, load_model, opening, random_tree, run
+from tests.support.target.sampling_params import PARAMS
 from tests.support.tiny import VOCAB, write_model, write_tokenizer
-from tests.target.sampling.test_sampler import PARAMS
 
 pytestmark = [
     pytest.mark.threads,
-    pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine"),
+    pytest.mark.skipif(not library.available(), reason="the CPU kernels do not compile on this machine"),
 ]
 CPU = torch.device("cpu")
 COMMON = [
@@ -42,7 +43,7 @@ def kernel(logits, params, positions, mask=None):
     """One session a row."""
     packed = b"".join(map(compiled.pack, params))
     plan = SamplingPlan(packed, array("q", [1] * len(params)), array("q", positions))
-    return compiled.draw(torch.from_numpy(logits), plan, mask).tolist()
+    return compiled.sample(torch.from_numpy(logits), plan, mask).tolist()
 
 
 def oracle(logits, params, positions):
@@ -52,7 +53,7 @@ def oracle(logits, params, positions):
 
 def twin(logits, params, positions):
     requests = [RowRequest(one, [t], [[]]) for one, t in zip(params, positions, strict=True)]
-    return pick(torch.from_numpy(logits), gather(requests, CPU)).tolist()
+    return sample_adjusted(torch.from_numpy(logits), gather(requests, CPU)).tolist()
 
 
 def check(logits, params, positions):
@@ -132,7 +133,7 @@ def test_every_token_can_win_by_noise_alone():
 
 
 def test_a_mass_that_float32_cannot_decide_is_summed_exactly():
-    # The border of the nucleus lies on a token, within far less than what float32 tells.
+    # The boundary of the nucleus is at a token, closer than float32 resolves.
     logits = np.zeros((64, 4096), np.float32)
     params = [SamplingParams(1.0, top_p=(1024 + (i % 5 - 2) * 1e-9) / 4096, seed=i) for i in range(64)]
     check(logits, params, range(64))
@@ -152,7 +153,7 @@ def test_logits_that_are_not_finite_give_no_token():
 
 
 @pytest.mark.parametrize("vocab", [5, 33, 320, 5000])
-def test_masks_allow_what_they_say(vocab):
+def test_only_allowed_tokens_are_sampled(vocab):
     rng = np.random.default_rng(vocab)
     rows, bits = [0, 3, 5], -(-vocab // 32) * 32
     allowed = rng.random((3, bits)) < 0.2
@@ -170,7 +171,7 @@ def test_masks_allow_what_they_say(vocab):
         assert tokens == [*oracle(masked[:5], [params] * 5, range(5)), -1]
 
 
-def test_a_row_does_not_see_its_company():
+def test_a_sample_does_not_depend_on_other_rows():
     rng = np.random.default_rng(0)
     logits = np.stack([shaped(rng, shape, 49152) for shape in ("plain", "spikes", "zipf", "flat") * 8])
     params = [COMMON[i % len(COMMON)] for i in range(32)]
@@ -184,7 +185,7 @@ def test_sessions_have_several_rows():
     logits = np.random.default_rng(1).standard_normal((6, 400)).astype(np.float32)
     packed = b"".join(map(compiled.pack, COMMON[:3]))
     plan = SamplingPlan(packed, array("q", [3, 1, 2]), array("q", [5, 6, 6, 9, 2, 3]))
-    tokens = compiled.draw(torch.from_numpy(logits), plan)
+    tokens = compiled.sample(torch.from_numpy(logits), plan)
     params = [COMMON[i] for i in (0, 0, 0, 1, 2, 2)]
     assert tokens.tolist() == oracle(logits, params, [5, 6, 6, 9, 2, 3])
 
@@ -215,21 +216,21 @@ def requests():
     ]
 
 
-def hints():
+def proposals():
     rng = np.random.default_rng(3)
     return lambda session_id, tokens: [random_tree(rng, session_id, tokens, VOCAB, 6)]
 
 
-@pytest.mark.parametrize("hinted", [False, True])
-def test_the_engine_says_the_same_with_the_kernel_and_with_its_twin(model, monkeypatch, hinted):
+@pytest.mark.parametrize("speculative", [False, True])
+def test_the_kernel_and_its_twin_generate_the_same_text(model, monkeypatch, speculative):
     calls = []
-    real = compiled.draw
-    monkeypatch.setattr(drawing.compiled, "draw", lambda *args: calls.append(1) or real(*args))
-    ours = run(engine_of(model), requests(), hints() if hinted else None)
+    real = compiled.sample
+    monkeypatch.setattr(drawing.compiled, "sample", lambda *args: calls.append(1) or real(*args))
+    ours = run(engine_of(model), requests(), proposals() if speculative else None)
     assert calls
     count = len(calls)
     monkeypatch.setattr(drawing.library, "available", lambda: False)
-    theirs = run(engine_of(model), requests(), hints() if hinted else None)
+    theirs = run(engine_of(model), requests(), proposals() if speculative else None)
     assert len(calls) == count
     assert ours.new == theirs.new
     assert ours.reasons == theirs.reasons
@@ -241,7 +242,7 @@ def test_the_engine_says_the_same_with_the_kernel_and_with_its_twin(model, monke
 
 
 @pytest.mark.parametrize("capture", [False, True])
-def test_a_program_draws_what_the_kernel_draws_from_its_logits(model, capture, monkeypatch):
+def test_a_program_and_the_kernel_sample_the_same_tokens(model, capture, monkeypatch):
     seen = []
     forward = model.runner.forward
 
@@ -258,7 +259,7 @@ def test_a_program_draws_what_the_kernel_draws_from_its_logits(model, capture, m
     if capture:
         engine.features.configure(3, FeatureSpec((1,)), b"")
         asked = [dataclasses.replace(one, feature_spec=3) for one in asked]
-    run(engine, asked, hints())
+    run(engine, asked, proposals())
     assert max(len(tokens) for _, _, tokens in seen) > len(COMMON)  # with nodes
     for plan, logits, tokens in seen:
-        assert tokens == compiled.draw(logits, plan).tolist()
+        assert tokens == compiled.sample(logits, plan).tolist()

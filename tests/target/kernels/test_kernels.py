@@ -19,41 +19,17 @@ from services.target.kernels.cpu import library
 from services.target.kernels.cpu.attention import NativeAttention
 from services.target.kernels.dispatch import plan
 from services.target.kernels.grouped import GroupedAttention
-from services.target.kernels.kv_cache import KVCache, LayerShape, pages_that_fit
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape, pages_that_fit
 from services.target.kernels.reference import paged_attention
 from services.target.step.batch import SessionWork, build
 from services.target.step.layout import tree_mask
 from tests.support.target.driving import opening
+from tests.support.target.works import allocator_of, random_slice, random_works
 
 pytestmark = pytest.mark.threads
 
 CPU = torch.device("cpu")
-
-
-def random_slice(rng, size):
-    parents = np.array([rng.integers(-1, i) for i in range(size)], np.int32).reshape(size)
-    depths = np.zeros(size, np.int32)
-    for i, parent in enumerate(parents):
-        depths[i] = 1 if parent < 0 else depths[parent] + 1
-    return TreeSlice(rng.integers(0, 50, size).astype(np.uint32), parents, depths, np.zeros(size, np.float32))
-
-
-def random_works(rng, page_size, sessions, longest=120, nodes=17):
-    """Prompt chunks, plain rows and tree rows, over leased pages in random order."""
-    allocator = PageAllocator(sessions * ((longest + nodes) // page_size + 6), page_size)
-    rng.shuffle(allocator._free)
-    works = []
-    for i in range(sessions):
-        kind = rng.choice(["chunk", "plain", "tree", "prompt and tree"])
-        length = int(rng.integers(1, longest))
-        session = Session(opening(i, rng.integers(0, 50, length).tolist()), PrefixCache(allocator))
-        start = 0 if kind == "prompt and tree" else int(rng.integers(0, length))
-        start = length - 1 if kind in ("plain", "tree") else start
-        stop = int(rng.integers(start + 1, length + 1)) if kind == "chunk" else length
-        draft = random_slice(rng, int(rng.integers(1, nodes)) if "tree" in kind else 0)
-        session.table.reserve(stop + len(draft))
-        works.append(SessionWork(Chunk(session, start, stop), draft))
-    return works
 
 
 def path_rows(span):
@@ -99,7 +75,7 @@ def test_kernels_agree_with_dense_attention(seed, page_size, heads, window, extr
     torch.manual_seed(seed)
     works = random_works(rng, page_size, int(rng.integers(1, 7)))
     batch = build(works, CPU)
-    allocator = works[0].chunk.session.table._allocator
+    allocator = allocator_of(works)
     cache = KVCache([LayerShape(heads[1], *dims)], allocator.total_pages, page_size, torch.float32, CPU)
     q = torch.randn(len(batch), heads[0], dims[0])
     history = []  # [keys, kv_heads, D] of each session, as if it had been written row by row
@@ -133,7 +109,7 @@ def test_kernels_agree_with_dense_attention(seed, page_size, heads, window, extr
 def test_a_broken_node_breaks_those_below_it_and_no_other(kernel, shape, window, dtype, multiplied_by):
     """A draft may name tokens that the model makes no numbers of."""
     if kernel == "native" and not library.available():
-        pytest.skip("the CPU kernels cannot be had on this machine")
+        pytest.skip("the CPU kernels do not compile on this machine")
     kernel = {
         "plain": lambda batch: partial(paged_attention, batch=batch), "grouped": GroupedAttention,
         "native": NativeAttention,
@@ -145,7 +121,7 @@ def test_a_broken_node_breaks_those_below_it_and_no_other(kernel, shape, window,
             work.draft.parents[:] = np.arange(-1, len(work.draft) - 1)
             work.draft.depths[:] = np.arange(1, len(work.draft) + 1)
     batch = build(works, CPU)
-    pages = works[0].chunk.session.table._allocator.total_pages
+    pages = allocator_of(works).total_pages
     cache = KVCache([LayerShape(2, 16, 16)], pages, 16, dtype, CPU)
     pools = cache.keys[0], cache.values[0]
     for pool in pools:
@@ -171,7 +147,7 @@ def test_a_broken_node_breaks_those_below_it_and_no_other(kernel, shape, window,
     assert found[broken].isnan().flatten(1).any(1).all()
 
 
-@pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
+@pytest.mark.skipif(not library.available(), reason="the CPU kernels do not compile on this machine")
 @pytest.mark.parametrize(("heads", "dims"), [
     ((6, 2), (20, 12)), ((4, 1), (7, 5)), ((8, 4), (128, 128)), ((40, 1), (8, 8)), ((96, 2), (16, 16)),
     ((70, 2), (48, 80)), ((8, 1), (576, 512)),
@@ -198,13 +174,13 @@ def test_the_compiled_kernel_agrees_with_its_twin(heads, dims, dtype, multiplied
         torch.testing.assert_close(found, expected, rtol=error, atol=error)
 
 
-@pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
+@pytest.mark.skipif(not library.available(), reason="the CPU kernels do not compile on this machine")
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (6, 2), (8, 2), (10, 2)])
 @pytest.mark.parametrize("dims", [(64, 64), (20, 12), (80, 48)])
 @pytest.mark.parametrize("formats", [
     (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn),
 ])  # fmt: skip
-def test_a_row_has_the_same_bits_alone_and_among_others(heads, dims, formats, multiplied_by):
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(heads, dims, formats, multiplied_by):
     """Keys of a single row are not laid out for the arithmetic; those of several rows, and of trees, are."""
     dtype, stored = formats
     rng = np.random.default_rng(0)
@@ -224,15 +200,15 @@ def test_a_row_has_the_same_bits_alone_and_among_others(heads, dims, formats, mu
         found = {}
         for name, (start, nodes, queries) in rows.items():
             batch = build([SessionWork(Chunk(session, start, length), random_slice(rng, nodes))], CPU)
-            said = NativeAttention(batch)(
+            results = NativeAttention(batch)(
                 queries, cache.keys[0], cache.values[0], scaling=dims[0] ** -0.5, window=window
             )
-            found[name] = said[0 if nodes else -1]
+            found[name] = results[0 if nodes else -1]
         assert all(torch.equal(found["alone"], other) for other in found.values()), length
         session.table.release()
 
 
-def test_a_batch_lays_out_rows_positions_slots_and_draws():
+def test_a_batch_lays_out_rows_positions_slots_and_samples():
     allocator = PageAllocator(20, 4)
     first = Session(opening(1, [10, 11, 12, 13, 14]), PrefixCache(allocator))  # its chunk ends before its prompt does
     second = Session(opening(2, [20, 21, 22]), PrefixCache(allocator))

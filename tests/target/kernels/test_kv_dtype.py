@@ -9,14 +9,15 @@ from outrider.errors import ConfigError
 from outrider.speculation.sampling import SamplingParams
 from services.target.engine.engine import TargetEngine
 from services.target.kernels.dispatch import plan
-from services.target.kernels.kv_cache import KVCache, LayerShape, gather, pick_cache_dtype, stored, token_bytes
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape, gather, pick_cache_dtype, stored, token_bytes
 from services.target.kernels.reference import paged_attention
 from services.target.model.loading.load import load
 from services.target.speculation.mode_selector import DRAFT_MODES
 from services.target.step.batch import build
 from tests.support.target.driving import GREEDY, chain, opening, random_tree, run
+from tests.support.target.works import allocator_of, random_works
 from tests.support.tiny import VOCAB, write_model
-from tests.target.kernels.test_kernels import random_works
 
 CPU = torch.device("cpu")
 EIGHT_BITS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -57,7 +58,7 @@ def test_kernels_read_narrow_pools(dtype, options):
     torch.manual_seed(2)
     works = random_works(rng, 4, 5)
     batch = build(works, CPU)
-    pages = works[0].chunk.session.table._allocator.total_pages
+    pages = allocator_of(works).total_pages
     narrow, wide = (KVCache([LayerShape(2, 8, 8)], pages, 4, one, CPU) for one in (dtype, torch.float32))
     for span in batch.spans:
         rows = torch.randn(span.keys, 2, 8), torch.randn(span.keys, 2, 8)
@@ -93,13 +94,13 @@ def test_the_text_depends_on_the_format_alone(folder, flag):
     assert run(engine(chunked_prefill_size=7, max_total_tokens=100), requests).new == alone
     right = [[*one.tokens.tolist(), *alone[i]] for i, one in enumerate(requests)]
 
-    def hints(session_id, path):
+    def proposals(session_id, path):
         ahead = right[session_id][len(path) : len(path) + int(rng.integers(0, 6))]
         return [random_tree(rng, session_id, path, VOCAB, 6), chain(session_id, path, ahead)]
 
-    hinted = run(engine(), requests, hints)
-    assert hinted.new == alone
-    assert hinted.accepted > 20
+    speculative = run(engine(), requests, proposals)
+    assert speculative.new == alone
+    assert speculative.accepted > 20
 
 
 def test_narrow_pools_hold_more_tokens(folder):

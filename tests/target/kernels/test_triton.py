@@ -11,7 +11,6 @@ import torch
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
@@ -21,45 +20,26 @@ from services.target.kernels.cpu.attention import NativeAttention
 from services.target.kernels.cuda.ragged import _BEGINNING, Load, Ragged, Split, _through, ancestor_words
 from services.target.kernels.dispatch import choose
 from services.target.kernels.grouped import GroupedAttention
-from services.target.kernels.kv_cache import KVCache, LayerShape
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape
 from services.target.kernels.reference import paged_attention
 from services.target.step.batch import SessionWork, build, pad
 from services.target.step.layout import Layout, tree_mask
 from tests.support.target.driving import opening, random_tree, run
 from tests.support.target.interpreter import need_interpreter
+from tests.support.target.triton_attention import CPU, LONGEST, SMALL, attention_case
+from tests.support.target.works import random_works, shuffled_allocator
 from tests.support.tiny import VOCAB, write_model
-from tests.target.kernels.test_kernels import random_works
 
 need_interpreter()
 
 from services.target.kernels.cuda import attention as triton_attention  # noqa: E402
 from services.target.kernels.cuda import cache as triton_cache  # noqa: E402
 from services.target.kernels.cuda import greedy as triton_greedy  # noqa: E402
-from services.target.kernels.cuda.attention import Tile, TritonAttention  # noqa: E402
+from services.target.kernels.cuda.attention import TritonAttention  # noqa: E402
 from services.target.sampling import sampler  # noqa: E402
 
-CPU = torch.device("cpu")
-SMALL = Tile(lanes=16, keys=16, split=Split(32, 32), warps=4, stages=2)
-LONGEST = 72  # tokens: parts of three splits, for the interpreter takes a millisecond for each tile of keys
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-def case(seed, heads=(4, 2), dims=(16, 16), page_size=16, dtype=torch.float32, sessions=3, pool_dtype=None):
-    rng = np.random.default_rng(seed)
-    torch.manual_seed(seed)
-    works = random_works(rng, page_size, sessions, LONGEST)
-    batch = build(works, CPU)
-    pages = works[0].chunk.session.table._allocator.total_pages
-    cache = KVCache([LayerShape(heads[1], *dims)], pages, page_size, pool_dtype or dtype, CPU)
-    for pool in (cache.keys[0], cache.values[0]):
-        pool.copy_(torch.full(pool.shape, torch.nan))  # what nobody wrote must not be read
-        pool[0] = 0.0
-    for span in batch.spans:
-        slots = torch.from_numpy(span.slots)
-        keys, values = torch.randn(span.keys, heads[1], dims[0]), torch.randn(span.keys, heads[1], dims[1])
-        cache.keys[0].flatten(0, 1)[slots] = keys.to(cache.keys[0].dtype)
-        cache.values[0].flatten(0, 1)[slots] = values.to(cache.values[0].dtype)
-    return batch, torch.randn(len(batch), heads[0], dims[0]).to(dtype), cache.keys[0], cache.values[0]
 
 
 def agree(batch, q, keys, values, tile=SMALL, **options):
@@ -71,13 +51,13 @@ def agree(batch, q, keys, values, tile=SMALL, **options):
 
 @pytest.mark.parametrize(("heads", "page_size"), [((4, 4), 1), ((6, 2), 16), ((7, 1), 16), ((20, 1), 1)], ids=str)
 def test_ragged_batches(heads, page_size):
-    agree(*case(1, heads, page_size=page_size, sessions=2))
+    agree(*attention_case(1, heads, page_size=page_size, sessions=2))
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_windows_soft_caps_and_sinks(seed):
     rng = np.random.default_rng(seed)
-    batch, q, keys, values = case(seed, sessions=2)
+    batch, q, keys, values = attention_case(seed, sessions=2)
     options = {"window": int(rng.integers(1, 70))} if seed % 2 else {}
     options |= {"softcap": 2.0} if seed % 3 == 0 else {}
     options |= {"sinks": torch.randn(4)} if seed % 3 < 2 else {}
@@ -86,17 +66,17 @@ def test_windows_soft_caps_and_sinks(seed):
 
 @pytest.mark.parametrize("dims", [(8, 8), (24, 24), (80, 80), (96, 64), (192, 128), (256, 256), (576, 512)], ids=str)
 def test_head_sizes(dims):
-    agree(*case(5, (3, 1), dims, sessions=2))
+    agree(*attention_case(5, (3, 1), dims, sessions=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision(dtype):
-    agree(*case(3, dtype=dtype, sessions=2))
+    agree(*attention_case(3, dtype=dtype, sessions=2))
 
 
 @pytest.mark.parametrize("pool_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_fp8_pools_with_scales(pool_dtype):
-    batch, q, keys, values = case(7, pool_dtype=pool_dtype)
+    batch, q, keys, values = attention_case(7, pool_dtype=pool_dtype)
     scaled = TritonAttention(batch, SMALL)(q, keys, values, scaling=0.25, k_scale=0.5, v_scale=3.0)
     expected = paged_attention(q, keys.float() * 0.5, values.float() * 3.0, batch, scaling=0.25)
     np.testing.assert_allclose(scaled.numpy(), expected.numpy(), atol=1e-4, rtol=1e-3)
@@ -105,8 +85,9 @@ def test_fp8_pools_with_scales(pool_dtype):
 _GUARDED = """
 import ctypes, mmap
 import numpy, torch
-from tests.target.kernels.test_triton import SMALL, TritonAttention, case
-batch, q, keys, values = case(3)
+from tests.support.target.triton_attention import SMALL, attention_case
+from services.target.kernels.cuda.attention import TritonAttention
+batch, q, keys, values = attention_case(3)
 attention = TritonAttention(batch, SMALL)
 expected = attention(q, keys, values, scaling=0.25)
 memory, words = mmap.mmap(-1, 2 * mmap.PAGESIZE), attention._words
@@ -118,13 +99,13 @@ assert torch.equal(attention(q, keys, values, scaling=0.25), expected)
 """
 
 
-def test_nothing_is_read_behind_the_bits_of_the_last_node():
+def test_no_mask_bits_are_read_past_the_last_node():
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", _GUARDED], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr or "memory was read that is not there"
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_rows_bits_do_not_depend_on_its_company(window, monkeypatch):
+def test_a_rows_bits_do_not_depend_on_the_batch(window, monkeypatch):
     works = [work for seed in (5, 6) for work in random_works(np.random.default_rng(seed), 4, 1, LONGEST)]
     torch.manual_seed(1)
     pools = torch.randn(2, 200, 4, 2, 16)
@@ -155,7 +136,7 @@ def test_words_are_tree_masks():
 
 
 def test_rows_of_padding_see_nothing():
-    batch, q, keys, values = case(7)
+    batch, q, keys, values = attention_case(7)
     padded = pad(batch, len(batch) + 21)
     q = torch.cat([q, torch.randn(21, *q.shape[1:])])
     found = TritonAttention(padded, SMALL)(q, keys, values, scaling=0.25)
@@ -164,7 +145,7 @@ def test_rows_of_padding_see_nothing():
 
 
 def test_partial_results_stay_within_their_room():
-    batch, *_ = case(8, sessions=6)
+    batch, *_ = attention_case(8, sessions=6)
     ragged = Ragged(batch.layout, batch.rows.positions)
     free = ragged.tables(8, None, Split(16, 16), Load(1000, 10**6), 2)
     assert free.partial_rows > 50
@@ -244,7 +225,7 @@ def test_no_size_of_splits_lets_programs_be_through_much_sooner():
 
 @pytest.mark.parametrize("least", [16, 32, 64])
 def test_splits_that_follow_the_load_change_nothing_but_rounding(least):
-    agree(*case(11, sessions=2), tile=replace(SMALL, split=Split(least, 64)))
+    agree(*attention_case(11, sessions=2), tile=replace(SMALL, split=Split(least, 64)))
 
 
 @pytest.mark.parametrize("vocab", [1, 40, 2048 * 3, 5000])
@@ -273,7 +254,7 @@ def test_rows_are_written_where_they_belong_and_never_into_the_null_page():
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_what_is_too_large_for_a_pool_becomes_the_largest(dtype):
+def test_numbers_too_large_for_a_pool_saturate(dtype):
     rows = torch.tensor([1e6, -1e6, 3.0, 0.0]).reshape(1, 2, 2)
     pools = [torch.zeros(2, 1, 2, 2).to(dtype) for _ in range(2)]
     triton_cache.write(torch.tensor([1]), rows, rows, *pools)
@@ -313,8 +294,9 @@ def test_paths_of_sessions_move_in_all_pools():
 _COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from services.target.kernels.cuda import (cache as triton_cache, few as triton_few, greedy as triton_greedy,
-    attention_kernels as triton_kernels, product as triton_product, rows as triton_rows)
+from services.target.kernels.cuda import (
+    attention_kernels as triton_kernels, cache as triton_cache, fused_elementwise as elementwise,
+    greedy as triton_greedy, invariant_matmul, small_batch_matmul)
 POINTERS = {"q": "bf16", "k_pool": "bf16", "v_pool": "bf16", "out": "bf16", "sinks": "bf16", "keys": "bf16",
     "values": "bf16", "partial_acc": "fp32", "partial_ml": "fp32", "positions": "i64", "slots": "i64", "pools": "i64",
     "row_bytes": "i64", "moves": "i64", "sources": "i64", "destinations": "i64", "tiles": "i32", "items": "i32",
@@ -329,8 +311,9 @@ HEADS = dict(KV_HEADS=8, GROUP=4, HEADS=4, BLOCKS=1, HEAD_COUNT=32, D1=128, D2=0
     ROWS=64, OUTPUTS=64, INPUTS=64, BLOCK=1024, HALF=64, HALF_PAD=64, NORMED=True, SHIFTED=True, ADDED=True, AFTER=True,
     EVEN=True, GATED=True, GELU=True, PAIRS=16, CHAINED=True, TABLES=True)
 for kernel in (triton_kernels.attend, triton_kernels.fold, triton_cache.write_rows, triton_cache.move_rows,
-               triton_cache.move_paths, triton_product._product, triton_product._sum, triton_few.few_rows,
-               triton_few.turned_rows, triton_rows._add_norm, triton_rows._turn, triton_rows._gated,
+               triton_cache.move_paths, invariant_matmul._product, invariant_matmul._sum,
+               small_batch_matmul.small_batch_linear, small_batch_matmul.small_batch_rotary,
+               elementwise._add_norm, elementwise._rotate_and_store, elementwise._gated,
                triton_greedy.part_best, triton_greedy.row_best):
     names = kernel.arg_names
     floats = ("scale", "softcap", "v_scale", "epsilon", "after_epsilon", "query_epsilon", "key_epsilon")
@@ -349,8 +332,8 @@ def test_kernels_compile_for_a_gpu_without_one(tmp_path):
     assert result.returncode == 0, result.stderr
     shared = {name: int(size) for name, _, size in map(str.split, result.stdout.splitlines())}
     assert list(shared) == [
-        "attend", "fold", "write_rows", "move_rows", "move_paths", "_product", "_sum", "few_rows", "turned_rows",
-        "_add_norm", "_turn", "_gated", "part_best", "row_best",
+        "attend", "fold", "write_rows", "move_rows", "move_paths", "_product", "_sum", "small_batch_linear",
+        "small_batch_rotary", "_add_norm", "_rotate_and_store", "_gated", "part_best", "row_best",
     ]  # fmt: skip
     assert max(shared.values()) < 227 << 10
 
@@ -373,7 +356,7 @@ def random_hints():
     return lambda session_id, path: [random_tree(rng, session_id, path, VOCAB, 5)]
 
 
-def test_an_engine_says_the_same_through_it(tmp_path):
+def test_an_engine_generates_the_same_text_with_it(tmp_path):
     from services.target.model.loading.load import load
 
     folder = write_model(tmp_path, num_hidden_layers=1)
@@ -393,8 +376,7 @@ def test_a_branchs_keys_are_added_in_the_order_of_plain_decoding():
     depths = np.array([1, 2, 1, 2, 3, 3, 3, 4, 4, 2, 5], np.int32)
     draft = TreeSlice(rng.integers(0, VOCAB, 11).astype(np.uint32), parents, depths, np.zeros(11, np.float32))
     committed = 29  # so that paths cross from one split into the next
-    allocator = PageAllocator(40, 4)
-    rng.shuffle(allocator._free)
+    allocator = shuffled_allocator(rng, 40, 4)
     session = Session(opening(1, rng.integers(0, VOCAB, committed).tolist()), PrefixCache(allocator))
     session.table.reserve(committed + 11)
     batch = build([SessionWork(Chunk(session, committed - 1, committed), draft)], CPU)

@@ -44,8 +44,8 @@ def test_a_processor_that_has_more_computes_as_an_older_one():
     assert run.returncode == 0, run.stdout[-2000:]
 
 
-def test_a_processor_without_them_is_told(monkeypatch):
-    monkeypatch.delenv(vectors.VARIABLE, raising=False)  # who names a kind is told otherwise, see below
+def test_missing_instructions_are_reported(monkeypatch):
+    monkeypatch.delenv(vectors.VARIABLE, raising=False)  # who names a kind is reported otherwise, see below
     monkeypatch.setattr(vectors, "_processor", lambda: frozenset({"sse2", "avx2"}))
     with pytest.raises(library.Unavailable, match="this processor lacks fma, f16c"):
         vectors.library("nothing", TARGET).compiled()
@@ -88,9 +88,11 @@ def test_products_ask_for_the_weights_that_come_next(kind, tmp_path):
 
 def test_headers_of_all_kinds_are_installed():
     root = TARGET.parents[2]
-    told = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["outrider.native"]
+    reported = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
+        "outrider.native"
+    ]
     folder = root / "outrider" / "native"
-    installed = {path for pattern in told for path in folder.glob(pattern) if path.is_file()}
+    installed = {path for pattern in reported for path in folder.glob(pattern) if path.is_file()}
     assert set(folder.rglob("*.h")) <= installed
     kinds = [{path.name for path in folder.glob(f"include/{name}/*.h")} for name in vectors.KINDS]
     assert kinds[0] == kinds[1] != set()  # of one name in both

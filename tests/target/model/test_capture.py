@@ -65,12 +65,12 @@ def test_states_are_those_of_transformers(family, backend, tmp_path):
     plain = outputs(model)
     assert plain.features is None
     for layers, final in [((1, 2, 3), False), ((0,), True), ((), True), ((2, 4), True)]:
-        said = outputs(model, Capture(layers, final, rows))
+        results = outputs(model, Capture(layers, final, rows))
         # The last of transformers' states has passed the final norm already; what leaves the last layer has not.
         expected = [last[0] if i == 4 else states[i] for i in layers] + ([states[4]] if final else [])
-        assert said.features.shape == (3, 48 * len(expected))
-        torch.testing.assert_close(said.features, torch.cat(expected, -1)[0, rows], rtol=1e-4, atol=1e-4)
-        assert torch.equal(said.logits, plain.logits)
+        assert results.features.shape == (3, 48 * len(expected))
+        torch.testing.assert_close(results.features, torch.cat(expected, -1)[0, rows], rtol=1e-4, atol=1e-4)
+        assert torch.equal(results.logits, plain.logits)
     module = getattr(model.runner, "module", truth)  # where there are modules, no hook stays behind
     assert not any(layer._forward_pre_hooks for layer in module.model.layers)
 
@@ -80,9 +80,9 @@ def test_states_are_those_of_transformers(family, backend, tmp_path):
 def test_states_come_in_the_format_of_the_model(family, backend, tmp_path):
     folder, capture = write(tmp_path, family), Capture((0, 2, 4), True, None)
     exact = outputs(load_model(folder), capture).features
-    said = outputs(load_model(folder, attention_backend=backend, dtype="bfloat16"), capture).features
-    assert (said.dtype, said.shape) == (torch.bfloat16, exact.shape)
-    for mine, true in zip(said.float().split(48, -1), exact.split(48, -1), strict=True):
+    results = outputs(load_model(folder, attention_backend=backend, dtype="bfloat16"), capture).features
+    assert (results.dtype, results.shape) == (torch.bfloat16, exact.shape)
+    for mine, true in zip(results.float().split(48, -1), exact.split(48, -1), strict=True):
         assert (mine - true).norm() < 0.1 * true.norm()
 
 

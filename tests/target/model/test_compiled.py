@@ -13,8 +13,8 @@ from services.target.model.cuda.compiled import CompiledRunner, compiled
 from services.target.model.cuda.graphs import GraphRunner, direct
 from services.target.model.loading.load import load
 from tests.support.target.driving import engine_of, opening, run
+from tests.support.target.graphs import modules
 from tests.support.tiny import write_model
-from tests.target.model.test_graphs import modules
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU"),
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-def test_compiled_steps_say_the_same(tmp_path, monkeypatch):
+def test_compiled_steps_give_the_same_text(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     folder = write_model(tmp_path / "model")
     requests = [opening(i, [5 + i, 6, 7, 5 + i, 6], max_tokens=8) for i in range(2)]

@@ -1,4 +1,4 @@
-"""--deterministic: rows of modules have the same bits in any company, and no text or log-probability can change."""
+"""--deterministic: batch invariance of modules, texts and log-probabilities."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.errors import ConfigError
 from outrider.speculation.sampling import SamplingParams
 from services.target.kernels.cpu import library, rowwise
 from services.target.kernels.cpu.rowwise import Function
-from services.target.model.deterministic import invariant
+from services.target.model.deterministic import invariant_mode
 from services.target.model.modules import ModuleRunner
 from services.target.model.native import ProgramRunner
 from services.target.sampling import logprobs
@@ -23,7 +23,7 @@ from tests.support.checkpoints.families import FAMILIES, write_family
 from tests.support.target.driving import chain, engine_of, load_model, opening, random_tree, run
 from tests.support.tiny import VOCAB, write_model
 
-pytestmark = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
+pytestmark = pytest.mark.skipif(not library.available(), reason="the CPU kernels do not compile on this machine")
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 # Wide enough for a sum's order to show in bfloat16, and with experts whose rows end within a vector.
@@ -88,7 +88,7 @@ def test_products(dtype, by_inputs, threads):
 def test_products_of_groups():
     torch.manual_seed(1)
     x, weight = torch.randn(10, 24), torch.randn(5, 6, 24)
-    found = invariant.CpuKernels().grouped(x, weight, None, torch.tensor([3, 0, 6, 1, 0]))
+    found = invariant_mode.CpuKernels().grouped(x, weight, None, torch.tensor([3, 0, 6, 1, 0]))
     expected = torch.cat([x[:3] @ weight[0].T, x[3:9] @ weight[2].T, x[9:] @ weight[3].T])
     torch.testing.assert_close(found, expected)
 
@@ -114,7 +114,7 @@ def test_a_function_of_a_number_does_not_depend_on_its_place(dtype, threads):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_operators_inside_the_mode(dtype, threads):
-    """Every operator that is replaced says what PyTorch says, with rows that are alone or not."""
+    """Every replaced operator agrees with PyTorch, for single rows and for many."""
     torch.manual_seed(3)
     x, square, batch = torch.randn(1, 6, 40).to(dtype), torch.randn(40, 40).to(dtype), torch.randn(6, 40, 8).to(dtype)
     calls = {
@@ -133,7 +133,7 @@ def test_operators_inside_the_mode(dtype, threads):
         "power": lambda x: x.abs() ** 1.3,
         "cosine": lambda x: x.cos(),
     }
-    mode = invariant.of(CPU)
+    mode = invariant_mode.of(CPU)
     for name, call in calls.items():
         expected = call(x)
         with mode:
@@ -176,16 +176,16 @@ def test_the_text_is_that_of_the_plain_operators(load):
 def without(monkeypatch, names):
     """The mode leaves some operators as they are."""
 
-    class Careless(invariant.Invariant):
+    class Careless(invariant_mode.BatchInvariantMode):
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
             for name in names:
                 self._table.pop(name)
 
-    monkeypatch.setattr(invariant, "Invariant", Careless)
+    monkeypatch.setattr(invariant_mode, "BatchInvariantMode", Careless)
 
 
-def test_a_module_that_looks_at_its_company_is_named(load, monkeypatch):
+def test_a_module_without_batch_invariance_is_named(load, monkeypatch):
     without(monkeypatch, [F.linear])
     with pytest.raises(ConfigError, match=r"--deterministic: model\.layers\.0\.mlp\.gate of Qwen3MoeForCausalLM"):
         load("qwen3-moe", dtype="float32", context_length=300)  # one that was not loaded before
@@ -201,10 +201,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_what_it_does_not_go_with(said, tmp_path):
-    with pytest.raises(ConfigError, match=f"--deterministic.*{said}"):
-        load_model(write_model(tmp_path), deterministic=True, **REFUSED[said])
+@pytest.mark.parametrize("message", REFUSED)
+def test_incompatible_flags_are_rejected(message, tmp_path):
+    with pytest.raises(ConfigError, match=f"--deterministic.*{message}"):
+        load_model(write_model(tmp_path), deterministic=True, **REFUSED[message])
 
 
 def test_without_kernels_it_is_refused(tmp_path, monkeypatch):
@@ -235,7 +235,7 @@ def requests(indices, temperature):
     return [opening(i, PROMPTS[i], SamplingParams(temperature, seed=i), max_tokens=LENGTH, logprobs=3) for i in indices]
 
 
-def told(result):
+def reported(result):
     """Tokens and log-probabilities of each session, bit by bit."""
     return {
         session: (
@@ -251,19 +251,19 @@ def told(result):
 
 @pytest.fixture(scope="module")
 def plain(load):
-    """What sessions are told that are decoded plainly, each alone with its engine."""
+    """What sessions are reported that are decoded plainly, each alone with its engine."""
 
     @functools.cache
     def plain(name, temperature):
         engines = ((one, engine_of(load(name))) for one in requests(range(len(PROMPTS)), temperature))
-        return {i: answer for one, engine in engines for i, answer in told(run(engine, [one])).items()}
+        return {i: answer for one, engine in engines for i, answer in reported(run(engine, [one])).items()}
 
     return plain
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_no_text_depends_on_hints_company_pages_or_preemption(load, plain, data):
+def test_text_does_not_depend_on_proposals_batch_pages_or_preemption(load, plain, data):
     name = data.draw(st.sampled_from(sorted(MODELS)))
     temperature = data.draw(st.sampled_from([0.0, 1.0]))
     expected = plain(name, temperature)
@@ -278,7 +278,7 @@ def test_no_text_depends_on_hints_company_pages_or_preemption(load, plain, data)
     }
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
 
-    def hints(session, path):
+    def proposals(session, path):
         done = len(path) - len(PROMPTS[session])
         right = chain(session, path, expected[session][0][done : done + int(rng.integers(0, 9))])
         return [random_tree(rng, session, path, VOCAB, int(rng.integers(1, 9))), right][int(rng.integers(0, 2)) :]
@@ -286,7 +286,7 @@ def test_no_text_depends_on_hints_company_pages_or_preemption(load, plain, data)
     engine = engine_of(load(name), **flags)
     for _ in range(2):  # the second time, what is cached was computed by the first
         chosen = data.draw(st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, unique=True))
-        found = told(run(engine, requests(chosen, temperature), hints))
+        found = reported(run(engine, requests(chosen, temperature), proposals))
         assert found == {i: expected[i] for i in chosen}
 
 

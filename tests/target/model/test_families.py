@@ -1,8 +1,7 @@
-"""Families of models: the greedy text is that of `transformers`, whatever the chunks, pages and hints."""
+"""Families of models: the greedy text is that of `transformers`, for all chunk sizes, page sizes and proposals."""
 
 import logging
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,48 +10,9 @@ from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from services.target.model.loading.load import load
 from tests.support.checkpoints.families import FAMILIES, add_tensors, mtp_tensors, write_family
-from tests.support.target.driving import chain, engine_of, opening, random_tree, run
+from tests.support.target.driving import engine_of, opening, run
+from tests.support.target.greedy_text import NEW, PROMPT, check_text, greedy
 from tests.support.tiny import VOCAB
-
-PROMPT = np.random.default_rng(3).integers(4, VOCAB, 45).tolist()
-NEW = 16
-CHUNKS = {1: 7, 16: 512, 64: 13}  # by page size
-
-
-def greedy(folder, remote=False):
-    """New tokens by `transformers` alone, with its own attention and cache."""
-    transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=remote)
-    model.generation_config = transformers.GenerationConfig()
-    out = model.generate(
-        torch.tensor([PROMPT]), attention_mask=torch.ones(1, len(PROMPT)), max_new_tokens=NEW, do_sample=False,
-        pad_token_id=0,
-    )  # fmt: skip
-    return out[0, len(PROMPT) :].tolist()
-
-
-def hints_near(expected, seed):
-    """Random trees, and chains that begin as the text goes on and then leave it."""
-    rng = np.random.default_rng(seed)
-
-    def hints(session_id, tokens):
-        done = len(tokens) - len(PROMPT)
-        true = expected[done : done + int(rng.integers(0, 4))] if done >= 0 else []
-        near = [*true, int(rng.integers(0, VOCAB))]
-        return [random_tree(rng, session_id, tokens, VOCAB, 6), chain(session_id, tokens, near)]
-
-    return hints
-
-
-def check_text(model, expected):
-    """Every page size, with prompt chunks of odd sizes and with hints, beside another session."""
-    for page_size, chunk in CHUNKS.items():
-        engine = engine_of(model, page_size=page_size, chunked_prefill_size=chunk, max_running_requests=4,
-                           speculative_num_draft_tokens=10)  # fmt: skip
-        sessions = [opening(1, PROMPT, max_tokens=NEW), opening(2, PROMPT[::-1], max_tokens=NEW)]
-        result = run(engine, sessions, hints_near(expected, page_size))
-        assert result.new[1] == expected
-        assert 0 < result.accepted < result.verified
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -80,7 +40,7 @@ def test_layers_for_drafting_are_ignored_quietly(name, tmp_path, caplog):
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_other_tensors_too_many_are_told_of(tmp_path, caplog):
+def test_unused_tensors_are_warned_of(tmp_path, caplog):
     folder = write_family(tmp_path / "model", "deepseek-v3")
     add_tensors(folder, {"model.layers.1.self_attn.ornament.weight": torch.zeros(3)})
     load(folder, TargetConfig(device="cpu"))

@@ -15,16 +15,23 @@ from services.target.kernels.dispatch import choose
 from services.target.model.cuda import graphs
 from services.target.model.modules import ModuleRunner
 from services.target.step.batch import Capture
-from tests.support.target.decoders import MODELS, cache_of, few_rows, module_of, random_batch, runners, written
+from tests.support.target.decoders import (
+    MODELS,
+    cache_of,
+    few_rows,
+    module_of,
+    random_batch,
+    runners,
+    written,
+)
 from tests.support.target.driving import engine_of, load_model, opening, random_tree, run
 from tests.support.target.interpreter import need_interpreter
 from tests.support.tiny import VOCAB, write_model
 
 need_interpreter()
 
-from services.target.kernels.cuda import few as triton_few  # noqa: E402
-from services.target.kernels.cuda import rows as triton_rows  # noqa: E402
-from services.target.kernels.cuda.rows import Norm  # noqa: E402
+from services.target.kernels.cuda import fused_elementwise, small_batch_matmul  # noqa: E402
+from services.target.kernels.cuda.fused_elementwise import Norm  # noqa: E402
 from services.target.model.cuda import fused  # noqa: E402
 
 
@@ -36,29 +43,29 @@ def test_a_step_is_that_of_the_modules(name, tmp_path):
     batch, works = random_batch(rng, most=3, longest=50)
     rows = rng.integers(0, len(batch), 3)
     batch = replace(batch, capture=Capture((0, 1, 2), True, rows))
-    said = []
+    results = []
     for runner in (modules, few):
         cache = cache_of(probe, works)
         outputs = runner.forward(batch, cache)
-        said.append((outputs.logits, outputs.features, *cache.keys, *cache.values))
-    assert said[0][0].std() > 0.1, "flat logits prove little"
-    for found, expected in zip(said[1], said[0], strict=True):
+        results.append((outputs.logits, outputs.features, *cache.keys, *cache.values))
+    assert results[0][0].std() > 0.1, "flat logits prove little"
+    for found, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("name", "dim"), [("llama-bias", 32), ("llama", 24), ("qwen3", 32), ("gemma2", 32)])
 @torch.inference_mode()
 def test_a_step_of_a_few_rows_is_that_of_the_modules(name, dim, tmp_path, monkeypatch):
-    monkeypatch.setattr(triton_few, "serves", lambda x, weight: True)
+    monkeypatch.setattr(small_batch_matmul, "serves", lambda x, weight: True)
     modules, few, probe = runners(written(tmp_path, name, head_dim=dim), "torch_native")
-    batch, works = few_rows(triton_few.ROWS)
+    batch, works = few_rows(small_batch_matmul.ROWS)
     batch = replace(batch, capture=Capture((0, 1, 2), True, None))
-    said = []
+    results = []
     for runner in (modules, few):
         cache = cache_of(probe, works)
         outputs = runner.forward(batch, cache)
-        said.append((outputs.logits, outputs.features, *cache.keys, *cache.values))
-    for found, expected in zip(said[1], said[0], strict=True):
+        results.append((outputs.logits, outputs.features, *cache.keys, *cache.values))
+    for found, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
@@ -85,37 +92,37 @@ def test_new_weights_reach_it(tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_other_models_have_a_reason_against(tmp_path):
-    assert "type" in fused.reason_against(module_of(write_model(tmp_path / "a", "qwen3_moe")))
-    assert fused.reason_against(module_of(write_model(tmp_path / "b", "llama"))) is None
-    assert "biases" in fused.reason_against(module_of(write_model(tmp_path / "c", "llama", mlp_bias=True)))
+def test_unsupported_models_have_a_reason(tmp_path):
+    assert "type" in fused.unsupported_reason(module_of(write_model(tmp_path / "a", "qwen3_moe")))
+    assert fused.unsupported_reason(module_of(write_model(tmp_path / "b", "llama"))) is None
+    assert "biases" in fused.unsupported_reason(module_of(write_model(tmp_path / "c", "llama", mlp_bias=True)))
     odd = {"hidden_size": 40, "head_dim": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
     module = module_of(write_model(tmp_path / "d", "llama", **odd))
     module.model.layers[0].mlp.down_proj.weight.data = torch.ones(40, 128).to(torch.float8_e4m3fn)
-    assert "format" in fused.reason_against(module)
+    assert "format" in fused.unsupported_reason(module)
 
 
-def test_an_engine_says_the_same_with_captured_steps_of_it(tmp_path):
+def test_captured_fused_steps_give_the_same_text(tmp_path):
     plain = load_model(write_model(tmp_path, num_hidden_layers=1))
     requests = [opening(i, [5 + i, 6, 7, 5 + i, 6], max_tokens=4) for i in range(2)]
 
-    def hints():
+    def proposals():
         rng = np.random.default_rng(1)
         return lambda session_id, path: [random_tree(rng, session_id, path, VOCAB, 6)]
 
-    expected = run(engine_of(plain), requests, hints()).new
+    expected = run(engine_of(plain), requests, proposals()).new
     _, few, _ = runners(tmp_path, "triton")
     runner = graphs.GraphRunner(few, [4, 12], graphs.direct)
     engine = engine_of(replace(plain, runner=runner))
     runner.capture(engine.cache, torch.device("cpu"))
-    assert run(engine, requests, hints()).new == expected
+    assert run(engine, requests, proposals()).new == expected
 
 
 def test_torch_compile_finds_nothing_in_it(tmp_path, caplog):
     _, few, _ = runners(written(tmp_path, "llama"), "torch_native")
     with caplog.at_level("INFO"):
         assert graphs.wrap(few, TargetConfig(enable_torch_compile=True), torch.device("cpu")) is few
-    assert "--enable-torch-compile finds nothing to compile" in caplog.text
+    assert "--enable-torch-compile has nothing to compile" in caplog.text
 
 
 # --- kernels against their plain twins ---
@@ -139,7 +146,7 @@ def test_sums_and_norms(dtype, shift, rows, width, branch):
     expected = residual.clone()
     if branch is not None:
         expected += plain_norm(more, after) if branch == "normed" else more
-    found = triton_rows.add_norm(residual, more if branch else None, norm, after if branch == "normed" else None)
+    found = fused_elementwise.add_norm(residual, more if branch else None, norm, after if branch == "normed" else None)
     tolerance = {"rtol": 2e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(residual, expected, **tolerance)
     torch.testing.assert_close(found, plain_norm(expected, norm), **tolerance)
@@ -173,7 +180,7 @@ def test_turning_and_storing(pool_dtype, heads, dim, shift):
         return x * cosine + torch.cat([-right, left], -1) * sine
 
     q, k, v = wide.clone().unflatten(1, (-1, dim)).split([heads[0], heads[1], heads[1]], 1)
-    found = triton_rows.turn(wide, heads, positions, slots, tables, tuple(pools), norms)
+    found = fused_elementwise.rotate_and_store(wide, heads, positions, slots, tables, tuple(pools), norms)
     torch.testing.assert_close(found, turned(q, norms and norms[0]))
     live = slots >= pools[0].shape[1]
     for pool, old, new in zip(pools, before, (turned(k, norms and norms[1]), v), strict=True):
@@ -186,7 +193,7 @@ def test_turning_and_storing(pool_dtype, heads, dim, shift):
 def test_gates(gelu, rows, width):
     wide = 3 * torch.randn(rows, 2 * width)
     act = functional.gelu(wide[:, :width], approximate="tanh") if gelu else functional.silu(wide[:, :width])
-    torch.testing.assert_close(triton_rows.gated(wide, gelu=gelu), act * wide[:, width:], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(fused_elementwise.gated(wide, gelu=gelu), act * wide[:, width:], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16])
@@ -196,13 +203,13 @@ def test_products_of_a_few_rows(rows, outputs, inputs, kind):
     torch.manual_seed(rows + outputs)
     x, weight = torch.randn(rows, 2 * inputs)[:, :inputs], torch.randn(2 * outputs, inputs) / inputs**0.5
     if kind in ("silu", "gelu"):
-        found = triton_few.gated(x, weight, gelu=kind == "gelu")
+        found = small_batch_matmul.gated(x, weight, gelu=kind == "gelu")
         gates, values = (x @ weight.T).chunk(2, 1)
         act = functional.gelu(gates, approximate="tanh") if kind == "gelu" else functional.silu(gates)
         expected = act * values
     else:
         bias = torch.randn(2 * outputs) if kind == "bias" else None
-        found, expected = triton_few.linear(x, weight, bias), functional.linear(x, weight, bias)
+        found, expected = small_batch_matmul.linear(x, weight, bias), functional.linear(x, weight, bias)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -214,10 +221,12 @@ def test_products_turn_and_store(pool_dtype, heads, dim, biased):
     inputs, outputs = 300, (heads[0] + 2 * heads[1]) * dim
     x, weight = torch.randn(7, inputs), torch.randn(outputs, inputs) / inputs**0.5
     bias = torch.randn(outputs) if biased else None
-    assert triton_few.turns(heads, weight)
+    assert small_batch_matmul.serves_rotary(heads, weight)
     others = [pool.clone() for pool in pools]
-    found = triton_few.turned(x, weight, bias, heads, positions, slots, tables, tuple(pools))
-    expected = triton_rows.turn(functional.linear(x, weight, bias), heads, positions, slots, tables, tuple(others))
+    found = small_batch_matmul.linear_rotary(x, weight, bias, heads, positions, slots, tables, tuple(pools))
+    expected = fused_elementwise.rotate_and_store(
+        functional.linear(x, weight, bias), heads, positions, slots, tables, tuple(others)
+    )
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float8_e4m3fn: 0.1}[pool_dtype]
     for pool, other in zip(pools, others, strict=True):
@@ -226,7 +235,7 @@ def test_products_turn_and_store(pool_dtype, heads, dim, biased):
 
 def test_few_rows_are_served_where_that_is_faster():
     weight = torch.zeros(4096, 64, dtype=torch.bfloat16)
-    assert triton_few.serves(torch.zeros(16, 64, dtype=torch.bfloat16), weight)
-    assert not triton_few.serves(torch.zeros(17, 64, dtype=torch.bfloat16), weight)
-    assert not triton_few.serves(torch.zeros(1, 64, dtype=torch.bfloat16), weight[:1024])
-    assert not triton_few.serves(torch.zeros(1, 64), weight.float())
+    assert small_batch_matmul.serves(torch.zeros(16, 64, dtype=torch.bfloat16), weight)
+    assert not small_batch_matmul.serves(torch.zeros(17, 64, dtype=torch.bfloat16), weight)
+    assert not small_batch_matmul.serves(torch.zeros(1, 64, dtype=torch.bfloat16), weight[:1024])
+    assert not small_batch_matmul.serves(torch.zeros(1, 64), weight.float())

@@ -25,12 +25,12 @@ from outrider.checkpoints import checkpoint
 from outrider.errors import ConfigError
 from outrider.text.tokenizer import Tokenizer
 from services.target.model.gguf import convert
-from services.target.model.gguf import facts as gguf_facts
+from services.target.model.gguf import metadata as gguf_metadata
 from services.target.model.gguf.progress import Phases
 from tests.support.checkpoints.families import write_family
 from tests.support.checkpoints.ggufs import write_gguf
 from tests.support.target.driving import engine_of, load_model, opening, run
-from tests.target.model.test_families import NEW, PROMPT, greedy
+from tests.support.target.greedy_text import NEW, PROMPT, greedy
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.12}  # rows of whole blocks
 GEMMA = {"num_hidden_layers": 7, "sliding_window_pattern": 6}  # the pattern is not in the file
@@ -73,7 +73,7 @@ def tiny_gguf(tmp_path):
     return tmp_path / "tiny.gguf"
 
 
-def test_the_tokenizer_and_what_ends_a_text(tiny_gguf, tmp_path):
+def test_the_tokenizer_and_the_end_of_sequence_ids(tiny_gguf, tmp_path):
     assert convert.main([str(tiny_gguf), str(tmp_path / "out")]) == 0
     assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1  # others may read the weights too
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
@@ -101,9 +101,9 @@ def test_templates_by_name_are_kept(tmp_path, monkeypatch):
     (["<|return|>", "<|call|>", "<|end|>"], {1, 260, 261}),  # gpt-oss, where <|end|> follows what it thinks
     (["<|endoftext|>", "<|end|>"], {1, 260, 261}),  # Phi-3
 ])  # fmt: skip
-def test_what_ends_a_turn_is_known_by_name(names, ends, tmp_path):
+def test_end_of_turn_tokens_are_known_by_name(names, ends, tmp_path):
     write_gguf(tmp_path / "it.gguf", write_family(tmp_path / "original", "llama-2"), tmp_path / "plain", ends=names)
-    assert gguf_facts.end_token_ids(GGUFReader(tmp_path / "it.gguf")) == ends
+    assert gguf_metadata.end_token_ids(GGUFReader(tmp_path / "it.gguf")) == ends
     assert convert.main([str(tmp_path / "it.gguf"), str(tmp_path / "out")]) == 0
     assert load_model(tmp_path / "out").eos_token_ids == tuple(sorted(ends))
 
@@ -144,11 +144,11 @@ def test_texts_are_split_as_the_file_names_it(pre, pieces, tmp_path, capsys):
     ) == splitter.pre_tokenize_str(text)
 
 
-@pytest.mark.parametrize(("pre", "said"), [("runes", '"runes", which is not known'), (None, "does not say")])
-def test_who_takes_a_file_whose_texts_nobody_can_split_is_warned(pre, said, tmp_path, capsys):
+@pytest.mark.parametrize(("pre", "message"), [("runes", '"runes", which is not known'), (None, "does not say")])
+def test_an_unknown_pretokenizer_is_warned_of(pre, message, tmp_path, capsys):
     write_gguf(tmp_path / "it.gguf", write_family(tmp_path / "original", "llama-2"), tmp_path / "plain", pre=pre)
     assert convert.main([str(tmp_path / "it.gguf"), str(tmp_path / "out")]) == 0
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def rope_of(tmp_path, family, scaling):
@@ -163,7 +163,7 @@ def test_queries_of_the_largest_gemma_are_scaled_as_published(layers, scalar, tm
     sizes = {"head_dim": 16, "hidden_size": 96, "num_attention_heads": 4}
     write_gguf(tmp_path / "it.gguf", write_family(tmp_path / "original", "gemma-3", **sizes), tmp_path / "plain")
     config = AutoConfig.for_model("gemma3_text", num_hidden_layers=layers, **sizes)
-    gguf_facts.apply(GGUFReader(tmp_path / "it.gguf"), config)
+    gguf_metadata.apply(GGUFReader(tmp_path / "it.gguf"), config)
     assert config.query_pre_attn_scalar == scalar
 
 
@@ -217,9 +217,9 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "m
     ("nemotron", "nemotron", "rope.dimension_count", 4, "partial_rotary_factor", 0.25),
     ("phi3", "phi3", "rope.dimension_count", 12, "partial_rotary_factor", 0.75),
 ])  # fmt: skip
-def test_what_a_file_states_is_kept(architecture, model_type, field, value, attribute, expected, tmp_path):
+def test_settings_stated_by_a_file_are_kept(architecture, model_type, field, value, attribute, expected, tmp_path):
     config = AutoConfig.for_model(model_type, **SIZES)
-    gguf_facts.apply(facts_of(tmp_path, architecture, {field: value}), config)
+    gguf_metadata.apply(facts_of(tmp_path, architecture, {field: value}), config)
     assert {**vars(config), **config.rope_parameters}[attribute] == expected
 
 
@@ -228,7 +228,7 @@ def test_factors_of_phi_3_for_short_and_long_texts_are_kept(tmp_path):
                for name, by in (("short", 1), ("long", 3))}  # fmt: skip
     fields = {"rope.scaling.original_context_length": 128, "rope.scaling.attn_factor": 1.25, "rope.dimension_count": 16}
     config = AutoConfig.for_model("phi3", **SIZES)
-    gguf_facts.apply(facts_of(tmp_path, "phi3", fields, factors), config)
+    gguf_metadata.apply(facts_of(tmp_path, "phi3", fields, factors), config)
     config.save_pretrained(tmp_path)
     rope = AutoConfig.from_pretrained(tmp_path).rope_parameters
     assert (rope["rope_type"], rope["original_max_position_embeddings"], rope["attention_factor"]) == (
@@ -238,12 +238,12 @@ def test_factors_of_phi_3_for_short_and_long_texts_are_kept(tmp_path):
     assert rope["long_factor"] == list(range(3, 25, 3))
 
 
-@pytest.mark.parametrize(("field", "value", "said"), [
-    (".split.count", 3, "one of 3 parts.*--merge"), ("rope.dimension_count", 8, "turns 8 of 16 .*safetensors"),
+@pytest.mark.parametrize(("field", "value", "message"), [
+    (".split.count", 3, "one of 3 parts.*--merge"), ("rope.dimension_count", 8, "rotates 8 of 16 .*safetensors"),
 ])  # fmt: skip
-def test_files_whose_text_would_be_another_are_refused(field, value, said, tmp_path):
-    with pytest.raises(ConfigError, match=said):
-        gguf_facts.apply(facts_of(tmp_path, "llama", {field: value}), AutoConfig.for_model("llama", **SIZES))
+def test_files_that_would_change_the_text_are_rejected(field, value, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        gguf_metadata.apply(facts_of(tmp_path, "llama", {field: value}), AutoConfig.for_model("llama", **SIZES))
 
 
 def test_tensors_that_would_not_be_read_are_refused(tmp_path, capsys):
@@ -261,9 +261,9 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path, capsys):
 
 
 def test_progress_is_shown_in_per_cent_of_tensors(tiny_gguf, tmp_path):
-    said = io.StringIO()
-    convert.convert(tiny_gguf, tmp_path / "out", Console(file=said, width=200))
-    lines = said.getvalue().splitlines()
+    message = io.StringIO()
+    convert.convert(tiny_gguf, tmp_path / "out", Console(file=message, width=200))
+    lines = message.getvalue().splitlines()
     assert [line for line in lines if "reading weights" in line and "%" in line]
     assert [line for line in lines if "loading weights" in line and "%" in line]
     for phase in ("reading weights", "loading weights", "writing weights", "building the tokenizer"):
@@ -271,12 +271,12 @@ def test_progress_is_shown_in_per_cent_of_tensors(tiny_gguf, tmp_path):
 
 
 def test_a_terminal_shows_bars():
-    said = io.StringIO()
-    with Phases("work", ("one", "two"), Console(file=said, force_terminal=True, width=100)) as phases:
+    message = io.StringIO()
+    with Phases("work", ("one", "two"), Console(file=message, force_terminal=True, width=100)) as phases:
         assert list(phases.track("one", [1, 2, 3, 4])) == [1, 2, 3, 4]
         phases.enter("two")
-    assert "work: one" in said.getvalue()
-    assert "100%" in said.getvalue()
+    assert "work: one" in message.getvalue()
+    assert "100%" in message.getvalue()
 
 
 def test_a_file_is_converted_once(tiny_gguf, tmp_path, monkeypatch):
@@ -287,13 +287,13 @@ def test_a_file_is_converted_once(tiny_gguf, tmp_path, monkeypatch):
     assert os.stat(folder / "model.safetensors").st_mtime_ns == before
 
 
-def test_what_is_converted_is_found_where_nothing_can_be_written(tiny_gguf, tmp_path, monkeypatch):
+def test_a_converted_file_is_found_in_a_read_only_folder(tiny_gguf, tmp_path, monkeypatch):
     """A mounted cache, or one of another user's, whose locks cannot be opened."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     folder = checkpoint.resolve(str(tiny_gguf))
     lock = folder.parent / f"{folder.name}.lock"
     lock.unlink(missing_ok=True)
-    lock.mkdir()  # opening it fails for everybody, root included
+    lock.mkdir()  # opening it fails for every user, root included
     assert checkpoint.resolve(str(tiny_gguf)) == folder
     folder.rename(tmp_path / "away")
     with pytest.raises(ConfigError, match="OUTRIDER_CACHE"):

@@ -9,57 +9,22 @@ import torch
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from outrider.paging.allocator import NULL_PAGE
-from services.target.kernels.dispatch import choose
 from services.target.kernels.grouped import GroupedAttention
-from services.target.kernels.kv_cache import KVCache, LayerShape
 from services.target.model.cuda import graphs
 from services.target.model.cuda.graphs import GraphRunner, direct
 from services.target.model.modules import ModuleRunner
 from services.target.step.batch import Capture, build, pad
 from services.target.step.layout import Extent
-from tests.support.target.decoders import module_of
 from tests.support.target.driving import engine_of, load_model, opening, random_tree, run
+from tests.support.target.graphs import CPU, SIZES, history, modules
 from tests.support.target.interpreter import need_interpreter
+from tests.support.target.works import decoding
 from tests.support.tiny import VOCAB, write_model
-from tests.target.kernels.test_kernels import random_works
-
-CPU = torch.device("cpu")
-SIZES = [1, 2, 4, 8, 12, 16]
-
-
-SHAPES = [LayerShape(2, 16, 16)] * 2
-
-
-def modules(folder, backend="torch_native", *, ordered=False):
-    """A runner of the model's own modules, whatever else could run it."""
-    return ModuleRunner(module_of(folder), choose(backend, CPU, ordered=ordered))
 
 
 @pytest.fixture(scope="module")
 def inner(tmp_path_factory):
     return modules(write_model(tmp_path_factory.mktemp("model"), sliding_window=9, family="mistral"))
-
-
-def decoding(rows, page_size=4):
-    """Works of so many rows: plain ones, trees, chunks, in random order of pages."""
-    rng = np.random.default_rng(rows)
-    while True:
-        works = random_works(rng, page_size, int(rng.integers(1, 5)))
-        for work in works:
-            work.chunk.start = max(work.chunk.start, work.chunk.stop - int(rng.integers(1, 4)))
-        if sum(len(work.chunk) + len(work.draft) for work in works) == rows:
-            return works
-
-
-def history(works):
-    """A cache in which everything is random, also where nobody has a page."""
-    allocator = works[0].chunk.session.table._allocator
-    cache = KVCache(SHAPES, allocator.total_pages, allocator.page_size, torch.float32, CPU)
-    torch.manual_seed(0)
-    for pool in (*cache.keys, *cache.values):
-        pool.copy_(torch.randn(pool.shape))
-        pool[NULL_PAGE] = 0.0
-    return cache
 
 
 @torch.inference_mode()
@@ -69,7 +34,7 @@ def outcome(runner, batch, cache):
 
 
 @pytest.mark.parametrize("rows", sorted({size + d for size in SIZES for d in (-1, 0, 1)} - {0}))
-def test_padding_changes_no_logits_and_no_page_of_anybody(inner, rows):
+def test_padding_changes_no_logits_and_no_pages(inner, rows):
     works = decoding(rows)
     batch = build(works, CPU)
     expected, _, pools = outcome(inner, batch, history(works))
@@ -86,7 +51,7 @@ def test_padding_changes_no_logits_and_no_page_of_anybody(inner, rows):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
 
 
-def test_padding_lays_rows_of_nobody_behind():
+def test_padding_appends_rows_without_a_session():
     batch = build(decoding(5), CPU)
     padded = pad(batch, 16)
     assert len(padded) == 16
@@ -139,7 +104,7 @@ def test_hidden_states_come_from_captured_steps_too(inner):
     torch.testing.assert_close(outcome(runner, batch, cache)[1], expected, atol=1e-5, rtol=1e-4)
 
 
-def test_what_cannot_be_captured_runs_as_it_comes(inner, caplog):
+def test_steps_that_cannot_be_captured_run_directly(inner, caplog):
     def refuse(_):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
@@ -153,21 +118,21 @@ def test_what_cannot_be_captured_runs_as_it_comes(inner, caplog):
 
 
 @pytest.mark.parametrize(("backend", "ordered"), [("torch_native", False), ("triton", False), ("triton", True)])
-def test_an_engine_says_the_same_with_captured_steps(tmp_path, backend, ordered):
+def test_captured_steps_give_the_same_text(tmp_path, backend, ordered):
     if backend == "triton":
         need_interpreter()
     plain = load_model(write_model(tmp_path, num_hidden_layers=1))
     requests = [opening(i, [5 + i, 6, 7, 5 + i, 6], max_tokens=5) for i in range(3)]
 
-    def hints():
+    def proposals():
         rng = np.random.default_rng(1)
         return lambda session_id, path: [random_tree(rng, session_id, path, VOCAB, 5)]
 
-    expected = run(engine_of(plain), requests, hints()).new
+    expected = run(engine_of(plain), requests, proposals()).new
     runner = GraphRunner(modules(tmp_path, backend, ordered=ordered), [1, 4, 12], direct)
     engine = engine_of(replace(plain, runner=runner), speculative_num_draft_tokens=4)
     runner.capture(engine.cache, CPU)
-    assert run(engine, requests, hints()).new == expected
+    assert run(engine, requests, proposals()).new == expected
     plain, short, long = Extent
     fitted = backend == "triton" and not ordered
     assert {(key.size, key.extent) for key in runner._steps} == (

@@ -8,13 +8,14 @@ import transformers
 
 from outrider.config import TargetConfig
 from services.target.engine.engine import TargetEngine
-from services.target.kernels.kv_cache import KVCache, LayerShape, token_bytes
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape, token_bytes
 from services.target.model import latent
 from services.target.model.loading.load import load
 from tests.support.checkpoints.families import write_family
 from tests.support.target.driving import engine_of, load_model, opening, run
+from tests.support.target.greedy_text import NEW, PROMPT, check_text, greedy
 from tests.support.tiny import VOCAB
-from tests.target.model.test_families import NEW, PROMPT, check_text, greedy
 
 MLA = {
     "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -24,7 +25,7 @@ MLA = {
 }  # fmt: skip
 
 
-def test_what_the_cache_holds(tmp_path):
+def test_the_cache_holds_latents(tmp_path):
     folder = write_family(tmp_path / "model", "deepseek-v3")
     config = json.loads((folder / "config.json").read_text())
     model = load_model(folder)
@@ -74,7 +75,7 @@ def test_rows_are_moved_once():
     assert torch.equal(cache.values[0].flatten(0, 1)[2:5], rows[1:, :, :2])
 
 
-def test_company_does_not_change_the_text(tmp_path):
+def test_other_sessions_do_not_change_the_text(tmp_path):
     model = load_model(write_family(tmp_path / "model", "deepseek-v3"))
     request = opening(1, PROMPT, max_tokens=NEW)
     alone = run(engine_of(model), [request]).new[1]

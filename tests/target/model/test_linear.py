@@ -1,4 +1,4 @@
-"""Packed linear layers: what nn.Linear computes, and the same bits for a row in any company."""
+"""Packed linear layers: the results of nn.Linear, and batch invariance."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from services.target.kernels.cpu.weights import BLOCK, GROUP, Format, quantize_i
 from services.target.model.linear import NativeLinear, PackedLinear, pack
 
 pytestmark = pytest.mark.threads
-needs_kernels = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
+needs_kernels = pytest.mark.skipif(not library.available(), reason="the CPU kernels do not compile on this machine")
 ONE_DNN = pytest.param(PackedLinear, id="onednn")
 OURS = pytest.param(
     lambda linear: NativeLinear(linear, Format.FLOAT32 if linear.weight.dtype == torch.float32 else Format.BFLOAT16),
@@ -122,7 +122,7 @@ def test_weights_that_had_four_bits_keep_them(length, lowest, highest):
     assert (error / steps).square().mean().sqrt() < 0.05  # rounding again at random would be 0.29
 
 
-def test_pack_replaces_linear_layers_and_no_others():
+def test_pack_replaces_only_linear_layers():
     class Special(nn.Linear):
         pass
 
@@ -174,7 +174,7 @@ def test_a_matrix_unit_multiplies_as_vectors_do(matrix_unit, outputs, inputs):
 
 @needs_kernels
 @pytest.mark.parametrize("spread", [0.0, 20.0])
-def test_a_row_has_the_same_bits_in_any_company_whatever_its_size(spread, multiplied_by):
+def test_a_rows_bits_do_not_depend_on_the_number_of_rows(spread, multiplied_by):
     """Numbers of many sizes, and sums below the normal ones, show every difference in order and rounding."""
     torch.manual_seed(5)
     linear = nn.Linear(577, 64, bias=False, dtype=torch.bfloat16)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from services.target.kernels.kv_cache import LayerShape
+from services.target.kernels.pools import LayerShape
 from services.target.model.loading.load import load, pick_device
 from services.target.process.service import describe
 from tests.support.target.driving import engine_of, load_model, opening, run
@@ -52,23 +52,23 @@ def test_ends_that_are_no_tokens_end_nothing(tmp_path, ids):
     assert list(info.eos_token_ids) == [1]
 
 
-@pytest.mark.parametrize(("said", "ends"), [
+@pytest.mark.parametrize(("message", "ends"), [
     ("<|assistant|>", (1, 7, 3)),
     ({"content": "<|assistant|>", "lstrip": False}, (1, 7, 3)),
     ("<|end|>", (1, 7)),
     ("<|nowhere|>", (1, 7)),
     (None, (1, 7)),
 ])  # fmt: skip
-def test_the_tokenizers_end_ends_a_text_too(tmp_path, said, ends):
+def test_the_tokenizers_end_ends_a_text_too(tmp_path, message, ends):
     """Models that learnt another format of chats often state its end there alone."""
     folder = write_tokenizer(write_model(tmp_path))
-    stated = {"generation_config.json": {"eos_token_id": [1, 7]}, "tokenizer_config.json": {"eos_token": said}}
+    stated = {"generation_config.json": {"eos_token_id": [1, 7]}, "tokenizer_config.json": {"eos_token": message}}
     for file, changes in stated.items():
         settings = json.loads((folder / file).read_text())
         (folder / file).write_text(json.dumps(settings | changes))
     assert load_model(folder).eos_token_ids == ends
     (folder / "tokenizer_config.json").write_text("{}")  # as older checkpoints have it
-    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": said}))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": message}))
     assert load_model(folder).eos_token_ids == ends
 
 
@@ -168,8 +168,8 @@ def test_longrope_turns_all_texts_as_long_ones_if_some_are_to_be(tmp_path, backe
     texts = run(engine_of(stretched), [opening(i, prompt) for i, prompt in enumerate(prompts)]).new
     module = AutoModelForCausalLM.from_pretrained(long, dtype=torch.float32)
     for i, prompt in enumerate(prompts):
-        told = module.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None)
-        assert texts[i] == told[0, len(prompt) :].tolist()
+        reported = module.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None)
+        assert texts[i] == reported[0, len(prompt) :].tolist()
     assert run(engine_of(usual), [opening(0, prompts[0])]).new[0] != texts[0]
     with pytest.raises(ConfigError, match=r"--context-length .*512"):
         load_model(folder, context_length=513)

@@ -1,4 +1,4 @@
-"""Compiled programs: the logits of the modules that they are made from, and the same bits in any company."""
+"""Compiled programs: the logits of the modules that they are built from, and batch invariance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from outrider import native
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
@@ -19,19 +18,19 @@ from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
 from services.target.kernels.cpu import library
 from services.target.kernels.kv_cache import KVCache
-from services.target.model.loading import narrow
+from services.target.model.loading import weight_quantization
 from services.target.model.loading.load import load
 from services.target.model.modules import ModuleRunner
 from services.target.model.native import ProgramRunner
 from services.target.step.batch import SessionWork, build
 from tests.support.target.decoders import MODELS, written
 from tests.support.target.driving import chain, engine_of, load_model, load_modules, opening, random_tree, run
+from tests.support.target.works import random_slice, shuffled_allocator
 from tests.support.tiny import VOCAB, write_model
-from tests.target.kernels.test_kernels import random_slice
 
 pytestmark = [
     pytest.mark.threads,
-    pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine"),
+    pytest.mark.skipif(not library.available(), reason="the CPU kernels do not compile on this machine"),
 ]
 CPU = torch.device("cpu")
 
@@ -41,8 +40,8 @@ class Sessions:
 
     def __init__(self, model, lengths, page_size=16, seed=0):
         rng = np.random.default_rng(seed)
-        allocator = PageAllocator(sum(length // page_size + 8 for length in lengths) + 64, page_size)
-        rng.shuffle(allocator._free)
+        pages = sum(length // page_size + 8 for length in lengths) + 64
+        allocator = shuffled_allocator(rng, pages, page_size)
         self.model = model
         self.cache = KVCache(model.shapes, allocator.total_pages, page_size, model.cache_dtype, CPU)
         self.sessions = [
@@ -62,7 +61,7 @@ class Sessions:
             return self.model.runner.forward(build(made, CPU), self.cache).logits
 
 
-def test_more_threads_than_cores_say_the_same(tmp_path):
+def test_more_threads_than_cores_give_the_same_text(tmp_path):
     """They wait for one another asleep, and are woken."""
     folder = written(tmp_path, next(iter(MODELS)))
     requests = [opening(i, list(range(5, 40 + i)), max_tokens=60) for i in (1, 2)]
@@ -81,7 +80,7 @@ def test_logits_are_those_of_the_modules(name, tmp_path):
     assert isinstance(modules.runner, ModuleRunner)
     rng = np.random.default_rng(1)
     drafts = [random_slice(rng, size) for size in (7, 1, 20)]
-    said = []
+    message = []
     for model in (program, modules):
         sessions = Sessions(model, (33, 70, 6))
         parts = [
@@ -89,14 +88,14 @@ def test_logits_are_those_of_the_modules(name, tmp_path):
             sessions.logits((1, 41, 69), (2, 0, 5)),
             sessions.logits((0, 32, 33, drafts[0]), (1, 69, 70, drafts[2]), (2, 5, 6, drafts[1])),
         ]
-        said.append(torch.cat(parts))
-    torch.testing.assert_close(said[0], said[1], rtol=1e-3, atol=1e-3)
-    assert said[0].std() > 0.1, "flat logits prove little"
+        message.append(torch.cat(parts))
+    torch.testing.assert_close(message[0], message[1], rtol=1e-3, atol=1e-3)
+    assert message[0].std() > 0.1, "flat logits prove little"
 
 
 @pytest.mark.parametrize("flags", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"},
                                    {"dtype": "bfloat16", "quantization": "int8"}])  # fmt: skip
-def test_a_row_has_the_same_bits_in_any_company(flags, tmp_path):
+def test_a_rows_bits_do_not_depend_on_the_batch(flags, tmp_path):
     model = load_model(write_model(tmp_path, max_position_embeddings=2048), **flags)
     length = 300  # more than two splits of 128 keys
     alone = Sessions(model, (length,))
@@ -105,14 +104,14 @@ def test_a_row_has_the_same_bits_in_any_company(flags, tmp_path):
         alone.sessions[0].length = token + 1  # so that its logits are wanted
         plain.append(alone.logits((0, token, token + 1)))
     # In pieces, beside other prompts, and as a draft that turns out right.
-    company = Sessions(model, (length, 50, 200))
-    company.sessions[0]._tokens[:length] = alone.sessions[0].tokens
-    company.sessions[0].length = 280
-    company.logits((1, 0, 50), (0, 0, 77))
-    company.logits((0, 77, 250), (2, 0, 100))
+    batched = Sessions(model, (length, 50, 200))
+    batched.sessions[0]._tokens[:length] = alone.sessions[0].tokens
+    batched.sessions[0].length = 280
+    batched.logits((1, 0, 50), (0, 0, 77))
+    batched.logits((0, 77, 250), (2, 0, 100))
     depths = np.arange(1, 20, dtype=np.int32)
     draft = TreeSlice(alone.sessions[0].tokens[280:299].copy(), depths - 2, depths, np.zeros(19, np.float32))
-    rows = company.logits((0, 250, 280, draft), (2, 100, 180))
+    rows = batched.logits((0, 250, 280, draft), (2, 100, 180))
     for i in range(20):
         assert torch.equal(rows[i], plain[279 + i][0]), i
 
@@ -120,24 +119,24 @@ def test_a_row_has_the_same_bits_in_any_company(flags, tmp_path):
 @pytest.mark.parametrize("flags", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"},
                                    {"quantization": "int4"}])  # fmt: skip
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_narrow_text_does_not_depend_on_hints_or_company(flags, temperature, tmp_path):
+def test_quantized_text_does_not_depend_on_proposals_or_the_batch(flags, temperature, tmp_path):
     model = load_model(write_model(tmp_path), **flags)
     prompts = [list(range(3 + i, 40 + 2 * i)) for i in range(6)]
     params = [SamplingParams(temperature=temperature, seed=i) for i in range(6)]
     alone = [run(engine_of(model), [opening(i, prompts[i], params[i])]).new[i] for i in range(6)]
     rng = np.random.default_rng(0)
 
-    def hints(session_id, path):
+    def proposals(session_id, path):
         done = len(path) - len(prompts[session_id])
         right = chain(session_id, path, alone[session_id][done : done + int(rng.integers(0, 9))])
         return [random_tree(rng, session_id, path, VOCAB, 6), right]
 
     engine = engine_of(model, chunked_prefill_size=23, page_size=4, speculative_num_draft_tokens=9)
-    together = run(engine, [opening(i, prompts[i], params[i]) for i in range(6)], hints)
+    together = run(engine, [opening(i, prompts[i], params[i]) for i in range(6)], proposals)
     assert [together.new[i] for i in range(6)] == alone
 
 
-def test_what_has_no_program_runs_module_by_module(tmp_path):
+def test_unsupported_models_run_module_by_module(tmp_path):
     folder = write_model(tmp_path / "gelu", hidden_act="gelu")
     assert isinstance(load_model(folder).runner, ModuleRunner)
     folder = write_model(tmp_path / "llama")
@@ -152,15 +151,15 @@ def test_a_library_of_another_system_is_named(tmp_path, monkeypatch):
 
 
 def test_a_compiler_that_hangs_or_fails_is_named(tmp_path, monkeypatch):
-    for script, longest, said in (
+    for script, longest, message in (
         ("sleep 5", 0.2, "did not compile outrider-kernels in 0 s"),
         ("echo an error >&2; false", 60.0, "an error"),
     ):
         compiler = tmp_path / "g++"
         compiler.write_text(f"#!/bin/sh\n{script}\n")
         compiler.chmod(0o755)
-        monkeypatch.setattr(native, "_LONGEST", longest)
-        with pytest.raises(library.Unavailable, match=said):
+        monkeypatch.setattr(native, "_TIMEOUT", longest)
+        with pytest.raises(library.Unavailable, match=message):
             library.build.KERNELS.compile(str(compiler), tmp_path / "out.so")
     assert not (tmp_path / "out.so").exists()
 
@@ -178,6 +177,6 @@ def test_without_kernels_pytorch_serves_and_narrow_weights_are_refused(tmp_path,
     assert run(engine_of(model), [opening(1, [5, 6, 7])]).new == expected
     with pytest.raises(ConfigError, match=r"--quantization int8 needs the compiled kernels.*no C\+\+ compiler"):
         load(folder, TargetConfig(device="cpu", quantization="int8"))
-    with pytest.raises(ConfigError, match="--attention-backend native cannot be had"):
+    with pytest.raises(ConfigError, match="--attention-backend native is not available"):
         load(folder, TargetConfig(device="cpu", attention_backend="native"))
-    assert narrow.cpu_format(None) is None
+    assert weight_quantization.cpu_format(None) is None

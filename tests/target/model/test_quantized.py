@@ -10,17 +10,17 @@ import torch
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from services.target.kernels.cpu import library
-from services.target.model.loading import narrow as narrow_module
 from services.target.model.loading import quantized
+from services.target.model.loading import weight_quantization as narrow_module
 from services.target.model.loading.load import load
 from tests.support.checkpoints import quantizers
 from tests.support.checkpoints.families import add_tensors, write_family
 from tests.support.checkpoints.quantizers import GROUP, write_quantized
 from tests.support.target.driving import engine_of, load_model, opening, run
+from tests.support.target.greedy_text import NEW, PROMPT, greedy
 from tests.support.tiny import write_model
-from tests.target.model.test_families import NEW, PROMPT, greedy
 
-needs_kernels = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
+needs_kernels = pytest.mark.skipif(not library.available(), reason="the CPU kernels do not compile on this machine")
 GPTQ = {"quant_method": "gptq", "group_size": GROUP, "desc_act": False, "checkpoint_format": "gptq", "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm",
        "modules_to_not_convert": None}  # fmt: skip
@@ -128,7 +128,7 @@ def test_mxfp4_experts(tmp_path):
     assert run(engine_of(model), [opening(1, PROMPT, max_tokens=NEW)]).new[1] == greedy(tmp_path / "plain")
 
 
-@pytest.mark.parametrize(("config", "said"), [
+@pytest.mark.parametrize(("config", "message"), [
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"bitsandbytes need --device cuda; choose"),
     ({"quant_method": "torchao"}, r"torchao need --device cuda; choose"),
     ({"quant_method": "aqlm"}, r"quantized by aqlm are not supported; choose"),
@@ -136,16 +136,16 @@ def test_mxfp4_experts(tmp_path):
     (GPTQ | {"bits": 4, "checkpoint_format": "marlin"}, r"GPTQ weights in the format marlin.*choose"),
     (compressed("nvfp4-pack-quantized", num_bits=4, type="float"), r"nvfp4-pack-quantized are not supported; choose"),
 ])  # fmt: skip
-def test_what_cannot_be_unpacked_is_refused(config, said, tmp_path):
+def test_formats_that_cannot_be_unpacked_are_rejected(config, message, tmp_path):
     folder = write_family(tmp_path / "model", "llama-2")
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_model(folder)
 
 
 def test_scales_of_activations_are_refused(tmp_path):
-    """As AWQ's checkpoints of StarCoder2 have them; whoever leaves them out serves nonsense."""
+    """As in AWQ checkpoints of StarCoder2; a model without them generates wrong text."""
     folder = write_family(tmp_path / "model", "llama-2")
     quantizers.write_quantized(folder, tmp_path / "plain", quantizers.awq, AWQ)
     add_tensors(folder, {"model.layers.0.mlp.act.scales": torch.ones(96)})
@@ -188,18 +188,18 @@ def narrow(monkeypatch, choice, installed=(), capability=(9, 0), stored=None, de
     monkeypatch.setattr(narrow_module.importlib.util, "find_spec", lambda name: name if name in installed else None)
     settings = SimpleNamespace(quantization_config=stored)
     settings.get_text_config = lambda: settings
-    return narrow_module.narrowed(choice, settings, torch.device(device))
+    return narrow_module.quantization_arguments(choice, settings, torch.device(device))
 
 
-@pytest.mark.parametrize(("choice", "circumstances", "said"), [
+@pytest.mark.parametrize(("choice", "circumstances", "message"), [
     ("fp8", {"device": "cpu"}, r"--quantization fp8 needs a CUDA device, not cpu; choose int8 or int4"),
     ("int8", {}, r"--quantization int8 needs torchao; `pip install torchao`"),
     ("int4", {"installed": ["torchao"]}, r"--quantization int4 needs mslk; `pip install mslk`"),
     ("fp8", {"capability": (8, 0)}, r"--quantization fp8 needs a GPU of compute capability 8\.9 or more; choose int8"),
     ("fp8", {"stored": AWQ}, r"--quantization fp8: the checkpoint is quantized already"),
 ])  # fmt: skip
-def test_narrower_weights_that_cannot_be(choice, circumstances, said, monkeypatch):
-    with pytest.raises(ConfigError, match=said):
+def test_narrower_weights_that_cannot_be(choice, circumstances, message, monkeypatch):
+    with pytest.raises(ConfigError, match=message):
         narrow(monkeypatch, choice, **circumstances)
 
 
@@ -228,10 +228,10 @@ def test_a_number_format_that_the_kernels_have_not_is_refused(choice, tmp_path):
 
 
 @needs_kernels
-@pytest.mark.parametrize(("family", "told"), [("qwen3-moe", True), ("granite", False)])
-def test_experts_that_are_not_narrowed_are_told_of(family, told, tmp_path, caplog):
+@pytest.mark.parametrize(("family", "reported"), [("qwen3-moe", True), ("granite", False)])
+def test_unquantized_experts_are_warned_of(family, reported, tmp_path, caplog):
     folder = write_family(tmp_path, family)
     load_model(folder)
     assert "experts" not in caplog.text
     load_model(folder, quantization="int8")
-    assert ("--quantization int8 leaves experts as they are; they take" in caplog.text) == told
+    assert ("--quantization int8 leaves experts as they are; they take" in caplog.text) == reported

@@ -57,21 +57,21 @@ def started(folder, **flags):
 
 
 def knowing(new):
-    """Hints of somebody who knows the text `new`, among others."""
+    """Proposals that contain the text `new`, among others."""
 
-    def hints(session_id, path):
+    def proposals(session_id, path):
         rng = np.random.default_rng(len(path))
         done = len(path) - len(PROMPTS[session_id - 1])
         ahead = chain(session_id, path, new[session_id][done : done + 3])
         return [random_tree(rng, session_id, path, VOCAB, 5), ahead]
 
-    return hints
+    return proposals
 
 
-def step(engine, tokens, hints):
-    """One step with hints; tokens of each session grow."""
+def step(engine, tokens, proposals):
+    """One step with proposals; tokens of each session grow."""
     for session_id, path in tokens.items():
-        engine.receive(hints(session_id, path), ())
+        engine.receive(proposals(session_id, path), ())
     output = engine.step()
     assert not output.failures
     for commit in output.commits:
@@ -95,16 +95,16 @@ def test_text_after_an_update_is_that_of_the_new_weights(folders, texts, way, te
     old, new = texts[0, temperature], texts[1, temperature]
     assert run(engine, requests(temperature), knowing(old)).new == old  # and its prefixes are cached
     if way == "folder":
-        said = control.update_from_folder(control.read_folder(str(folders[1])), Update("two"))
-        assert said.fingerprint == Control(engine_of(load_model(folders[1])), folders[1]).weights.fingerprint
+        results = control.update_from_folder(control.read_folder(str(folders[1])), Update("two"))
+        assert results.fingerprint == Control(engine_of(load_model(folders[1])), folders[1]).weights.fingerprint
     else:
         tensors = load_file(folders[1] / "model.safetensors")
         names = sorted(tensors)
         for part in (names[::3], names[1::3], names[2::3]):
             content = save({name: tensors[name] for name in part})
-            said = control.update_from_tensors(in_parts(control, content), Update("two"))
-            assert said.replaced == len(part)
-    assert said.weight_version == engine.load().weight_version == "two"
+            results = control.update_from_tensors(in_parts(control, content), Update("two"))
+            assert results.replaced == len(part)
+    assert results.weight_version == engine.load().weight_version == "two"
     after = run(engine, requests(temperature), knowing(new))
     assert after.new == new
     assert after.accepted > 60
@@ -112,7 +112,7 @@ def test_text_after_an_update_is_that_of_the_new_weights(folders, texts, way, te
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_sessions_go_on_as_if_they_had_been_opened_anew(folders, texts, temperature):
-    """What they say next is what a target with the new weights says to prompt and committed tokens."""
+    """The sessions continue like a target that started with the new weights."""
     engine, control = started(folders[0], page_size=4)
     opened = requests(temperature)
     tokens = {request.session_id: request.tokens.tolist() for request in opened}
@@ -121,8 +121,8 @@ def test_sessions_go_on_as_if_they_had_been_opened_anew(folders, texts, temperat
     for _ in range(4):
         step(engine, tokens, knowing(texts[0, temperature]))
     before = {i: list(path) for i, path in tokens.items()}
-    said = control.update_from_folder(control.read_folder(str(folders[1])), Update())
-    assert (said.retracted, said.aborted, said.weight_version) == (4, 0, "default")
+    results = control.update_from_folder(control.read_folder(str(folders[1])), Update())
+    assert (results.retracted, results.aborted, results.weight_version) == (4, 0, "default")
     while not engine.idle:
         step(engine, tokens, knowing(texts[1, temperature]))
         engine.check()
@@ -136,8 +136,8 @@ def test_requests_can_be_aborted_by_an_update(folders, texts):
     for request in requests(0.0):
         engine.open(request)
     engine.step()
-    said = control.update_from_folder(control.read_folder(str(folders[1])), Update(abort_all_requests=True))
-    assert (said.aborted, said.retracted) == (4, 0)
+    results = control.update_from_folder(control.read_folder(str(folders[1])), Update(abort_all_requests=True))
+    assert (results.aborted, results.retracted) == (4, 0)
     assert not engine.idle
     output = engine.step()
     assert [(c.session_id, len(c.tokens), c.finish_reason) for c in output.commits] == [
@@ -148,7 +148,7 @@ def test_requests_can_be_aborted_by_an_update(folders, texts):
     assert run(engine, requests(0.0)).new == texts[1, 0.0]
 
 
-def test_what_an_update_aborts_is_told_as_of_the_weights_before(folders):
+def test_aborted_sessions_report_the_old_weights(folders):
     engine, control = started(folders[0])
     first, second = requests(0.0)[:2]
     engine.open(first)
@@ -160,7 +160,7 @@ def test_what_an_update_aborts_is_told_as_of_the_weights_before(folders):
     assert (aborted.load.weight_version, after.load.weight_version) == ("default", "two")
 
 
-async def test_facts_are_those_of_the_weights_though_nobody_waits_for_the_update(folders, monkeypatch):
+async def test_information_follows_an_update_that_no_caller_awaits(folders, monkeypatch):
     engine, control = started(folders[0])
     began, goes_on = threading.Event(), threading.Event()
     update = engine.model.runner.update
@@ -195,13 +195,13 @@ def test_log_probabilities_of_a_prompt_are_of_the_same_weights(folders, steps):
     engine.open(request)
     assert not any(commit for _ in range(steps) for commit in engine.step().commits)
     control.update_from_folder(control.read_folder(str(folders[1])), Update())
-    other = opening(2, PROMPTS[1], max_tokens=1)  # its pages may be shared, but not those of what is to be told
+    other = opening(2, PROMPTS[1], max_tokens=1)  # its pages may be shared, but not those of what is to be reported
     engine.open(other)
-    told = []
+    reported = []
     while not engine.idle:
-        told += [commit.prompt_logprobs for commit in engine.step().commits if commit.session_id == 1]
-    assert np.allclose(told[0].values, expected.values, atol=1e-4)
-    assert np.array_equal(told[0].top_tokens, expected.top_tokens)
+        reported += [commit.prompt_logprobs for commit in engine.step().commits if commit.session_id == 1]
+    assert np.allclose(reported[0].values, expected.values, atol=1e-4)
+    assert np.array_equal(reported[0].top_tokens, expected.top_tokens)
 
 
 def test_features_after_an_update_are_those_of_the_new_weights(folders):
@@ -225,7 +225,7 @@ def test_features_after_an_update_are_those_of_the_new_weights(folders):
 
 
 def test_pages_computed_anew_have_their_features(folders):
-    """A session that was under way is not told twice, but who shares its pages later is told all."""
+    """A session that was under way is not reported twice, but who shares its pages later is reported all."""
     spec = FeatureSpec((1, 2), format=FeatureFormat.FLOAT32)
     engine, control = started(folders[0], page_size=4)
     engine.features.configure(1, spec, b"")
@@ -261,7 +261,7 @@ def test_a_sharded_folder_in_half_width_is_taken_as_well(folders, tmp_path):
     assert run(engine, requests(0.0)).new == run(fresh, requests(0.0)).new
 
 
-def test_equal_weights_have_one_fingerprint_in_whatever_parts_they_came(folders):
+def test_equal_weights_have_equal_fingerprints_in_any_parts(folders):
     tensors = load_file(folders[1] / "model.safetensors")
     names = sorted(tensors)
     parts = [save({name: tensors[name] for name in part}) for part in (names[::3], names[1::3], names[2::3])]
@@ -270,22 +270,22 @@ def test_equal_weights_have_one_fingerprint_in_whatever_parts_they_came(folders)
         _, control = started(folders[folder])
         before = control.weights.fingerprint
         for part in order:
-            said = control.update_from_tensors(in_parts(control, parts[part]), Update())
-            assert said.before == before
-            before = said.fingerprint
-        found.append((said.fingerprint, said.whole))
+            results = control.update_from_tensors(in_parts(control, parts[part]), Update())
+            assert results.before == before
+            before = results.fingerprint
+        found.append((results.fingerprint, results.whole))
     whole, some, others = found[0], found[2], found[4]
     assert found == [whole, whole, some, some, others, whole]
     assert len({whole, some, others}) == 3
     assert (whole[1], some[1], others[1]) == (True, False, False)
-    said = control.update_from_folder(control.read_folder(str(folders[0])), Update())
-    assert (said.fingerprint, said.whole) == (checkpoint.fingerprint(folders[0]), True)
+    results = control.update_from_folder(control.read_folder(str(folders[0])), Update())
+    assert (results.fingerprint, results.whole) == (checkpoint.fingerprint(folders[0]), True)
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch_native"])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("width", [torch.float32, torch.float16])
-def test_wider_weights_become_what_they_are_when_they_are_loaded(tmp_path, width, quantization, backend):
+def test_wider_weights_are_rounded_as_in_loading(tmp_path, width, quantization, backend):
     if quantization is not None and not library.available():
         pytest.skip("weights are narrowed by compiled kernels")
     first, second = (write_model(tmp_path / str(seed), "qwen2", seed=seed) for seed in (1, 2))
@@ -300,11 +300,11 @@ def test_wider_weights_become_what_they_are_when_they_are_loaded(tmp_path, width
     after, fresh = run(engine_of(model), asked), run(engine_of(load_model(second, **flags)), asked)
     assert after.new == fresh.new
     for i in after.commits:
-        told, expected = ([c.logprobs.values for c in found.commits[i]] for found in (after, fresh))
-        assert np.array_equal(np.concatenate(told), np.concatenate(expected))
+        reported, expected = ([c.logprobs.values for c in found.commits[i]] for found in (after, fresh))
+        assert np.array_equal(np.concatenate(reported), np.concatenate(expected))
 
 
-# --- a bad update changes nothing, and says why ---
+# --- an invalid update changes nothing and reports the reason ---
 
 
 def spoilt(folder, target, **changes):
@@ -324,7 +324,7 @@ NORM = "model.norm.weight"
     ({"model.extra": torch.ones(1)}, "no tensors of these names: model.extra"),
     ({NORM: torch.ones(48, dtype=torch.int32)}, "type I32"),
 ])  # fmt: skip
-def test_what_does_not_fit_changes_nothing(folders, texts, tmp_path, changes, words):
+def test_weights_that_do_not_fit_change_nothing(folders, texts, tmp_path, changes, words):
     engine, control = started(folders[0])
     with pytest.raises(ConfigError, match=words):
         control.read_folder(str(spoilt(folders[1], tmp_path / "spoilt", **changes)))
@@ -335,7 +335,7 @@ def test_what_does_not_fit_changes_nothing(folders, texts, tmp_path, changes, wo
     assert run(engine, requests(0.0)).new == texts[0, 0.0]
 
 
-def test_folders_that_are_not_whole_or_compute_otherwise_are_refused(folders, tmp_path):
+def test_incomplete_or_different_checkpoints_are_rejected(folders, tmp_path):
     _, control = started(folders[0])
     short = spoilt(folders[1], tmp_path / "short")
     data = (short / "model.safetensors").read_bytes()
@@ -352,7 +352,7 @@ def test_folders_that_are_not_whole_or_compute_otherwise_are_refused(folders, tm
         control.read_folder(str(tmp_path / "nowhere"))
 
 
-def test_streams_that_are_not_whole_are_refused(folders):
+def test_incomplete_streams_are_rejected(folders):
     _, control = started(folders[0])
     content = save({NORM: torch.ones(48)})
     for data, words in (
@@ -381,10 +381,10 @@ def test_an_embedding_that_is_the_head_may_come_by_either_name_or_both(tmp_path,
         control = Control(engine, first)
         if way == "folder":
             folder = spoilt(second, tmp_path / f"named{number}", **{HEAD: came[HEAD], EMBEDDING: came.get(EMBEDDING)})
-            said = control.update_from_folder(control.read_folder(str(folder)), Update())
+            results = control.update_from_folder(control.read_folder(str(folder)), Update())
         else:
-            said = control.update_from_tensors(in_parts(control, save(came)), Update())
-        assert (said.replaced, said.whole) == (len(tensors), True)
+            results = control.update_from_tensors(in_parts(control, save(came)), Update())
+        assert (results.replaced, results.whole) == (len(tensors), True)
         assert run(engine, requests(0.0)).new == expected
     differ = {EMBEDDING: tensors[EMBEDDING], HEAD: tensors[EMBEDDING] + 1}
     folder = spoilt(second, tmp_path / "differs", **differ)
@@ -416,7 +416,7 @@ def test_a_disk_that_fails_in_the_midst_ends_the_engine(folders, texts, tmp_path
         assert run(engine, requests(0.0)).new == texts[0, 0.0]
 
 
-def test_what_cannot_be_read_is_refused(folders, tmp_path):
+def test_unreadable_weights_are_rejected(folders, tmp_path):
     _, control = started(folders[0])
     folder = spoilt(folders[1], tmp_path / "linked")
     (folder / "model.safetensors").unlink()
@@ -481,7 +481,7 @@ def test_the_cache_is_flushed_only_while_nothing_runs(folders):
 
 
 @pytest.mark.parametrize("flush", ["update", "flush"])
-def test_who_waited_for_a_grammar_meanwhile_shares_pages_afterwards(tmp_path, flush):
+def test_a_session_that_waited_for_a_grammar_shares_pages(tmp_path, flush):
     folder = write_tokenizer(write_model(tmp_path))
     engine, control = started(folder, page_size=4)
     control.pause("in_place")
@@ -502,7 +502,7 @@ def test_who_waited_for_a_grammar_meanwhile_shares_pages_afterwards(tmp_path, fl
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract"])
-def test_nobody_begins_to_run_while_others_pause_however_short_the_queue(folders, mode):
+def test_no_session_starts_during_a_pause(folders, mode):
     engine, control = started(folders[0], page_size=4, max_queued_requests=1, max_running_requests=4)
     control.pause(mode)
     wanted = [replace(requests(0.0)[0], session_id=i) for i in range(1, 7)]

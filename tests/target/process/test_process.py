@@ -1,4 +1,4 @@
-"""The target as a process: its flags, its port, and what it says over gRPC."""
+"""The target as a process: its flags, its port, and its gRPC service."""
 
 import asyncio
 import json
@@ -55,7 +55,7 @@ def address(folder, tmp_path_factory):
 
 
 async def connected(channel):
-    """Wait until the service says SERVING."""
+    """Wait until the service reports SERVING."""
     health = health_pb2_grpc.HealthStub(channel)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -69,7 +69,7 @@ async def connected(channel):
     raise AssertionError("not ready in time")
 
 
-async def test_info_says_what_must_fit(address, folder):
+async def test_info_has_the_handshake_fields(address, folder):
     async with grpc.aio.insecure_channel(address) as channel:
         info = await (await connected(channel)).GetTargetInfo(target_pb2.GetTargetInfoRequest())
     assert info.protocol_version == PROTOCOL_VERSION
@@ -81,7 +81,7 @@ async def test_info_says_what_must_fit(address, folder):
     assert (info.max_session_tokens, info.max_running_sessions, info.page_size) == (512, 48, 16)
 
 
-async def test_tokenizer_files_arrive_whole(address, folder):
+async def test_tokenizer_files_arrive_completely(address, folder):
     files = {}
     async with grpc.aio.insecure_channel(address) as channel:
         stub = await connected(channel)
@@ -96,7 +96,7 @@ async def test_tokenizer_files_arrive_whole(address, folder):
         assert content == (folder / name).read_bytes()
 
 
-async def test_a_stream_of_sessions_with_hints(address, folder):
+async def test_a_stream_of_sessions_with_proposals(address, folder):
     requests = [opening(i, list(range(3, 3 + i)), max_tokens=16) for i in range(1, 6)]
     expected = run(engine_of(load_model(folder)), requests)
     new = {request.session_id: [] for request in requests}
@@ -108,7 +108,7 @@ async def test_a_stream_of_sessions_with_hints(address, folder):
         while len(finished) < len(requests):
             output = codec.verify_response_from_pb(await stream.read())
             refused |= {failure.session_id: failure.error for failure in output.failures}
-            hints = []
+            drafts = []
             for commit in output.commits:
                 new[commit.session_id] += commit.tokens.tolist()
                 if commit.finish_reason != FinishReason.RUNNING:
@@ -116,9 +116,9 @@ async def test_a_stream_of_sessions_with_hints(address, folder):
                     continue
                 done = len(new[commit.session_id])
                 path = [*requests[commit.session_id - 1].tokens.tolist(), *new[commit.session_id]]
-                hints.append(chain(commit.session_id, path, expected.new[commit.session_id][done : done + 4]))
-            if hints:
-                await stream.write(codec.verify_request_to_pb(Message(proposals=hints)))
+                drafts.append(chain(commit.session_id, path, expected.new[commit.session_id][done : done + 4]))
+            if drafts:
+                await stream.write(codec.verify_request_to_pb(Message(proposals=drafts)))
         await stream.done_writing()
     assert new == expected.new
     assert set(finished.values()) == {FinishReason.LENGTH}
@@ -140,7 +140,7 @@ async def test_a_frame_that_cannot_be_read_ends_its_stream_alone(address):
         await other.done_writing()
 
 
-async def test_before_the_model_is_loaded_callers_are_told_to_wait():
+async def test_calls_before_the_model_is_loaded_are_unavailable():
     hub = StreamHub(EngineLoop(lambda _: None), codec.verify_request_from_pb, codec.verify_response_to_pb)
     servicer = TargetServicer(hub, EngineLoop(lambda _: None))
     server = grpc.aio.server()

@@ -1,4 +1,4 @@
-"""Tensor parallelism on two ranks of the CPU: the same text as on one, and an end that is clean or said clearly."""
+"""Tensor parallelism on two ranks of the CPU: the same text as on one, and an end that is clean or results clearly."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ from services.target.step.batch import Batch, Rows
 from services.target.step.layout import Layout
 from tests.support.checkpoints.families import write_family
 from tests.support.target.driving import opening, run
-from tests.target.model.test_families import CHUNKS, NEW, PROMPT, greedy, hints_near
+from tests.support.target.greedy_text import CHUNKS, NEW, PROMPT, greedy, proposals_near
 
 SPLIT = {"device": "cpu", "dtype": "float32", "tp_size": 2}
 
@@ -35,13 +35,13 @@ def start(tmp_path):
 
     def start(folder, **flags):
         deaths = []
-        model, followers = load_split(folder, TargetConfig(model_path=str(folder), **(SPLIT | flags)), deaths.append)
-        started.append(followers)
-        return SimpleNamespace(model=model, followers=followers, deaths=deaths)
+        model, workers = load_split(folder, TargetConfig(model_path=str(folder), **(SPLIT | flags)), deaths.append)
+        started.append(workers)
+        return SimpleNamespace(model=model, workers=workers, deaths=deaths)
 
     yield start
-    for followers in started:
-        followers.stop()
+    for workers in started:
+        workers.stop()
 
 
 @pytest.mark.parametrize("family", ["gemma-3", "qwen3-moe"])
@@ -56,11 +56,11 @@ def test_the_text_is_that_of_one_rank(family, tmp_path, start):
                               max_total_tokens=4096, speculative_num_draft_tokens=10)  # fmt: skip
         engine = TargetEngine(ranks.model, config)
         sessions = [opening(1, PROMPT, max_tokens=NEW), opening(2, PROMPT[::-1], max_tokens=NEW)]
-        result = run(engine, sessions, hints_near(expected, page_size))
+        result = run(engine, sessions, proposals_near(expected, page_size))
         assert result.new[1] == expected
         assert 0 < result.accepted < result.verified
-    ranks.followers.stop()
-    assert [process.returncode for process in ranks.followers.processes] == [0]
+    ranks.workers.stop()
+    assert [process.returncode for process in ranks.workers.processes] == [0]
     assert not ranks.deaths
 
 
@@ -131,21 +131,21 @@ def wait_until_gone(pid):
 def test_the_service_stops_cleanly(target):
     (follower,) = followers_of(target.process)
     target.process.send_signal(signal.SIGTERM)
-    said = target.end()
-    assert target.process.returncode == 0, said
-    assert "rror" not in said
+    results = target.end()
+    assert target.process.returncode == 0, results
+    assert "rror" not in results
     wait_until_gone(follower)
 
 
 def test_the_service_ends_with_a_rank(target):
     (follower,) = followers_of(target.process)
     os.kill(follower, signal.SIGKILL)
-    said = target.end()
+    results = target.end()
     assert target.process.returncode == 1
-    assert "rank 1 of 2 was killed by signal 9; the target cannot go on without it" in said
+    assert "rank 1 of 2 was killed by signal 9; the target cannot go on without it" in results
 
 
-def test_batches_travel_whole():
+def test_batches_are_broadcast_completely():
     rng = np.random.default_rng(0)
     starts, committed, parents = [0, 37, 16], [5, 1, 3], [[], [-1, 0, 0, -1], [-1]]
     nodes = list(map(len, parents))
@@ -167,14 +167,14 @@ def test_batches_travel_whole():
             assert np.array_equal(getattr(mine, name), getattr(its, name))
 
 
-@pytest.mark.parametrize(("family", "flags", "said"), [
+@pytest.mark.parametrize(("family", "flags", "results"), [
     ("llama-2", {"tp_size": 3}, r"--tp-size 3 does not divide the model's 4 attention heads"),
     ("qwen2.5", {"tp_size": 4}, r"--tp-size 4 does not divide the model's 2 key-value heads"),
     ("cohere-2", {"tp_size": 0}, r"--tp-size must be 1 or more"),
     ("olmo-2", {"device": "cuda"}, r"--tp-size 2: PyTorch sees 0 CUDA devices"),
     ("olmo-2", {"device": "cuda:1"}, r"--tp-size 2 takes the first 2 devices; write --device cuda"),
 ])  # fmt: skip
-def test_what_does_not_split_is_refused(family, flags, said, tmp_path):
+def test_models_that_cannot_be_sharded_are_rejected(family, flags, results, tmp_path):
     folder = write_family(tmp_path / "model", family)
     config = TargetConfig(model_path=str(folder), **(SPLIT | flags))
 
@@ -182,7 +182,7 @@ def test_what_does_not_split_is_refused(family, flags, said, tmp_path):
         shards.check_devices(config.tp_size, config.device)
         shards.split(folder, read_settings(folder, trust_remote_code=False)[0], config.tp_size)
 
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=results):
         check()
 
 

@@ -8,46 +8,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.paging.allocator import PageAllocator
-from outrider.paging.prefix import PrefixCache
-from outrider.serving.scheduler import Chunk
-from outrider.serving.session import Session
 from outrider.speculation.acceptance import accepted_path
 from outrider.speculation.sampling import SamplingParams
-from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree
-from services.target.engine.verifier import settle
-from services.target.kernels.kv_cache import KVCache, LayerShape
+from services.target.engine.verifier import verify
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape
 from services.target.sampling.compaction import Moves, lay_out
-from services.target.step.batch import SessionWork, build
+from services.target.step.batch import build
 from services.target.step.upload import UploadBatch
-from tests.support.target.driving import chain, engine_of, load_model, opening, random_tree, run
+from tests.support.target.driving import chain, engine_of, load_model, opening, run
+from tests.support.target.works import random_case, random_works
 from tests.support.tiny import VOCAB, write_model
-from tests.target.kernels.test_kernels import random_works
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape(2, 3, 5), LayerShape(1, 4, 2, shared=True)]
-
-
-def random_case(rng, sessions, most, tokens=4):
-    """Works of plain rows and trees, and draws that follow the trees a good part of the way."""
-    page_size = int(rng.integers(1, 5))
-    allocator = PageAllocator(400, page_size)
-    rng.shuffle(allocator._free)
-    works, drawn = [], []
-    for i in range(sessions):
-        text = rng.integers(0, tokens, rng.integers(1, 20)).tolist()
-        session = Session(opening(i, text), PrefixCache(allocator))
-        tree = SpeculationTree(session.tokens)
-        tree.merge(random_tree(rng, i, text, tokens, int(rng.integers(1, 3 * most))))
-        draft = tree.select(int(rng.integers(0, most + 1))) if rng.random() < 0.8 else EMPTY_SLICE
-        session.table.reserve(len(text) + len(draft))
-        works.append(SessionWork(Chunk(session, len(text) - 1, len(text)), draft))
-        own = rng.integers(-1, tokens + 1, len(draft) + 1)  # now and then none could be drawn
-        for parent, token in zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True):
-            if rng.random() < 0.6:
-                own[parent + 1] = token
-        drawn.append(own)
-    return works, drawn, allocator
 
 
 def trees_of(works, batch):
@@ -77,7 +51,7 @@ def test_the_walk_on_the_device_is_that_of_the_host(seed, sessions, most):
         assert moves[1, i, : len(path)].tolist() == slots[: len(path)].tolist()
         assert not moves[:, i, len(path) :].any()
         if bonus >= 0:  # where the session does not end, it is what is committed
-            assert settle(work.draft, own, frozenset(), len(path) + 1).path == path
+            assert verify(work.draft, own, frozenset(), len(path) + 1).path == path
         host.add(work.chunk.session, path)
     caches = [KVCache(SHAPES, allocator.total_pages, allocator.page_size, torch.float32, CPU) for _ in range(2)]
     for cache in caches:
@@ -91,7 +65,7 @@ def test_the_walk_on_the_device_is_that_of_the_host(seed, sessions, most):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_engines_that_walk_on_the_device_say_the_same(tmp_path, temperature, overlap, monkeypatch):
+def test_engines_that_walk_on_the_device_give_the_same_text(tmp_path, temperature, overlap, monkeypatch):
     model = load_model(write_model(tmp_path))
     requests = [
         opening(i, [5 + i] * (3 + i), SamplingParams(temperature, seed=i), stop_token_ids=(30, 60, 90, 120))
@@ -101,7 +75,7 @@ def test_engines_that_walk_on_the_device_say_the_same(tmp_path, temperature, ove
     text = {r.session_id: r.tokens.tolist() + expected.new[r.session_id] for r in requests}
     rng = np.random.default_rng(0)
 
-    def hints(session_id, path):
+    def proposals(session_id, path):
         """The right path, behind wrong siblings that seem likelier."""
         ahead = text[session_id][len(path) : len(path) + int(rng.integers(0, 6))]
         wrong = [chain(session_id, path, [*ahead[:i], int(rng.integers(3, VOCAB))], -0.01) for i in range(len(ahead))]
@@ -115,12 +89,12 @@ def test_engines_that_walk_on_the_device_say_the_same(tmp_path, temperature, ove
         assert not path, "the host has nothing to say"
 
     monkeypatch.setattr(Moves, "add", nothing)
-    found = run(engine, requests, hints)
+    found = run(engine, requests, proposals)
     assert (found.new, found.reasons) == (expected.new, expected.reasons)
     assert found.accepted > 40
 
 
-def test_several_ranks_are_told_what_moves(tmp_path):
+def test_moves_are_broadcast_to_all_ranks(tmp_path):
     model = load_model(write_model(tmp_path))
     engine = engine_of(model)
     engine.sampler._walks = True

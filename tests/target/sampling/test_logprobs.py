@@ -43,22 +43,24 @@ def expected(folder):
     return compute
 
 
-def close(told, expected):
+def close(reported, expected):
     """The same tokens, and the same numbers but for the last bits."""
-    part = expected.behind(told.first - expected.first)
-    np.testing.assert_allclose(told.values, part.values[: len(told)], atol=2e-5)
-    np.testing.assert_array_equal(told.top_tokens, part.top_tokens[: len(told), : told.top_tokens.shape[1]])
-    np.testing.assert_allclose(told.top_values, part.top_values[: len(told), : told.top_values.shape[1]], atol=2e-5)
+    part = expected.behind(reported.first - expected.first)
+    np.testing.assert_allclose(reported.values, part.values[: len(reported)], atol=2e-5)
+    np.testing.assert_array_equal(reported.top_tokens, part.top_tokens[: len(reported), : reported.top_tokens.shape[1]])
+    np.testing.assert_allclose(
+        reported.top_values, part.top_values[: len(reported), : reported.top_values.shape[1]], atol=2e-5
+    )
 
 
 def whole(commits):
-    """Of all new tokens; the commits must tell of every token once."""
-    told = [commit.logprobs for commit in commits]
-    assert [len(one) for one in told] == [len(commit.tokens) for commit in commits]
-    assert [one.first for one in told] == [commit.base_length for commit in commits]
-    return type(told[0])(
-        told[0].first,
-        *(np.concatenate([getattr(one, name) for one in told]) for name in ("values", "top_tokens", "top_values")),
+    """The log-probabilities of all new tokens; the commits must report every token once."""
+    reported = [commit.logprobs for commit in commits]
+    assert [len(one) for one in reported] == [len(commit.tokens) for commit in commits]
+    assert [one.first for one in reported] == [commit.base_length for commit in commits]
+    return type(reported[0])(
+        reported[0].first,
+        *(np.concatenate([getattr(one, name) for one in reported]) for name in ("values", "top_tokens", "top_values")),
     )
 
 
@@ -83,20 +85,20 @@ def test_new_tokens_have_the_models_own_logprobs(model, expected, params):
     rng = np.random.default_rng(0)
     texts = {request.session_id: [*request.tokens.tolist(), *plain.new[request.session_id]] for request in requests}
 
-    def hints(session_id, path):
+    def proposals(session_id, path):
         right = texts[session_id][len(path) : len(path) + 4]
         return [chain(session_id, path, right), random_tree(rng, session_id, path, VOCAB, 4)]
 
-    speculative = run(engine_of(model), requests, hints)
+    speculative = run(engine_of(model), requests, proposals)
     assert speculative.new == plain.new
     assert speculative.accepted > 30
     for result in (plain, speculative):
         assert all(commit.logprobs is None and commit.prompt_logprobs is None for commit in result.commits[2])
         for request in requests:
             if request.logprobs is not None:
-                told = whole(result.commits[request.session_id])
-                assert told.top_tokens.shape == (30, request.logprobs)
-                close(told, expected(texts[request.session_id], 20))
+                reported = whole(result.commits[request.session_id])
+                assert reported.top_tokens.shape == (30, request.logprobs)
+                close(reported, expected(texts[request.session_id], 20))
 
 
 @pytest.mark.parametrize(
@@ -114,11 +116,11 @@ def test_prompts_have_logprobs_too_in_any_chunks(model, expected, flags):
         for request in requests:
             first, *others = result.commits[request.session_id]
             assert all(commit.prompt_logprobs is None for commit in others)
-            told = first.prompt_logprobs
-            assert (told.first, len(told)) == (1, request.prompt_length - 1)
-            assert told.top_tokens.shape[1] == request.prompt_logprobs
-            if len(told):
-                close(told, expected(request.tokens.tolist(), 3))
+            reported = first.prompt_logprobs
+            assert (reported.first, len(reported)) == (1, request.prompt_length - 1)
+            assert reported.top_tokens.shape[1] == request.prompt_logprobs
+            if len(reported):
+                close(reported, expected(request.tokens.tolist(), 3))
     close(whole(result.commits[1]), expected([*PROMPT, *result.new[1]], 1))
 
 

@@ -8,24 +8,15 @@ from hypothesis import strategies as st
 
 from outrider.speculation.acceptance import decode
 from outrider.speculation.sampling import SamplingParams, adjusted, sample
-from outrider.speculation.tree import TreeSlice
-from services.target.sampling import penalties
+from services.target.sampling import penalties, sampler
 from services.target.sampling.penalties import PenaltyCounts
-from services.target.sampling.sampler import RowRequest, draw, gather
+from services.target.sampling.row_params import RowRequest, gather
 from tests.support.target.driving import chain, engine_of, load_model, opening, random_tree, run
+from tests.support.target.works import repetitive_slice
 from tests.support.tiny import VOCAB, write_model
 
 V = 40
 CPU = torch.device("cpu")
-
-
-def random_slice(rng, size) -> TreeSlice:
-    """A tree over few tokens, so that paths repeat what is before and on them."""
-    parents = np.array([rng.integers(-1, i) if i else -1 for i in range(size)], np.int32)
-    depths = np.ones(size, np.int32)
-    for node, parent in enumerate(parents):
-        depths[node] = 1 if parent < 0 else depths[parent] + 1
-    return TreeSlice(rng.integers(0, 6, size).astype(np.uint32), parents, depths, np.zeros(size, np.float32))
 
 
 def paths_of(path, draft):
@@ -75,7 +66,7 @@ def test_rows_are_those_of_the_oracle(sessions, seed):
     logits = []
     for params in sessions:
         prompt, output = rng.integers(0, 10, rng.integers(1, 20)), rng.integers(0, 10, rng.integers(0, 20))
-        draft = random_slice(rng, int(rng.integers(0, 7)))
+        draft = repetitive_slice(rng, int(rng.integers(0, 7)))
         cut = int(rng.integers(0, len(output) + 1))
         tally = PenaltyCounts(params, np.concatenate([prompt, output[:cut]]), len(prompt))
         tally.append(output[cut:])  # as commits bring them
@@ -92,14 +83,14 @@ def test_rows_are_those_of_the_oracle(sessions, seed):
         first += len(rows)
     adjustments = penalties.gather(tallies, CPU)
     given_logits = torch.from_numpy(np.stack(logits))
-    assert draw(given_logits, gather(requests, CPU), adjustments).tolist() == drawn
+    assert sampler.sample(given_logits, gather(requests, CPU), adjustments).tolist() == drawn
     np.testing.assert_array_equal(given_logits.numpy(), np.stack(logits))  # they are the model's, and stay as they are
     if adjustments is not None:
         penalties.apply(given_logits, adjustments)
     np.testing.assert_array_equal(given_logits.numpy(), np.stack(expected))
 
 
-def test_penalties_mean_what_others_mean_by_them():
+def test_penalties_agree_with_other_implementations():
     logits = np.array([2.0, -2.0, 1.0, 0.5], np.float32)
     prompt, output = np.array([0, 1]), np.array([2, 2, 1])
     both = SamplingParams(0.0, presence_penalty=0.5, frequency_penalty=0.25)
@@ -117,7 +108,7 @@ def test_a_session_that_asks_for_nothing_has_no_tally():
                 (
                     0,
                     PenaltyCounts(SamplingParams(presence_penalty=1), np.array([1]), 1),
-                    random_slice(np.random.default_rng(0), 0),
+                    repetitive_slice(np.random.default_rng(0), 0),
                 )
             ],
             CPU,
@@ -167,7 +158,7 @@ def test_text_is_that_of_the_oracle_on_the_same_model(folder, model, name):
 
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("batch", [1, 8])
-def test_hints_never_change_the_text(model, name, batch):
+def test_proposals_never_change_the_text(model, name, batch):
     params = PARAMS[name]
     prompts = [[5, 6, 7, 5], [9] * 10, [20, 21, 22, 20], [200], [8, 7, 8, 7], [4, 310, 4], [99, 98], [30, 31]][:batch]
     requests = [opening(i, prompt, params, max_tokens=40) for i, prompt in enumerate(prompts)]
@@ -183,13 +174,13 @@ def test_hints_never_change_the_text(model, name, batch):
     def garbage(session_id, path):
         return [*perfect(session_id, path), random_tree(rng, session_id, path, VOCAB, 6)]
 
-    for hints in (perfect, garbage):
-        speculative = run(engine_of(model), requests, hints)
+    for proposals in (perfect, garbage):
+        speculative = run(engine_of(model), requests, proposals)
         assert speculative.new == plain.new
         assert speculative.accepted > 15 * batch
 
 
-def test_a_session_opened_again_counts_what_was_committed(model):
+def test_a_reopened_session_counts_its_committed_tokens(model):
     params = PARAMS["all"]
     whole = run(engine_of(model), [opening(1, [5, 6, 7], params, max_tokens=40)]).new[1]
     for cut in (1, 20, 39):

@@ -9,39 +9,18 @@ from scipy import stats
 
 from outrider.speculation import noise
 from outrider.speculation.sampling import SamplingParams, sample
-from services.target.sampling.sampler import (
-    UNSURE,
-    RowRequest,
-    _gumbel,
-    _rough_gumbel,
-    draw,
-    gather,
-    likeliest,
-    pick,
-    token_bits,
-)
+from services.target.sampling import sampler
+from services.target.sampling.row_params import RowRequest, gather
+from services.target.sampling.sampler import UNRESOLVED, _gumbel, _rough_gumbel, likeliest, sample_adjusted, token_bits
+from tests.support.target.sampling_params import PARAMS
 
 CPU = torch.device("cpu")
-PARAMS = [
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.0, seed=2**64 - 1),
-    SamplingParams(temperature=0.01, seed=3),
-    SamplingParams(temperature=50.0, seed=3),
-    SamplingParams(temperature=0.7, top_k=5, seed=1),
-    SamplingParams(temperature=0.7, top_k=1, seed=1),
-    SamplingParams(temperature=1.3, top_k=10**6, seed=1),
-    SamplingParams(temperature=1.3, top_p=0.9, seed=1),
-    SamplingParams(temperature=20.0, top_p=0.99, seed=1),
-    SamplingParams(temperature=0.9, min_p=0.1, seed=9),
-    SamplingParams(temperature=1.5, top_k=40, top_p=0.8, min_p=0.02, seed=9),
-    SamplingParams(temperature=1.0, top_p=1e-9, seed=9),
-]
 
 
 def check(logits, params, positions):
     """logits: [R, V]; one session a row."""
     requests = [RowRequest(p, [t], [[]]) for p, t in zip(params, positions, strict=True)]
-    tokens = draw(torch.from_numpy(logits), gather(requests, CPU)).tolist()
+    tokens = sampler.sample(torch.from_numpy(logits), gather(requests, CPU)).tolist()
     expected = [sample(row, p, t) for row, p, t in zip(logits, params, positions, strict=True)]
     assert tokens == expected
 
@@ -96,13 +75,13 @@ def test_a_flat_distribution_needs_more_than_the_first_thousand():
     check(logits, [SamplingParams(1.0, top_p=0.95, seed=s) for s in range(3)], [7, 8, 9])
 
 
-def test_in_a_hurry_a_row_says_that_it_is_not_sure():
+def test_without_waiting_an_uncovered_nucleus_is_unresolved():
     rng = np.random.default_rng(4)
     logits = torch.from_numpy(np.stack([rng.standard_normal(5000) * spread for spread in (0.01, 6.0, 0.01)])).float()
     params = [SamplingParams(1.0, top_p=0.9, seed=3), SamplingParams(1.0, top_p=0.9, seed=3), SamplingParams(0.0)]
     rows = gather([RowRequest(one, [7], [[]]) for one in params], CPU)
-    sure = draw(logits, rows).tolist()
-    assert pick(logits, rows, hurry=True).tolist() == [UNSURE, *sure[1:]]
+    sure = sampler.sample(logits, rows).tolist()
+    assert sample_adjusted(logits, rows, wait=False).tolist() == [UNRESOLVED, *sure[1:]]
 
 
 def test_greedy_takes_the_lowest_of_equals():
@@ -123,43 +102,45 @@ def test_the_likeliest_is_the_first_of_equals_in_however_many_parts(vocab):
         torch.testing.assert_close(best, expected.values, rtol=0, atol=0, equal_nan=True)
 
 
-def test_banned_tokens_are_not_drawn_and_others_as_if_they_had_no_mass():
+def test_banned_tokens_are_not_sampled_and_have_no_mass():
     logits = np.array([[5.0, 4.0, 1.0, 0.0]] * 3, np.float32)
     params = [SamplingParams(0.0), SamplingParams(1.0, top_k=2, seed=4), SamplingParams(0.7, seed=5)]
     rows = gather([RowRequest(p, [0], [[0, 3]]) for p in params], CPU)
     masked = np.where([True, False, False, True], -np.inf, logits)
-    assert draw(torch.from_numpy(logits), rows).tolist() == [
+    assert sampler.sample(torch.from_numpy(logits), rows).tolist() == [
         int(sample(row, p, 0)) for row, p in zip(masked, params, strict=True)
     ]
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-@pytest.mark.parametrize("hurry", [False, True])
-def test_rows_of_no_finite_logits_spoil_no_others(params, hurry):
+@pytest.mark.parametrize("wait", [True, False])
+def test_rows_without_finite_logits_do_not_affect_other_rows(params, wait):
     logits = torch.randn(5, 1500, generator=torch.Generator().manual_seed(0))
     requests = [RowRequest(params, range(7, 12), [[]] * 5)]
-    expected = pick(logits, gather(requests, CPU), hurry=hurry)
+    expected = sample_adjusted(logits, gather(requests, CPU), wait=wait)
     logits[1, 3], logits[2, 3], logits[3] = torch.nan, torch.inf, -torch.inf
-    found = pick(logits, gather(requests, CPU), hurry=hurry)
+    found = sample_adjusted(logits, gather(requests, CPU), wait=wait)
     assert found.tolist() == [int(expected[0]), -1, -1, -1, int(expected[4])]
 
 
 def test_logits_that_are_not_finite_give_no_token():
     logits = torch.tensor([[1.0, float("nan")], [1.0, 2.0], [float("inf"), 0.0]])
     rows = gather([RowRequest(SamplingParams(0.0), [0, 1], [[], []]), RowRequest(SamplingParams(), [0], [[]])], CPU)
-    assert draw(logits, rows).tolist() == [-1, 1, -1]
+    assert sampler.sample(logits, rows).tolist() == [-1, 1, -1]
 
 
-def test_draws_follow_the_distribution():
+def test_samples_follow_the_distribution():
     p = np.array([0.5, 0.25, 0.15, 0.1])
     logits = torch.from_numpy(np.log(p)).float().expand(20_000, 4)
     rows = gather([RowRequest(SamplingParams(1.0, seed=11), range(20_000), [[]] * 20_000)], CPU)
-    counts = np.bincount(draw(logits, rows).numpy(), minlength=4)
+    counts = np.bincount(sampler.sample(logits, rows).numpy(), minlength=4)
     assert stats.chisquare(counts, p * 20_000).pvalue > 1e-3
 
 
 def test_rows_of_a_session_have_their_own_positions():
     logits = np.random.default_rng(2).standard_normal((3, 64)).astype(np.float32)
     params = SamplingParams(1.0, seed=8)
-    tokens = draw(torch.from_numpy(logits), gather([RowRequest(params, [5, 6, 6], [[], [], []])], CPU)).tolist()
+    tokens = sampler.sample(
+        torch.from_numpy(logits), gather([RowRequest(params, [5, 6, 6], [[], [], []])], CPU)
+    ).tolist()
     assert tokens == [sample(row, params, t) for row, t in zip(logits, [5, 6, 6], strict=True)]

@@ -12,7 +12,7 @@ from outrider.speculation import noise
 from outrider.speculation.acceptance import Thresholds
 from outrider.speculation.sampling import SamplingParams, filtered_log_probs
 from outrider.speculation.tree import ROOT, TreeSlice
-from services.target.sampling import sampler
+from services.target.sampling import row_params, sampler
 from services.target.sampling.thresholds import relax
 from services.target.step.batch import SessionWork
 from tests.support.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
@@ -94,12 +94,14 @@ def test_impossible_tokens_are_never_accepted():
 )
 def test_probabilities_are_those_of_the_oracle(params):
     logits = np.random.default_rng(0).standard_normal((4, 30)).astype(np.float32) * 3
-    rows = sampler.gather([sampler.RowRequest(params, range(4), [[]] * 4)], CPU)
+    rows = row_params.gather([row_params.RowRequest(params, range(4), [[]] * 4)], CPU)
     parents, tokens = np.repeat(np.arange(4), 30), np.tile(np.arange(30), 4)
-    told = sampler.probabilities(torch.from_numpy(logits), rows, torch.from_numpy(parents), torch.from_numpy(tokens))
+    reported = sampler.probabilities(
+        torch.from_numpy(logits), rows, torch.from_numpy(parents), torch.from_numpy(tokens)
+    )
     expected = np.exp(np.stack([filtered_log_probs(row, params) for row in logits]))
     expected /= expected.sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(told.numpy(), expected.reshape(-1), atol=1e-6)
+    np.testing.assert_allclose(reported.numpy(), expected.reshape(-1), atol=1e-6)
 
 
 def test_rows_of_a_step_are_relaxed_as_the_oracle_says():
@@ -109,14 +111,14 @@ def test_rows_of_a_step_are_relaxed_as_the_oracle_says():
     drafts = [siblings(1, 2, 3), siblings(4, 5), siblings(6, 7, 8, 9), siblings()]
     logits = rng.standard_normal((sum(len(d) + 1 for d in drafts), 20)).astype(np.float32) * 2
     requests = [
-        sampler.RowRequest(p, [9] + [10] * len(d), [[]] * (len(d) + 1)) for p, d in zip(params, drafts, strict=True)
+        row_params.RowRequest(p, [9] + [10] * len(d), [[]] * (len(d) + 1)) for p, d in zip(params, drafts, strict=True)
     ]
-    rows = sampler.gather(requests, CPU)
-    tokens = sampler.draw(torch.from_numpy(logits), rows)
+    rows = row_params.gather(requests, CPU)
+    tokens = sampler.sample(torch.from_numpy(logits), rows)
     works = [SessionWork(None, draft) for draft in drafts]
     changed = 0
     for shift in range(40):  # many positions
-        moved = [sampler.RowRequest(r.params, [t + 2 * shift for t in r.positions], r.banned) for r in requests]
+        moved = [row_params.RowRequest(r.params, [t + 2 * shift for t in r.positions], r.banned) for r in requests]
         relaxed = relax(thresholds, torch.from_numpy(logits), rows, tokens, works, moved).tolist()
         row = 0
         for request, draft in zip(moved, drafts, strict=True):
@@ -144,13 +146,13 @@ def model(tmp_path_factory):
 def hints_of(seed):
     rng = np.random.default_rng(seed)
 
-    def hints(session_id, path):
+    def proposals(session_id, path):
         return [random_tree(rng, session_id, path, 40, 7)]
 
-    return hints
+    return proposals
 
 
-def test_greedy_text_and_text_without_hints_stay_the_same(model):
+def test_greedy_text_and_text_without_proposals_are_unchanged(model):
     lossy = {"speculative_accept_threshold_single": 0.0, "speculative_accept_threshold_acc": 0.1}
     greedy = [opening(i, [5, i], GREEDY, max_tokens=20) for i in range(3)]
     assert run(engine_of(model, **lossy), greedy, hints_of(0)).new == run(engine_of(model), greedy).new
@@ -158,7 +160,7 @@ def test_greedy_text_and_text_without_hints_stay_the_same(model):
     assert run(engine_of(model, **lossy), sampled).new == run(engine_of(model), sampled).new
 
 
-def test_sampled_text_takes_hints_that_it_would_not_have_taken(model, caplog):
+def test_sampled_text_accepts_more_draft_tokens(model, caplog):
     requests = [opening(i, [5, i], SamplingParams(1.0, seed=i), max_tokens=40, logprobs=1) for i in range(4)]
     with caplog.at_level(logging.WARNING):
         exact = run(engine_of(model), requests, hints_of(0))
@@ -168,14 +170,14 @@ def test_sampled_text_takes_hints_that_it_would_not_have_taken(model, caplog):
     assert exact.new == run(engine_of(model), requests).new
     assert lossy.accepted > exact.accepted + 10
     assert all(len(tokens) == 40 for tokens in lossy.new.values())
-    # What is told is told of the tokens that were committed.
+    # What is reported is reported of the tokens that were committed.
     tokens = [*requests[0].tokens.tolist(), *lossy.new[0]]
     scored = run(engine_of(model), [opening(9, tokens, max_tokens=1, prompt_logprobs=0)]).commits[9][0].prompt_logprobs
-    told = np.concatenate([commit.logprobs.values for commit in lossy.commits[0]])
-    np.testing.assert_allclose(told, scored.values[1:], atol=2e-5)
+    reported = np.concatenate([commit.logprobs.values for commit in lossy.commits[0]])
+    np.testing.assert_allclose(reported, scored.values[1:], atol=2e-5)
 
 
-def test_sampled_text_without_hints_stays_the_same_where_tokens_gather(model):
+def test_sampled_text_without_proposals_is_unchanged_with_coalescing(model):
     lossy = {"speculative_accept_threshold_single": 0.9, "coalesce_seconds": 60.0}
     requests = [opening(i, [5, i], SamplingParams(1.0, seed=i), max_tokens=20) for i in range(3)]
     assert run(engine_of(model, **lossy), requests).new == run(engine_of(model), requests).new
@@ -197,7 +199,7 @@ def test_values_that_are_no_probabilities_are_refused(model, name):
             engine_of(model, **{name: value})
 
 
-def test_a_coin_at_the_edge_takes_a_child_that_can_be_drawn():
+def test_a_coin_at_the_edge_takes_a_possible_child():
     """Shares of float32 are added up in another order than their sum, which may be a rounding more."""
     rng, thresholds = np.random.default_rng(0), Thresholds(1.0, 0.5)
     for _ in range(2000):

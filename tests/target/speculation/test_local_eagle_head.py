@@ -14,7 +14,7 @@ from outrider.speculation.sampling import SamplingParams, log_softmax, sample
 from services.target.engine.engine import TargetEngine
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.weights import Format
-from services.target.model import head
+from services.target.model import eagle_head_weights
 from services.target.model.loading.self_speculation import SelfSpeculationPlan, plan_self_speculation
 from services.target.speculation.estimates.calibration_bins import CalibrationBins
 from services.target.speculation.estimates.step_cost import StepCost
@@ -40,7 +40,7 @@ def pair(tmp_path_factory):
 @pytest.fixture
 def exact(monkeypatch):
     """Heads in the format of their twin."""
-    monkeypatch.setattr(head, "_FORMAT", Format.FLOAT32)
+    monkeypatch.setattr(eagle_head_weights, "FORMAT", Format.FLOAT32)
 
 
 def with_head(target, folder, **flags):

@@ -254,7 +254,7 @@ def test_chains_are_as_long_as_they_pay(model, share, rows, right, least, most):
 def test_states_that_wait_are_those_of_plain_steps(model, monkeypatch):
     """A head is told that no hints are wanted; what it may need later is kept all the same, of committed rows alone."""
 
-    monkeypatch.setattr(features, "_MOST_UNFUSED", 9)  # what waits at a session's end nobody needs
+    monkeypatch.setattr(features, "_MAX_DEFERRED_ROWS", 9)  # what waits at a session's end nobody needs
 
     def states(engine):
         spec = FeatureSpec((0, 1), final=True)

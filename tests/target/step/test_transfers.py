@@ -18,10 +18,11 @@ from outrider.serving.session import Session
 from outrider.speculation.acceptance import Thresholds
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree
-from services.target.kernels.kv_cache import KVCache, LayerShape
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape
 from services.target.model.base import Model, Outputs
-from services.target.sampling.sampling import StepSampler
 from services.target.sampling.session import TargetSession
+from services.target.sampling.step_sampler import StepSampler
 from services.target.step.batch import Roots, SessionWork, build
 from services.target.step.download import Download
 from services.target.step.upload import Slab

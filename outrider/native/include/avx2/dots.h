@@ -1,19 +1,19 @@
-// Products of a few rows with a panel, by AVX2, which has half the registers of AVX-512, of half the width: a run takes two of
-// the panel's four vectors of eight outputs for up to six rows, or all four for up to two. Runs go over a block of k, so
-// that a panel is read once from its beginning to its end; what they come to meets in the tile.
+// Products of a few rows with a panel, by AVX2, which has half the registers of AVX-512, of half the width: a run computes two
+// of the panel's four vectors of eight outputs for up to six rows, or all four for up to two. Runs cover a block of k, so
+// that the panel is read once from start to end; the tile accumulates their sums.
 //
-// Every row's sums run over k in one order, whatever rows stand beside it, so a row's result does not depend on the batch.
+// Every row's sums run over k in a fixed order, so a row's result does not depend on the batch.
 #pragma once
 
 #include <array>
 #include <type_traits>
 #include <utility>
 
-#include "pass.h"
+#include "panel_pass.h"
 
 namespace outrider {
 
-constexpr int kDotRows = 6;  // rows that one pass over a panel serves
+constexpr int kDotRows = 6;  // rows of one pass over a panel
 
 constexpr int kEight = 8;       // outputs of a vector
 constexpr int64_t kLine = 128;  // bytes of a panel for a step of k
@@ -127,14 +127,14 @@ template <int M, int V>
 [[gnu::noinline]] void run_int8(const Run& run) {
   constexpr int64_t kLines = kGroup / 4;
   const __m256i low = _mm256_set1_epi32(0x00FF00FF);
-  const int64_t facts = run.block * run.pass.x.rows + run.pass.row;
+  const int64_t index = run.block * run.pass.x.rows + run.pass.row;
   auto add = [](__m256i sum[M][V], const __m256i w[V], const char* x) [[gnu::always_inline]] {
     each<M>([&](auto m) INLINE {
       const __m256i all = broadcast_word(x + m * bytes_of_chunk(Format::kInt8));
       each<V>([&](auto v) INLINE { add_products(sum[m][v], w[v], all); });
     });
   };
-  const int32_t* offsets = run.pass.x.offsets + facts;
+  const int32_t* offsets = run.pass.x.offsets + index;
   __m256i sum[M][V];
   each<M>([&](auto m) INLINE {
     each<V>([&](auto v) INLINE { sum[m][v] = _mm256_set1_epi32(offsets[m]); });
@@ -150,7 +150,7 @@ template <int M, int V>
     each<V>([&](auto v) INLINE { w[v] = _mm256_srli_epi16(load_vector(again + v * 32), 8); });
     add(sum, w, x + 4);
   }
-  const float* scales = run.pass.x.scales + facts;
+  const float* scales = run.pass.x.scales + index;
   each<M>([&](auto m) INLINE {
     const __m256 scale = _mm256_set1_ps(scales[m]);
     each<V>([&](auto v) INLINE {
@@ -169,12 +169,12 @@ template <int M, int V, bool HIGH>
   const Operand& operand = run.pass.x;
   const int64_t at = run.block * operand.rows + run.pass.row;
   const int32_t* offsets = operand.offsets + (2 * run.block + HIGH) * operand.rows + run.pass.row;
-  const char* facts = run.weight - run.first * 32 + kGroup / 8 * kLine;
+  const char* scale_bytes = run.weight - run.first * 32 + kGroup / 8 * kLine;
   const __m256i ones = _mm256_set1_epi16(1);
   each<V>([&](auto v) INLINE {
-    const char* halves = facts + (HIGH * kPanel + (run.first + v) * kEight) * 2;
+    const char* halves = scale_bytes + (HIGH * kPanel + (run.first + v) * kEight) * 2;
     const __m256 column = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)));
-    const __m256i centres = load_vector(facts + 2 * kPanel * 2 + (run.first + v) * 32);
+    const __m256i centres = load_vector(scale_bytes + 2 * kPanel * 2 + (run.first + v) * 32);
     const __m256i high = _mm256_set1_epi32(int32_t(0xFFFF0000));
     const __m256 centre[2] = {_mm256_castsi256_ps(_mm256_slli_epi32(centres, 16)),
                               _mm256_castsi256_ps(_mm256_and_si256(centres, high))};
@@ -207,7 +207,7 @@ template <int M, int V>
 // without overflow over all of them.
 template <int M, int V, bool HIGH>
 [[gnu::always_inline]] inline void multiply_half(const Run& run, __m256 first[M][V]) {
-  constexpr int64_t kLines = kGroup / 8, kFacts = kInt4Facts / kLine;
+  constexpr int64_t kLines = kGroup / 8, kScaleLines = kInt4ScaleBytes / kLine;
   const __m256i nibble = _mm256_set1_epi8(15);
   __m256i sum[M][V];
   each<M>([&](auto m) INLINE {
@@ -229,7 +229,7 @@ template <int M, int V, bool HIGH>
     });
   }
   hold<M, V>(sum);
-  for (int64_t i = 0; HIGH && i < kFacts; ++i) run.template fetch<V>(kLines + i);
+  for (int64_t i = 0; HIGH && i < kScaleLines; ++i) run.template fetch<V>(kLines + i);
   add_half<M, V, HIGH>(run, sum, first);
 }
 

@@ -1,4 +1,4 @@
-// Vectors of 16 numbers, by AVX2: avx512/lanes.h says what is here.
+// Vectors of 16 numbers, by AVX2; avx512/lanes.h documents the functions.
 #pragma once
 
 #include <immintrin.h>
@@ -9,7 +9,7 @@
 namespace outrider {
 
 constexpr int kLanes = 16;
-constexpr int kSums = 6;  // of 16 registers, two a vector, some have to hold what is added
+constexpr int kSums = 6;  // vectors of sums in 16 registers, two a vector, next to the operands
 
 struct Floats {
   __m256 low, high;
@@ -131,7 +131,7 @@ inline Floats widen(__m256i bits) {
   auto wide = [](__m128i half) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16)); };
   return {wide(_mm256_castsi256_si128(bits)), wide(_mm256_extracti128_si256(bits, 1))};
 }
-// To the nearest, ties to even; what is not a number stays so.
+// Rounds to nearest, ties to even; NaN stays NaN.
 inline __m256i narrow(Floats value) {
   auto half = [](__m256 wide) {
     const __m256i bits = _mm256_castps_si256(wide);
@@ -210,7 +210,7 @@ inline Floats exponent_of(Floats x) {
   };
   return {exponent(x.low), exponent(x.high)};
 }
-// Halves are added as avx512's reduction adds them.
+// Adds the halves in the order of AVX-512's reduction.
 inline float sum_of(Floats a) {
   const __m256 eight = _mm256_add_ps(a.low, a.high);
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

@@ -1,7 +1,7 @@
-// There is no matrix unit; avx512/matrix.h has what is asked for here.
+// AVX2 processors have no matrix unit; these stand in for the names of avx512/matrix.h.
 #pragma once
 
-#include "pass.h"
+#include "panel_pass.h"
 
 namespace outrider {
 

@@ -1,18 +1,18 @@
 // Products of a few rows with a panel, by dot products of vectors.
 //
-// Every row's sums run over k in one order, whatever rows stand beside it, so a row's result does not depend on the batch.
+// Every row's sums run over k in a fixed order, so a row's result does not depend on the batch.
 #pragma once
 
 #include <array>
 #include <utility>
 
-#include "pass.h"
+#include "panel_pass.h"
 
 namespace outrider {
 
 constexpr int64_t kChunk = 64;  // bytes of an operand's chunk, of every format
 
-constexpr int kDotRows = 12;  // rows that one pass over a panel serves: 2 accumulators each, of 32 registers
+constexpr int kDotRows = 12;  // rows of one pass over a panel: 2 accumulators each, of 32 registers
 
 // sum += products of single numbers, or dot products of pairs or fours, in each 32 bits of w and x. Written out because
 // compilers copy the sums about.
@@ -113,16 +113,16 @@ void tile_int8(const Pass& pass, int64_t groups) {
 // int4 weights have scales of their own for each half of a group, and centres, which meet the sums of the rows' numbers.
 // first: [M][32] for what the first half comes to before the row's scale, taken up by the second
 template <int M, bool HIGH>
-[[gnu::always_inline]] inline void add_half(const Pass& pass, int64_t group, const __m512i sum[M][2], const char* facts,
+[[gnu::always_inline]] inline void add_half(const Pass& pass, int64_t group, const __m512i sum[M][2], const char* scale_bytes,
                                             float* first) {
-  const __m256i* halves = reinterpret_cast<const __m256i*>(facts) + HIGH * 2;
+  const __m256i* halves = reinterpret_cast<const __m256i*>(scale_bytes) + HIGH * 2;
   const float* scales = pass.x.scales + group * pass.x.rows + pass.row;
   const uint32_t* sums = pass.x.sums + group * pass.x.rows + pass.row;
   float* tile = pass.tile;
 #pragma GCC unroll 2
   for (int z = 0; z < 2; ++z, tile += kLanes, first += kLanes) {  // one after the other, for want of registers
     const __m512 column = _mm512_cvtph_ps(_mm256_loadu_si256(halves + z));
-    const __m512i centres = _mm512_loadu_si512(facts + 2 * kPanel * 2 + z * 64);
+    const __m512i centres = _mm512_loadu_si512(scale_bytes + 2 * kPanel * 2 + z * 64);
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
       const __m512 real = _mm512_cvtepi32_ps(sum[m][z]);
@@ -143,7 +143,7 @@ template <int M, bool HIGH>
 // 12 rows leave no registers for that.
 template <int M, bool HIGH>
 [[gnu::always_inline]] inline void multiply_half(const Pass& pass, int64_t group, const char* weight, float* first) {
-  constexpr int64_t kLines = kGroup / 8, kFetches = kLines + kInt4Facts / 128;  // of 128 bytes, in a group
+  constexpr int64_t kLines = kGroup / 8, kFetches = kLines + kInt4ScaleBytes / 128;  // of 128 bytes, in a group
   const __m512i nibble = _mm512_set1_epi8(15);
   auto unpacked = [&](const char* from) {
     const __m512i both = _mm512_loadu_si512(from);
@@ -167,13 +167,13 @@ constexpr int kFewRows = 4;  // whose sums of both halves, and results, have roo
 // Of few rows: the halves in one loop, and nothing waits in memory between groups. To the same bits.
 template <int M>
 void tile_int4_of_few(const Pass& pass, int64_t groups) {
-  constexpr int64_t kLines = kGroup / 8, kFetches = kLines + kInt4Facts / 128;
+  constexpr int64_t kLines = kGroup / 8, kFetches = kLines + kInt4ScaleBytes / 128;
   const __m512i nibble = _mm512_set1_epi8(15);
   const char* weight = pass.begin();
   __m512 tile[M][2];
 #pragma GCC unroll 4
   for (int m = 0; m < M; ++m) tile[m][0] = tile[m][1] = _mm512_setzero_ps();
-  for (int64_t group = 0; group < groups; ++group, weight += kLines * 128 + kInt4Facts) {
+  for (int64_t group = 0; group < groups; ++group, weight += kLines * 128 + kInt4ScaleBytes) {
     __m512i low[M][2], high[M][2];
     begin_group<M>(pass.x.offsets + 2 * group * pass.x.rows + pass.row, low);
     begin_group<M>(pass.x.offsets + (2 * group + 1) * pass.x.rows + pass.row, high);
@@ -188,14 +188,14 @@ void tile_int4_of_few(const Pass& pass, int64_t groups) {
     }
     hold<M>(low), hold<M>(high);
     for (int64_t i = kLines; i < kFetches; ++i) pass.fetch(group * kFetches + i);
-    const char* facts = weight + kLines * 128;
-    const __m256i* scales = reinterpret_cast<const __m256i*>(facts);
+    const char* scale_bytes = weight + kLines * 128;
+    const __m256i* scales = reinterpret_cast<const __m256i*>(scale_bytes);
     const int64_t row = group * pass.x.rows + pass.row;
 #pragma GCC unroll 2
     for (int z = 0; z < 2; ++z) {
       const __m512 first = _mm512_cvtph_ps(_mm256_loadu_si256(scales + z));
       const __m512 last = _mm512_cvtph_ps(_mm256_loadu_si256(scales + 2 + z));
-      const __m512i centres = _mm512_loadu_si512(facts + 2 * kPanel * 2 + z * 64);
+      const __m512i centres = _mm512_loadu_si512(scale_bytes + 2 * kPanel * 2 + z * 64);
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) {
         const __m512 half = _mm512_mul_ps(_mm512_cvtepi32_ps(low[m][z]), first);
@@ -217,7 +217,7 @@ void tile_int4_of_many(const Pass& pass, int64_t groups) {
   std::memset(pass.tile, 0, M * kPanel * sizeof(float));
   alignas(64) float first[M * kPanel];
   const char* weight = pass.begin();
-  for (int64_t group = 0; group < groups; ++group, weight += kGroup * kPanel / 2 + kInt4Facts) {
+  for (int64_t group = 0; group < groups; ++group, weight += kGroup * kPanel / 2 + kInt4ScaleBytes) {
     multiply_half<M, false>(pass, group, weight, first);
     multiply_half<M, true>(pass, group, weight, first);
   }

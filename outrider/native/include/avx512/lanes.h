@@ -1,6 +1,6 @@
-// Vectors of 16 numbers, by AVX-512: the words that kernels are written in. avx2/lanes.h has the same for older processors.
+// Vectors of 16 numbers, by AVX-512: the vocabulary of the kernels. avx2/lanes.h has the same functions for older processors.
 //
-// Functions of two vectors work lane by lane. A mask has a bit for each lane; what it leaves out is not read.
+// Functions of two vectors work lane by lane. A mask has one bit a lane; masked loads do not read the other lanes.
 #pragma once
 
 #include <immintrin.h>
@@ -10,7 +10,7 @@
 namespace outrider {
 
 constexpr int kLanes = 16;
-constexpr int kSums = 16;  // vectors that a loop adds up in registers
+constexpr int kSums = 16;  // vectors of sums that a loop keeps in registers
 
 using Floats = __m512;
 using Ints = __m512i;

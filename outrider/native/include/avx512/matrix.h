@@ -1,8 +1,8 @@
-// Products of rows with a panel on the processor's matrix unit (Intel's AMX), where there is one: an instruction
-// multiplies 16 rows with 16 outputs, 64 bytes of each. Operands and panels lie as it wants them.
+// Products of rows with a panel on the processor's matrix unit (Intel AMX), if it has one: an instruction multiplies 16 rows
+// with 16 outputs, 64 bytes of each. Operands and panels already have its layout.
 //
-// A row's sums do not depend on the rows beside it. Those of bfloat16 are rounded in another order than in dots.h, so a
-// machine takes one of the two for all products; of int8 both are the same whole numbers.
+// A row's sums do not depend on the other rows. bfloat16 sums are rounded in another order than in dots.h, so a machine uses
+// one of the two for all products; int8 sums are the same integers in both.
 #pragma once
 
 #include <cpuid.h>
@@ -16,14 +16,14 @@
 
 namespace outrider {
 
-constexpr bool kHasMatrixUnit = true;  // of some processors of this kind
-constexpr int kMatrixRows = 32;  // that one pass serves: two blocks of 16, each with the panel's two halves
+constexpr bool kHasMatrixUnit = true;  // some AVX-512 processors have one
+constexpr int kMatrixRows = 32;  // rows of one pass: two blocks of 16, each with the panel's two halves
 
 class MatrixUnit {
  public:
   static bool available() { return state().load(std::memory_order_relaxed); }
 
-  // For those who compare both. Returns whether it was used before.
+  // Enables or disables it, for tests that compare both. Returns the previous setting.
   static bool use(bool wanted) { return state().exchange(wanted && usable()); }
 
  private:
@@ -40,20 +40,20 @@ class MatrixUnit {
     unsigned a, b, c, d;
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kAll) == kAll;
   }
-  // Linux keeps the registers' contents for those alone who asked.
+  // Linux saves the registers only for processes that requested it.
   static bool may_use() {
     constexpr long kAskForState = 0x1023, kTileData = 18;
     return syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
   }
 };
 
-// The registers of a thread while it multiplies: 0-3 hold sums, 4 and 5 rows, 6 and 7 weights.
+// The matrix register configuration of a thread: 0-3 hold sums, 4 and 5 rows, 6 and 7 weights.
 class MatrixRegisters {
  public:
   explicit MatrixRegisters(int rows) {
     struct alignas(64) {
       uint8_t palette = 1, start = 0, reserved[14] = {};
-      uint16_t bytes[16] = {};  // of a row of each register
+      uint16_t bytes[16] = {};  // row size of each register
       uint8_t rows[16] = {};
     } layout;
     const int first = std::min(rows, 16), second = std::max(rows - 16, 1);
@@ -68,7 +68,7 @@ class MatrixRegisters {
 
 namespace matrix {
 
-// INDEX: of a register
+// INDEX: a register
 template <int INDEX>
 void clear() {
   asm volatile("tilezero %%tmm%c0" ::"i"(INDEX));
@@ -97,8 +97,8 @@ void clear_sums() {
   if constexpr (MORE) clear<2>(), clear<3>();
 }
 
-// The products of 64 bytes of each row. MORE: than 16 rows. The unit takes twice as long beside prefetches, so that only
-// passes which wait for memory anyway fetch ahead.
+// Products of 64 bytes of each row. MORE: more than 16 rows. Prefetches double the unit's time, so only passes bound by
+// memory prefetch.
 template <Format FORMAT, bool MORE>
 void add_chunk(const Pass& pass, int64_t chunk) {
   constexpr int64_t kLines = 16;  // of 128 bytes
@@ -136,13 +136,13 @@ void multiply_bfloat16(const Pass& pass) {
   write_sums<MORE>(pass.tile);
 }
 
-// A group's sums, whole numbers, are added to the results. sums: [rows, 32]
+// Adds a group's integer sums to the results. sums: [rows, 32]
 inline void add_group(const Pass& pass, int64_t rows, int64_t group, const int32_t* sums) {
-  const int64_t facts = group * pass.x.rows + pass.row;
+  const int64_t index = group * pass.x.rows + pass.row;
   float* tile = pass.tile;
   for (int64_t m = 0; m < rows; ++m) {
-    const __m512i offset = _mm512_set1_epi32(pass.x.offsets[facts + m]);
-    const __m512 scale = _mm512_set1_ps(pass.x.scales[facts + m]);
+    const __m512i offset = _mm512_set1_epi32(pass.x.offsets[index + m]);
+    const __m512 scale = _mm512_set1_ps(pass.x.scales[index + m]);
 #pragma GCC unroll 2
     for (int z = 0; z < 2; ++z, sums += kLanes, tile += kLanes) {
       const __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_load_si512(sums), offset));
@@ -166,8 +166,8 @@ void multiply_int8(const Pass& pass, int64_t rows) {
   pass.scale_columns(rows);
 }
 
-// What `multiply_bfloat16` computes, to the last bit, with vectors: they are faster for a row or two where weights come
-// from a near cache. The unit sums up even and odd k apart, over 32 of them, and takes numbers below the normal ones for 0.
+// The result of `multiply_bfloat16`, bit for bit, with vectors, which are faster for one or two rows if the weights are in a
+// near cache. The unit sums even and odd k separately, over 32 of each, and treats subnormal numbers as 0.
 template <int M>
 [[gnu::noinline]] void multiply_apart(const Pass& pass) {
   const __m512i high = _mm512_set1_epi32(int32_t(0xffff0000));
@@ -218,7 +218,7 @@ inline void multiply_by_vectors(const Pass& pass, int64_t rows) {
   _mm_setcsr(mode);
 }
 
-// rows: as the registers are laid out for
+// rows: as the registers are configured
 inline void multiply(const Pass& pass, int64_t rows) {
   if (pass.weight.format == Format::kInt8) {
     return rows > 16 ? multiply_int8<true>(pass, rows) : multiply_int8<false>(pass, rows);

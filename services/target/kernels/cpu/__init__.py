@@ -1,5 +1,6 @@
-"""Kernels for CPUs in C++: products of few rows with laid-out weights, paged attention, whole decoders, draws.
+"""CPU kernels in C++: products of few rows with packed weights, paged attention, whole decoders, sampling.
 
-`csrc/` is compiled by `build`, bound by `library`; `weights`, `attention`, `program` and `draw` are what others use.
-Where there is no compiler, or the processor lacks an instruction that they need, PyTorch's own operators serve instead.
+`build` compiles `csrc/`, `library` binds it; other packages use `weights`, `attention`, `program` and `sampling`. If
+there is no compiler, or the processor lacks a required instruction, PyTorch's own operators replace the kernels. A new
+kernel is a header in `csrc/`, a C function in `csrc/api.cpp`, its signature in `library`, and a module here.
 """

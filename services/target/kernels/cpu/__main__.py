@@ -1,6 +1,6 @@
-"""`python -m services.target.kernels.cpu`: compiles the kernels, once an environment and source.
+"""`python -m services.target.kernels.cpu [avx2] [avx512]`: compiles the kernels, once per environment and source.
 
-For this processor; kinds can be named instead (`avx2 avx512`), for images that other machines run.
+By default for this processor; for images that other machines run, name the instruction sets.
 """
 
 from outrider.native import vectors

@@ -9,23 +9,22 @@ import torch
 from torch import Tensor
 
 from services.target.kernels.cpu import library
+from services.target.kernels.cpu.batch_view import BatchPointers
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.pool import shared_pool
-from services.target.kernels.cpu.view import View
 from services.target.kernels.grouped import GroupedAttention
-from services.target.kernels.kv_cache import gather_pages
+from services.target.kernels.pools import gather_pages
 from services.target.step.batch import Batch
 
-# Formats of pools, as in outrider/native/include/eight.h.
+# Formats of pools, as in outrider/native/include/fp8.h.
 POOL_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
 WIDEST_HEAD = 576  # in csrc/attention.h
 
 
 class NativeAttention:
-    """Attention of one batch; call it once a layer. What the kernel cannot compute is left to PyTorch.
+    """Attention of one batch; call it once a layer. PyTorch computes the shapes that the kernel does not support.
 
-    Pools as wide as the queries or narrower are read in place. Wider ones are converted page by page, layer by layer,
-    as far as the batch needs them.
+    Pools not wider than the queries are read in place. The batch's pages of wider pools are converted, layer by layer.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -33,12 +32,12 @@ class NativeAttention:
         self._pool = shared_pool()
 
     @functools.cached_property
-    def _view(self) -> View:
-        return View(self._batch)
+    def _view(self) -> BatchPointers:
+        return BatchPointers(self._batch)
 
     @functools.cached_property
-    def _gathered_view(self) -> View:
-        return View(self._batch, gathered=True)
+    def _gathered_view(self) -> BatchPointers:
+        return BatchPointers(self._batch, gathered=True)
 
     @functools.cached_property
     def _gathering(self) -> GroupedAttention:
@@ -80,10 +79,10 @@ class NativeAttention:
 
 
 def reads(computed: torch.dtype, pools: torch.dtype) -> bool:
-    """True for pools that the kernel reads in place for queries of a format."""
+    """True if the kernel reads pools of a format in place, for queries computed in another."""
     return pools in POOL_FORMATS and computed in POOL_FORMATS and pools.itemsize <= computed.itemsize <= 4
 
 
 def serves(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
-    """True for layers that the kernel can compute."""
+    """True if the kernel supports a layer's format and head dimensions."""
     return dtype in (torch.float32, torch.bfloat16) and max(key_dim, value_dim) <= WIDEST_HEAD

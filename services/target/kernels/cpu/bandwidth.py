@@ -1,4 +1,4 @@
-"""How fast memory can be read: the floor under every step."""
+"""Measurement of memory read bandwidth, which bounds the time of every step from below."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _TRIES = 5
 
 
 class Reader:
-    """Threads that read memory, as often as they are asked."""
+    """Threads that read memory on request."""
 
     def __init__(self, threads: int) -> None:
         self._memory = np.ones(_BYTES, np.uint8)
         self._pool = Pool(threads)
         self._clock = library.Clock(time.perf_counter)
-        self._next = 0  # where the last reading ended: what lies there has left the caches
+        self._next = 0  # end of the last reading; memory from here on is not in the caches
 
     def bandwidth(self, size: int = _BYTES) -> float:
-        """Bytes a second of reading so many bytes, _BYTES at most, together."""
+        """Bytes per second of all threads while they read `size` bytes, at most _BYTES."""
         begin = self._next if self._next + size <= _BYTES else 0
         self._next = begin + size
         place = ctypes.cast(self._memory.ctypes.data + begin, ctypes.c_char_p)
-        return library.load().outrider_read_bandwidth(self._pool.handle, place, size, self._clock)
+        return float(library.load().outrider_read_bandwidth(self._pool.handle, place, size, self._clock))
 
 
 def read_bandwidth(threads: int) -> float:
-    """Bytes a second that so many threads read together, at best of a few tries."""
+    """Bytes per second that a number of threads read together; the best of several tries."""
     reader = Reader(threads)
     return max(reader.bandwidth() for _ in range(_TRIES))

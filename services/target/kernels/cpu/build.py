@@ -1,4 +1,4 @@
-"""What the kernels are compiled from, and with which flags."""
+"""The sources and flags of the compiled kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from outrider.native import Library, vectors
 
 
 def kernels(kind: vectors.Kind | None = None) -> Library:
-    """As of vectors.library."""
+    """The kernels as a library. kind: as in vectors.library."""
     return vectors.library("outrider-kernels", Path(__file__).parent / "csrc", kind)
 
 

@@ -1,4 +1,4 @@
-"""Moving rows of the KV cache in every layer with one call; its plain twin is that of `KVCache` itself."""
+"""Moves of cache rows in every layer with one call; the plain twin is in `KVCache.move`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.target.kernels.cpu import library
 
 
 class Mover:
-    """Moves rows of some pools, which stay where they are. pools, row_bytes: `count` of them, as C arrays."""
+    """Moves rows of pools whose addresses do not change. pools, row_bytes: C arrays of length `count`."""
 
     def __init__(self, pools: Sequence[Tensor]) -> None:
         """pools: [pages, page_size, kv_heads, head_dim] each."""
@@ -22,6 +22,6 @@ class Mover:
         self._move = library.load().outrider_move_rows
 
     def move(self, sources: Tensor, destinations: Tensor) -> None:
-        """As of `KVCache.move`: one after the other."""
+        """Move rows in order, as `KVCache.move`."""
         sources, destinations = sources.contiguous(), destinations.contiguous()
         self._move(self.pools, self.row_bytes, self.count, sources.data_ptr(), destinations.data_ptr(), len(sources))

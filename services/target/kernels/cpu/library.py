@@ -1,4 +1,4 @@
-"""The compiled kernels, bound with ctypes."""
+"""The compiled kernels, bound with ctypes. Structures mirror those of `csrc/`, field by field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Unavailable = native.Unavailable
 
 
 class AttentionShape(ctypes.Structure):
-    """How a layer attends; window, softcap and value_stride are 0 where there is none; see csrc/attention_plan.h."""
+    """Attention of a layer; window, softcap and value_stride: 0 for none; see csrc/attention_plan.h."""
 
     _fields_ = (
         ("heads", c_int64),
@@ -29,7 +29,7 @@ class AttentionShape(ctypes.Structure):
 
 
 class Product(ctypes.Structure):
-    """Products of groups of rows; see csrc/product.h."""
+    """Products of groups of rows; see csrc/invariant_product.h."""
 
     _fields_ = (
         ("first", c_void_p),
@@ -48,8 +48,8 @@ class Product(ctypes.Structure):
     )
 
 
-class DrawCall(ctypes.Structure):
-    """Rows after each of which a token is drawn; see csrc/draw.h."""
+class SampleCall(ctypes.Structure):
+    """Rows to sample a token after; see csrc/sampling.h."""
 
     _fields_ = (
         ("logits", c_void_p),
@@ -61,72 +61,72 @@ class DrawCall(ctypes.Structure):
         ("masks", c_void_p),
         ("words", c_void_p),
         ("tokens", c_void_p),
-        ("seconds", c_void_p),
+        ("second_tokens", c_void_p),
         ("ids", c_void_p),
-        ("odds", c_void_p),
+        ("probabilities", c_void_p),
     )
 
 
 class MultiStep(ctypes.Structure):
-    """Plain steps, one behind the other; see csrc/program.h."""
+    """Multi-step decoding; see csrc/program.h."""
 
     _fields_ = (
         ("steps", c_int64),
         ("stops", c_char_p),
         ("stop_counts", c_void_p),
-        ("files", c_void_p),
-        ("file_count", c_int64),
+        ("interrupt_fds", c_void_p),
+        ("interrupt_fd_count", c_int64),
         ("narrow", c_bool),
         ("texts", c_void_p),
         ("lengths", c_void_p),
-        ("same", c_int64),
-        ("follows", c_bool),
-        ("odds", c_void_p),
-        ("next", c_double),
-        ("row", c_double),
-        ("step", c_double),
+        ("repeat_length", c_int64),
+        ("draft_chain", c_bool),
+        ("acceptance_rates", c_void_p),
+        ("token_gain", c_double),
+        ("row_cost", c_double),
+        ("step_cost", c_double),
     )
 
 
-class LoopRound(ctypes.Structure):
-    """What came of a round; see csrc/rounds.h."""
+class LoopIteration(ctypes.Structure):
+    """The result of an iteration of the fused speculation loop; see csrc/fused_loop.h."""
 
     _fields_ = (
         ("written", c_int64),
-        ("guesses", c_int64),
+        ("draft_tokens", c_int64),
         ("chain", c_int64),
-        ("beside", c_int64),
-        ("right", c_int64),
+        ("second_choices", c_int64),
+        ("chain_accepted", c_int64),
         ("accepted", c_int64),
         ("committed", c_int64),
-        ("within", c_int64),
-        ("known", c_int64),
-        ("guessing", c_double),
+        ("inner", c_int64),
+        ("head_tokens", c_int64),
+        ("drafting", c_double),
         ("verifying", c_double),
-        ("odds", c_float * 2 * 16),
+        ("probabilities", c_float * 2 * 16),
     )
 
 
 class FusedLoop(ctypes.Structure):
-    """Guesses and their verification, round after round; see csrc/rounds.h."""
+    """The fused speculation loop; see csrc/fused_loop.h."""
 
     _fields_ = (
-        ("most", c_int64),
+        ("max_iterations", c_int64),
         ("seconds", c_double),
         ("text", c_void_p),
         ("length", c_int64),
         ("room", c_int64),
-        ("known", c_int64),
+        ("head_tokens", c_int64),
         ("depth", c_int64),
-        ("others", c_int64),
+        ("max_second_choices", c_int64),
         ("chain", c_int64),
         ("longest", c_int64),
         ("sampling", c_char_p),
         ("stops", c_char_p),
         ("stop_count", c_int64),
-        ("files", c_void_p),
-        ("file_count", c_int64),
-        ("same", c_int64),
+        ("interrupt_fds", c_void_p),
+        ("interrupt_fd_count", c_int64),
+        ("repeat_length", c_int64),
         ("pages", c_void_p),
         ("page_size", c_int64),
         ("pools", c_void_p),
@@ -134,14 +134,14 @@ class FusedLoop(ctypes.Structure):
         ("pool_count", c_int64),
         ("vocab", c_int64),
         ("tokens", c_void_p),
-        ("told", c_void_p),
-        ("within", c_void_p),
-        ("odds", c_void_p),
-        ("second_odds", c_void_p),
-        ("next", c_double),
-        ("token", c_double),
-        ("row", c_double),
-        ("step", c_double),
+        ("results", c_void_p),
+        ("inner", c_void_p),
+        ("acceptance_rates", c_void_p),
+        ("second_acceptance_rates", c_void_p),
+        ("token_gain", c_double),
+        ("token_value", c_double),
+        ("row_cost", c_double),
+        ("step_cost", c_double),
         ("head_logits", c_void_p),
         ("head_vocab", c_int64),
         ("head_ids", c_void_p),
@@ -149,7 +149,7 @@ class FusedLoop(ctypes.Structure):
 
 
 class BatchView(ctypes.Structure):
-    """A step's rows; see csrc/batch.h."""
+    """The rows of a step; see csrc/batch.h."""
 
     _fields_ = (
         ("rows", c_int64),
@@ -185,7 +185,7 @@ _SIGNATURES: native.Signatures = {
     "apply": (None, (c_void_p, c_int32, c_void_p, c_void_p, c_int64, c_int32)),
     "attention": (None, (c_void_p, _BATCH, _SHAPE, c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_int32)),
     "move_rows": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
-    "draw": (None, (c_void_p, POINTER(DrawCall))),
+    "sample": (None, (c_void_p, POINTER(SampleCall))),
     "program_new": (c_void_p, (c_int32, c_int32, c_int32, c_void_p)),
     "program_free": (None, (c_void_p,)),
     "program_width": (None, (c_void_p, c_int32, c_int64)),
@@ -195,36 +195,36 @@ _SIGNATURES: native.Signatures = {
         (c_void_p, c_void_p, c_void_p, c_void_p, c_float, *(c_int32,) * 2, c_int64, *(c_int32,) * 3, c_float),
     ),
     "program_narrow": (None, (c_void_p, c_void_p)),
-    "program_screen": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
+    "program_prune_head": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "program_add_norm": (None, (c_void_p, c_void_p, c_float, c_int32, c_int32, c_int64)),
     "program_rotate": (
         None, (c_void_p, c_int32, _SHAPE, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_float),
     ),
     "program_attend": (None, (c_void_p, c_int32, _SHAPE)),
     "program_capture": (None, (c_void_p, c_int32, c_int64, c_void_p, c_float)),
-    "program_keep": (None, (c_void_p, c_int64, c_int64)),
-    "program_feed": (None, (c_void_p, c_int64)),
-    "program_join": (None, (c_void_p, c_void_p, c_int32, c_int64, c_void_p, c_void_p, c_float, c_int32)),
+    "program_store_state": (None, (c_void_p, c_int64, c_int64)),
+    "program_load_state": (None, (c_void_p, c_int64)),
+    "program_join_embedding": (None, (c_void_p, c_void_p, c_int32, c_int64, c_void_p, c_void_p, c_float, c_int32)),
     "program_run": (
         c_int64,
         (
-            c_void_p, _BATCH, *(c_void_p,) * 3, c_int64, c_void_p, POINTER(DrawCall), *(c_void_p,) * 2, c_int64,
+            c_void_p, _BATCH, *(c_void_p,) * 3, c_int64, c_void_p, POINTER(SampleCall), *(c_void_p,) * 2, c_int64,
             c_void_p, c_int64, *(c_void_p,) * 3, POINTER(MultiStep),
         ),
     ),
-    "program_rounds": (c_int64, (*(c_void_p,) * 5, c_int64, c_void_p, POINTER(FusedLoop))),
+    "program_fused_loop": (c_int64, (*(c_void_p,) * 5, c_int64, c_void_p, POINTER(FusedLoop))),
     "read_bandwidth": (c_double, (c_void_p, c_char_p, c_int64, Clock)),
 }  # fmt: skip
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The library, compiled at the first call. Raises Unavailable."""
+    """Return the library; the first call compiles it. Raises Unavailable."""
     return build.KERNELS.loaded("outrider_", _SIGNATURES)
 
 
 def available() -> bool:
-    """True if the library can be had on this machine."""
+    """True if the library compiles and loads on this machine."""
     try:
         load()
     except Unavailable:

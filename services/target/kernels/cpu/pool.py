@@ -1,4 +1,4 @@
-"""Threads for single operators; a program has its own."""
+"""Thread pools of single operators; a program has its own pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.target.kernels.cpu import library
 
 
 class Pool:
-    """Threads that compute together."""
+    """A pool of threads in the kernels' library."""
 
     def __init__(self, threads: int) -> None:
         functions = library.load()
@@ -25,5 +25,5 @@ def _pool(threads: int) -> Pool:
 
 
 def shared_pool(threads: int | None = None) -> Pool:
-    """One pool for all operators of so many threads, by default PyTorch's; one caller at a time: the engine thread."""
+    """The pool that all operators share. Only the engine thread may use it. threads: by default PyTorch's number."""
     return _pool(torch.get_num_threads() if threads is None else threads)

@@ -1,6 +1,7 @@
-"""Products and functions with results of the same bits wherever a row or a number stands, whatever stands beside it.
+"""Batch-invariant products and elementwise functions: a result's bits do not depend on its place or its neighbours.
 
-PyTorch's own choose by the number of rows, and compute the last numbers of an array in another way than the others.
+PyTorch's products choose their algorithm by the number of rows, and its functions compute the last numbers of an array
+with other code than the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from services.target.kernels.cpu import library
 from services.target.kernels.cpu.pool import shared_pool
 
 _DTYPES = (torch.float32, torch.bfloat16)
-# Numbers that PyTorch computes on one thread, whatever the function, and of which none is the rest of a vector.
+# Numbers that PyTorch computes on one thread for every function, a multiple of the vector length.
 _PIECE, _VECTOR = 2048, 64
 
 
@@ -29,13 +30,14 @@ class Function(enum.IntEnum):
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor, which: Tensor) -> Tensor:
-    """Products of groups of neighbouring rows with a matrix each.
+    """Products of groups of adjacent rows with one matrix a group.
 
-    x: [P, inputs]; weight: [matrices, outputs, inputs], of x's dtype, laid out either way; bias: [matrices, outputs];
-    first: [groups + 1] int64, the first row of each group; which: [groups] int64, its matrix. Returns [P, outputs].
+    x: [P, inputs]; weight: [matrices, outputs, inputs], of x's dtype, either dimension contiguous; bias: [matrices,
+    outputs]; first: [groups + 1] int64, first row of each group; which: [groups] int64, its matrix. Returns
+    [P, outputs].
     """
     assert x.dtype in _DTYPES, "products are computed in float32 or bfloat16"
-    assert weight.dtype == x.dtype, "a product is of numbers of one format"
+    assert weight.dtype == x.dtype, "both factors have one format"
     x = x.contiguous()
     if weight.stride(2) != 1 and weight.stride(1) != 1:
         weight = weight.contiguous()
@@ -55,7 +57,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor, which
 
 
 def apply(function: Function, x: Tensor) -> Tensor:
-    """A compiled function of every number. x: float32 or bfloat16."""
+    """Apply a compiled function elementwise. x: float32 or bfloat16."""
     x = x.contiguous()
     y = torch.empty_like(x)
     library.load().outrider_apply(
@@ -65,7 +67,7 @@ def apply(function: Function, x: Tensor) -> Tensor:
 
 
 def in_pieces(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Any function of single numbers by PyTorch, which sees whole vectors of numbers only."""
+    """Apply one of PyTorch's elementwise functions in padded pieces, so that it sees whole vectors only."""
     flat = x.reshape(-1)
     count = flat.numel()
     padded = torch.nn.functional.pad(flat, (0, -count % _VECTOR))

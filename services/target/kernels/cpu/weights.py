@@ -1,7 +1,7 @@
-"""Weights of linear layers, laid out for the kernels; quantized on the way where asked for.
+"""Weights of linear layers, packed for the kernels and optionally quantized.
 
-int8: symmetric, a scale an output. int4: a scale and a centre for each 32 inputs of an output. Activations are then
-quantized to 8 bits as they come, with a scale for each 64 of a row.
+int8: symmetric, one scale an output. int4: a scale and a centre for each 32 inputs of an output. With both, the kernels
+quantize activations to 8 bits, with a scale for each 64 numbers of a row.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from torch import Tensor
 from outrider.native import freed_with
 from services.target.kernels.cpu import library
 
-GROUP = 64  # activations of a scale
-BLOCK = 32  # int4 weights of a scale
-# Steps of a block's scale between its least and its largest number. 15 are all that there are, so with more the ends
-# are clipped; fewer find the steps of weights that once were 4 bits in longer blocks, of which this one has a part.
+GROUP = 64
+"""Activations per scale."""
+BLOCK = 32
+"""int4 weights per scale."""
+# Candidates for the number of quantization steps between a block's smallest and largest weight. int4 has 15; more clip
+# the ends; fewer recover the scale of weights that were quantized to 4 bits in longer blocks before.
 _STEPS = (15, 16, 17, *range(14, 7, -1))
-_AT_ONCE = 2**18  # numbers, few enough to stay in caches
+_AT_ONCE = 2**18  # numbers quantized at a time, few enough to stay in the caches
 
 
 class Format(enum.IntEnum):
@@ -33,10 +35,10 @@ class Format(enum.IntEnum):
 
 
 class PackedWeight:
-    """A weight in the kernels' memory. handle: its address."""
+    """A packed weight in the kernels' memory. handle: its address."""
 
     def __init__(self, outputs: int, inputs: int, number_format: Format, *, rough: bool = False) -> None:
-        """rough: int4 is quantized at once, instead of searching for what errs least."""
+        """rough: quantize int4 with one candidate scale instead of searching for the smallest error."""
         functions = library.load()
         self._steps = _STEPS[:1] if rough else _STEPS
         self.outputs, self.inputs, self.format = outputs, inputs, number_format
@@ -45,11 +47,11 @@ class PackedWeight:
 
     @property
     def bytes(self) -> int:
-        """What a step reads of it."""
+        """Bytes that a step reads."""
         return int(library.load().outrider_weight_bytes(self.handle))
 
     def fill(self, outputs: Tensor, weight: Tensor) -> None:
-        """Lay out some of the outputs. outputs: [n] int64, which; weight: [n, inputs], floating point."""
+        """Pack some outputs. outputs: [n] int64, their indices; weight: [n, inputs], floating point."""
         functions = library.load()
         assert weight.shape == (len(outputs), self.inputs), "a weight keeps its shape"
         outputs = outputs.contiguous()
@@ -70,14 +72,15 @@ class PackedWeight:
 
 
 def interleaved(count: int, part: int) -> Tensor:
-    """Where so many gates (part 0) or values (part 1) go in a weight of 16 gates, their 16 values, ... [count]."""
+    """Output indices, [count] int64, of gates (part 0) or values (part 1) in a weight that alternates 16 of each."""
     outputs = torch.arange(count)
     return outputs // 16 * 32 + outputs % 16 + part * 16
 
 
 def packed(weight: Tensor, number_format: Format) -> PackedWeight:
-    """A whole weight, [outputs, inputs], laid out."""
-    made = PackedWeight(*weight.shape, number_format)
+    """Pack a whole weight, [outputs, inputs]."""
+    outputs, inputs = weight.shape
+    made = PackedWeight(outputs, inputs, number_format)
     made.fill(torch.arange(len(weight)), weight)
     return made
 
@@ -91,9 +94,9 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_int4(weight: Tensor, steps: Sequence[int] = _STEPS) -> tuple[Tensor, Tensor, Tensor]:
     """weight: [n, k] float32. Returns values [n, k] int8 in -8 .. 7, and scales and centres, [n, blocks] float32.
 
-    A number is value * scale + centre. Each block's steps are those of a few that err least. Weights that had 4 bits in
-    such blocks before (GGUF's Q4_0 and Q4_1, AWQ, GPTQ) come out as they were. Blocks come in pairs, of which the last
-    one may be empty. steps: those that are tried.
+    A weight is value * scale + centre. Each block takes the candidate of `steps` with the smallest error. Weights that
+    had 4 bits in such blocks before (GGUF's Q4_0 and Q4_1, AWQ, GPTQ) are reproduced exactly. Blocks come in pairs; the
+    last one may be padding.
     """
     n, k = weight.shape
     blocks = 2 * -(-k // GROUP)
@@ -107,10 +110,10 @@ def _quantize_blocks(weight: Tensor, tried: Sequence[int]) -> tuple[Tensor, Tens
     """weight: [n, blocks, 32]. Returns values of that shape, scales and centres, [n, blocks]."""
     least, largest = weight.amin(2), weight.amax(2)
     best = torch.full_like(least, torch.inf)
-    rounding = weight.square().sum(2) * 2.0**-16  # more than bfloat16's
+    rounding = weight.square().sum(2) * 2.0**-16  # above the rounding error of bfloat16
     scales, centres, values = torch.empty_like(least), torch.empty_like(least), torch.zeros_like(weight)
     for steps in tried:
-        scale = ((largest - least) / steps).clamp(min=1e-7).half().float()  # as they are stored
+        scale = ((largest - least) / steps).clamp(min=1e-7).half().float()  # as stored
         middle = (least + largest) / 2 if steps > 15 else least + 7.5 * scale
         centre = (middle + 0.5 * scale).bfloat16().float()
         rounded = ((weight - centre[..., None]) / scale[..., None]).round_().clamp_(-8, 7)

@@ -1,8 +1,8 @@
 """Ragged paged attention with a tree mask on CUDA: the host side of attention_kernels.py.
 
 One launch serves prompt chunks, plain rows and draft nodes of all sessions; a second one folds long contexts that
-several programs share. Shapes and constants of a model fix the program, and whether all spans are short. Where keys are
-visited in the order of plain decoding, it is one program for all batches, so a row gives the same bits in each.
+several programs share. The compiled kernel depends on the model's shapes and on whether all spans are short. If keys
+are visited in the order of plain decoding, one kernel serves all batches, so a row has the same bits in each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.target.kernels.cuda import attention_kernels as triton_kernels
-from services.target.kernels.cuda.launch_chain import chained
+from services.target.kernels.cuda.dependent_launch import supports_dependent_launch
 from services.target.kernels.cuda.ragged import (
     FOLD_COLUMNS,
     ITEM_COLUMNS,
@@ -34,12 +34,12 @@ from services.target.step.layout import Extent
 from services.target.step.upload import upload
 
 _LOG2E = 1.4426950408889634
-# Partial results of long contexts, over all heads; where there would be more, splits are longer or tiles whole.
+# Memory for partial results of long contexts, over all heads; with more, splits get longer or tiles stay whole.
 _PARTIAL_BYTES = 64 << 20
-# Programs a multiprocessor runs at once; persistent ones, so that a captured launch serves any batch.
+# Programs a multiprocessor. They are persistent, so that a captured launch serves any batch.
 _PER_PROCESSOR = 2
 _FOLDS_AT_ONCE = 16
-# Keys of a split where keys are visited in the order of plain decoding, and elsewhere.
+# Keys of a split if keys are visited in the order of plain decoding, and otherwise.
 _ORDERED, _UNORDERED = Split(256, 256), Split(128, 4096)
 # Items of a captured step beyond one a tile.
 _STATIC_ITEMS = 4096
@@ -49,9 +49,9 @@ _STATIC_PATH = 16
 
 @dataclass(frozen=True)
 class Tile:
-    """How a program cuts its work: rows times heads, keys a block and a split, warps, blocks in flight.
+    """The tile of a program. lanes: rows times heads; keys: of a block; stages: blocks in flight.
 
-    Tiles differ in the order in which a device adds up, and so in a row's bits. A split begins where a block does.
+    Tiles differ in the order of additions, and so in a row's bits. A split starts at the start of a block.
     """
 
     lanes: int
@@ -62,12 +62,11 @@ class Tile:
 
 
 def pick_tile(key_dim: int, value_dim: int, itemsize: int, *, short: bool = False, ordered: bool = False) -> Tile:
-    """The tile of a shape. Tall enough that the verification of 16 nodes reads the keys of 4 heads a group once.
+    """The tile of a shape. It is tall enough that verifying 16 nodes reads the keys once for 4 heads a group.
 
-    short: of batches of short spans (see Extent), where a tile has little to do but wait for its keys; ordered: see
-    TritonAttention
+    short: for batches of short spans (see Extent), where a tile mostly waits for its keys; ordered: see TritonAttention
     """
-    if itemsize > 2:  # exact products run outside the tensor cores; the widest keys want 70 KiB for 16 of them
+    if itemsize > 2:  # exact products do not use the tensor cores; 16 of the widest keys take 70 KiB
         lanes, keys, warps, stages = (16, 32, 4, 2) if max(key_dim, value_dim) <= 256 else (16, 16, 4, 1)
     elif max(key_dim, value_dim) <= 128:
         lanes, keys, warps, stages = (16, 128, 4, 3) if short else (64, 64, 4, 3)
@@ -80,7 +79,7 @@ def pick_tile(key_dim: int, value_dim: int, itemsize: int, *, short: bool = Fals
 
 @dataclass(frozen=True)
 class Kind:
-    """What layers must share to share tables."""
+    """The properties that layers with common tables have in common."""
 
     height: int
     window: int | None
@@ -107,7 +106,7 @@ def processors(device: torch.device) -> int:
 
 @lru_cache
 def _workspace(rows: int, heads: int, value_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Partial results, which layers use in turn."""
+    """Memory for partial results, shared by all layers."""
     acc = torch.empty(rows, heads, value_dim, dtype=torch.float32, device=device)
     return acc, torch.empty(rows, heads, 2, dtype=torch.float32, device=device)
 
@@ -116,10 +115,10 @@ class TritonAttention:
     """Attention of one batch; call it once a layer."""
 
     knows_extents = True
-    """Of a planner: whether batches of short spans have tiles of their own, and plain ones less to do."""
+    """Of a planner: batches of short spans have tiles of their own, and plain batches skip the tree mask."""
 
     def __init__(self, batch: Batch, tile: Tile | None = None, *, ordered: bool = False) -> None:
-        """tile: for measurements; by default by shape. ordered: keys are visited in the order of plain decoding."""
+        """tile: for measurements; by default chosen by shape. ordered: visit keys in the order of plain decoding."""
         self.ordered = ordered
         self.extent = Extent.LONG if ordered else batch.layout.extent
         self._batch = batch
@@ -141,7 +140,7 @@ class TritonAttention:
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> Tensor:
-        """As `reference.paged_attention`; pools may be fp8, whose numbers are multiplied by k_scale and v_scale."""
+        """As `reference.paged_attention`. k_scale, v_scale: factors of the numbers in fp8 pools."""
         layout = Layout.of(q, k_pool, v_pool, self._tile, short=self.extent < Extent.LONG, ordered=self.ordered)
         tables, partial = self._tables_of(layout.kind(window), q.device)
         assert self._ragged is not None
@@ -154,7 +153,7 @@ class TritonAttention:
 
     @property
     def kinds(self) -> list[Kind]:
-        """The kinds of layers that were computed so far."""
+        """The kinds of layers computed so far."""
         return list(self._tables)
 
     def _tables_of(self, kind: Kind, device: torch.device) -> tuple[DeviceTables, bool]:
@@ -173,7 +172,7 @@ class TritonAttention:
 
 
 class StaticAttention:
-    """Attention for steps that are captured: tables in fixed places, which batch after batch is laid out in."""
+    """Attention for captured steps: every batch writes its tables to the same addresses."""
 
     def __init__(
         self,
@@ -185,9 +184,9 @@ class StaticAttention:
         ordered: bool = False,
         extent: Extent = Extent.LONG,
     ) -> None:
-        """rows: of a step, with padding; pages: most pages of a batch; kinds: those of the model's layers.
+        """rows: of a step, padding included; pages: most pages of a batch; kinds: of the model's layers.
 
-        ordered: as TritonAttention; extent: of the batches that it serves
+        ordered: as in TritonAttention; extent: of the batches that it serves
         """
         self._ordered, self._extent = ordered, extent
         self._node_words = words_for(rows)
@@ -196,7 +195,7 @@ class StaticAttention:
         shapes = [shape for _ in kinds for shape in tables] + [
             [rows, self._node_words],
             [rows * _STATIC_PATH if ordered else 1],
-            [pages],  # the largest comes last, as only its own part is transferred; see Slab
+            [pages],  # the largest is last, because only its used part is transferred; see Slab
         ]
         self.limits = [np.zeros(shape, np.int32) for shape in shapes]
         self._tables: dict[Kind, DeviceTables] = {}
@@ -214,7 +213,7 @@ class StaticAttention:
         return [*arrays, ragged.words, ragged.paths, ragged.pages]
 
     def attach(self, tensors: Sequence[Tensor], positions: Tensor) -> None:
-        """Use tensors that lie where `arrays` are put, and the rows' positions."""
+        """Set the device tensors that `arrays` are copied to, and the rows' positions."""
         self._tables = {kind: DeviceTables(*tensors[4 * i : 4 * i + 4]) for i, kind in enumerate(self._kinds)}
         self._words, self._paths, self._pages = tensors[-3:]
         self._positions = positions
@@ -243,14 +242,14 @@ class StaticAttention:
 
 
 def tabulate(ragged: Ragged, kind: Kind, device: torch.device, items: int = 1 << 20) -> Tables:
-    """The tables of a kind. items: most that may be beyond one a tile."""
+    """The tables of a kind. items: most items in addition to one a tile."""
     load = Load(processors(device) * _PER_PROCESSOR, kind.partial_rows, items)
     return ragged.tables(kind.height, kind.window, kind.split, load, kind.programs)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Shapes of a call, and how a tile is cut. A group's heads are cut into `blocks` of `heads`."""
+    """Shapes of a call and its tile. A group's heads are divided into `blocks` of `heads`."""
 
     kv_heads: int
     group: int
@@ -276,7 +275,7 @@ class Layout:
         return self.tile.lanes // self.heads
 
     def kind(self, window: int | None) -> Kind:
-        """What decides the tables of a call."""
+        """The kind of a call, which decides its tables."""
         row_bytes = self.kv_heads * self.group * (self.value_dim + 2) * 4
         partial_rows = max(_PARTIAL_BYTES // row_bytes, 1)
         return Kind(self.height, window, self.tile.split, self.kv_heads * self.blocks, partial_rows)
@@ -311,7 +310,7 @@ def launch(
     k_scale: float,
     v_scale: float,
 ) -> Tensor:
-    """Launch the kernels for tables on the device. partial: whether some tile is shared. Returns [T, heads, Dv]."""
+    """Launch the kernels. partial: some tile is shared by several programs. Returns [T, heads, Dv]."""
     assert q.stride(2) == k_pool.stride(3) == v_pool.stride(3) == 1, "a head's numbers lie together"
     tile, key_dim, value_dim = layout.tile, layout.key_dim, layout.value_dim
     out = q.new_empty(q.shape[0], q.shape[1], value_dim)
@@ -325,7 +324,7 @@ def launch(
         scale, cap = 2.0 * scale / softcap, softcap * _LOG2E
     padded_value = max(16, 1 << (value_dim - 1).bit_length())
     programs = processors(q.device) * _PER_PROCESSOR
-    chain = chained(q.device)
+    chain = supports_dependent_launch(q.device)
     triton_kernels.attend[(programs,)](
         q, k_pool, v_pool, out, acc, ml, positions, tables.tiles, tables.items, tables.count, pages, words,
         paths, q if sinks is None else sinks,
@@ -349,5 +348,5 @@ def launch(
 
 
 def interpreted() -> bool:
-    """True where Triton's interpreter stands in for a GPU; it multiplies no bfloat16."""
+    """True if Triton's interpreter replaces the GPU; it cannot multiply bfloat16."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,12 +1,12 @@
-"""The device side of ragged paged attention with a tree mask, in Triton; attention.py is its host.
+"""The device side of ragged paged attention with a tree mask, in Triton; attention.py is the host side.
 
-A program takes items (ragged.py) in turn: a tile of rows, with the query heads that share a key head packed beside
-them, against some splits of the session's keys. The page table is read in place.
+A program computes one item (ragged.py) after another: a tile of rows, with the query heads that share a key head
+stacked as further rows, against some splits of the session's keys. It reads the page table in place.
 
     M  rows of a tile times heads        m  largest score, times log2(e)
     N  keys a block                      z  sum of exp2(score - m)
 
-Which keys a row sees: committed ones up to its limit; nodes by its bits; of both, those that its window reaches.
+The tree mask: a row sees committed keys up to its limit and draft nodes by its bits, both within its window.
 """
 
 # Triton reads annotations of a kernel at run time and knows few; it names constants in capitals.
@@ -17,16 +17,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from services.target.kernels.cuda.launch_chain import let_go, wait
+from services.target.kernels.cuda.dependent_launch import launch_dependents, wait
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _fold(m, z, acc, m_next, z_next, acc_next):
-    """Take the softmax over more keys into that over the ones before. m: [M]; z: [M]; acc: [M, DV].
+    """Merge the softmax over further keys into the softmax over the keys before. m: [M]; z: [M]; acc: [M, DV].
 
-    Spelled out in fused operations, so that wherever it is compiled it gives the same bits.
+    Written with explicit fused multiply-adds, so that every kernel that inlines it gives the same bits.
     """
     m_all = tl.maximum(m, m_next)
     safe = tl.where(m_all == float("-inf"), 0.0, m_all)
@@ -54,7 +54,7 @@ def _blocks(
     N: tl.constexpr, WORDS, TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
     ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """Attend over the keys begin .. end - 1, in blocks that begin at multiples of N. stop: ends the keys there are."""
+    """Attend over the keys begin .. end - 1, in blocks that start at multiples of N. stop: end of the keys."""
     d1, dv = tl.arange(0, D1), tl.arange(0, DV_PAD)
     for block in tl.range(begin, end, N):
         key = block + tl.arange(0, N)
@@ -121,7 +121,7 @@ def _range(
     PAGE: tl.constexpr, N: tl.constexpr, WORDS, TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDE: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """Attend over the keys begin .. end - 1 alone: blocks that hold nodes come last, and look at bits."""
+    """Attend over the keys begin .. end - 1. Blocks with draft nodes come last; only these read the mask's bits."""
     plain_end = end
     if TREE:
         plain_end = tl.maximum(tl.minimum(own // N * N, end), begin)
@@ -157,10 +157,10 @@ def attend(
 
     partial_acc: [partial rows, heads, DV], partial_ml: [partial rows, heads, 2] float32. A group's heads are cut into
     BLOCKS of HEADS. scale: of scores, times log2(e). D1 + D2 >= D is the width of keys in powers of two.
-    ORDERED: whether tiles may look up in `paths` where some of their keys lie. EACH: an item's splits are computed one
-    by one and folded, as if each had a program of its own; without it they are one range of keys.
+    ORDERED: tiles may look up the places of some keys in `paths`. EACH: an item's splits are computed one by one and
+    folded, as by separate programs; otherwise they are one range of keys.
     """
-    let_go(CHAINED)
+    launch_dependents(CHAINED)
     total = tl.load(item_count) * (KV_HEADS * BLOCKS)
     for work in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         item = items + (work // (KV_HEADS * BLOCKS)) * 4
@@ -180,9 +180,9 @@ def attend(
         in_group = (work % BLOCKS) * HEADS + lane % HEADS
         live = (row < rows) & (in_group < GROUP)
         head = kv_head * GROUP + in_group
-        stop = start + place + rows  # ends the keys that the tile's last row may see
+        stop = start + place + rows  # end of the keys that the tile's last row may see
         limit = tl.minimum(start + place + row, own - 1)
-        node = tl.where(row < rows, place + row - (own - start), -1)  # behind the last node there may be no more bits
+        node = tl.where(row < rows, place + row - (own - start), -1)  # there are no bits after the last node
         low_position = tl.load(positions + row0 + row, mask=live, other=0) - window + 1
         wait(CHAINED)
 
@@ -231,7 +231,7 @@ def attend(
             tl.store(partial_acc + at[:, None] * DV + dv[None, :], acc_all, mask=live[:, None] & (dv < DV)[None, :])
             tl.store(partial_ml + at * 2, m_all, mask=live)
             tl.store(partial_ml + at * 2 + 1, z_all, mask=live)
-    wait(CHAINED)  # those who have no work, too
+    wait(CHAINED)  # programs without work must wait, too
 
 
 @triton.jit
@@ -241,7 +241,7 @@ def fold(
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Fold partial results in the order of their splits. One program a row and head; M is 1."""
-    let_go(CHAINED)
+    launch_dependents(CHAINED)
     row, head = tl.program_id(0), tl.program_id(1)
     base, step, count = tl.load(folds + row * 3), tl.load(folds + row * 3 + 1), tl.load(folds + row * 3 + 2)
     wait(CHAINED)
@@ -252,7 +252,7 @@ def fold(
         z_all = tl.zeros([1], tl.float32)
         acc_all = tl.zeros([1, DV_PAD], tl.float32)
         for group in tl.range(0, count, AT_ONCE):
-            for nth in tl.static_range(AT_ONCE):  # so that loads of several splits are under way together
+            for nth in tl.static_range(AT_ONCE):  # unrolled, so that loads of several splits overlap
                 split = group + nth + one
                 there = split < count
                 at = (base + split * step).to(tl.int64) * HEAD_COUNT + head

@@ -1,6 +1,6 @@
-"""Writing and moving rows of the paged cache on CUDA: one launch a layer, and one for all layers.
+"""Writing rows of the paged cache on CUDA, one launch a layer, and moving rows, one launch for all layers.
 
-Rows of NULL_PAGE are never written, so that what padding computes is nowhere to be read.
+Rows of NULL_PAGE are never written, so no row can read results of padding.
 """
 
 # Triton reads annotations of a kernel at run time and knows few; it names constants in capitals.
@@ -27,7 +27,7 @@ def write_rows(
     """keys, values: [T, HEADS, D or DV]; one program a row. LIMIT: largest number that pools hold, or 0."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    if slot >= PAGE:  # others lie in NULL_PAGE
+    if slot >= PAGE:  # smaller slots belong to NULL_PAGE
         page, offset = slot // PAGE, slot % PAGE
         d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
         key = tl.load(keys + row * k_row + (d // D) * k_head + d % D, mask=d < HEADS * D)
@@ -59,13 +59,13 @@ def write(slots: Tensor, keys: Tensor, values: Tensor, k_pool: Tensor, v_pool: T
 
 
 def largest(pool: Tensor) -> float:
-    """Largest number that a pool of 8 bits holds, which larger ones become; 0 for pools that hold what comes."""
+    """The largest number of an fp8 pool, to which larger ones are clamped; 0 for wider pools, which are not clamped."""
     return torch.finfo(pool.dtype).max if pool.dtype.itemsize == 1 else 0.0
 
 
 @triton.jit(do_not_specialize=["count"])
 def move_rows(pools, row_bytes, sources, destinations, count, PART: tl.constexpr):
-    """pools, row_bytes: [P] int64, where pools begin, and bytes of a row. One program a pool and part of its rows."""
+    """pools, row_bytes: [P] int64, addresses of the pools and their row sizes. One program a pool and part of a row."""
     pool = tl.program_id(0)
     size = tl.load(row_bytes + pool)
     begin = tl.load(pools + pool).to(tl.pointer_type(tl.uint8))
@@ -77,7 +77,10 @@ def move_rows(pools, row_bytes, sources, destinations, count, PART: tl.constexpr
 
 @triton.jit(do_not_specialize=["side", "depths"])
 def move_paths(pools, row_bytes, moves, side, depths, PART: tl.constexpr):
-    """moves: [2, S, depths] int64, slots from and, `side` numbers on, to. A program a pool, part of a row, session."""
+    """moves: [2, S, depths] int64, source slots and, `side` numbers further, destinations.
+
+    One program a pool, part of a row, and session.
+    """
     pool = tl.program_id(0)
     size = tl.load(row_bytes + pool)
     begin = tl.load(pools + pool).to(tl.pointer_type(tl.uint8))
@@ -92,21 +95,21 @@ def move_paths(pools, row_bytes, moves, side, depths, PART: tl.constexpr):
 
 
 class Mover:
-    """Moves rows between slots in all pools of a cache at once."""
+    """Moves rows between slots in all pools of a cache with one launch."""
 
     def __init__(self, pools: Sequence[Tensor]) -> None:
-        """pools: contiguous, [pages, page_size, kv_heads, dim] each; they must stay where they are."""
+        """pools: contiguous, [pages, page_size, kv_heads, dim] each; their addresses must not change."""
         device = pools[0].device
         sizes = [pool[0, 0].numel() * pool.element_size() for pool in pools]
         self._pools = torch.tensor([pool.data_ptr() for pool in pools], dtype=torch.int64, device=device)
         self._row_bytes = torch.tensor(sizes, dtype=torch.int64, device=device)
         self._grid = (len(pools), -(-max(sizes) // _PART))
         nowhere = torch.zeros(1, dtype=torch.int64, device=device)
-        self.move(nowhere, nowhere)  # so that the programs are there before the first step that needs them
+        self.move(nowhere, nowhere)  # compiles the kernels before the first step needs them
         self.move_paths(nowhere.new_zeros(2, 1, 1))
 
     def move(self, sources: Tensor, destinations: Tensor) -> None:
-        """Copy rows one after the other. Both [n] int64. No destination may be a later source."""
+        """Copy rows in order. Both [n] int64. No destination may be a later source."""
         move_rows[self._grid](self._pools, self._row_bytes, sources, destinations, len(sources), PART=_PART)
 
     def move_paths(self, moves: Tensor) -> None:

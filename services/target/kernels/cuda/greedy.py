@@ -1,4 +1,4 @@
-"""The likeliest token of each row on CUDA, in two launches: of parts of the vocabulary side by side, then of those."""
+"""The argmax of each row on CUDA, in two launches: over parts of the vocabulary in parallel, then over the parts."""
 
 # Triton reads annotations of a kernel at run time and knows few; it names constants in capitals.
 # ruff: noqa: ANN001, ANN201, N803
@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PARTS = 64  # of a row, over which one multiprocessor would be long
-_BLOCK = 2048  # numbers that a program looks at together
+_PARTS = 64  # parts of a row, each computed by one program
+_BLOCK = 2048  # numbers that a program compares at a time
 
 
 @triton.jit
 def part_best(logits, bests, tokens, row_size, vocab, part_size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """bests: [R, PARTS] float32, infinity where a number is none; tokens: [R, PARTS] int32, the first of equals."""
+    """bests: [R, PARTS] float32, infinity for NaN; tokens: [R, PARTS] int32, the first of equal ones."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     best, token = float("-inf"), part * part_size
     stop = tl.minimum(token + part_size, vocab)
@@ -33,7 +33,7 @@ def part_best(logits, bests, tokens, row_size, vocab, part_size, PARTS: tl.const
 
 @triton.jit
 def row_best(bests, tokens, picked, PARTS: tl.constexpr):
-    """picked: [R] int64, -1 where the best is not finite."""
+    """picked: [R] int64, -1 if the largest number is not finite."""
     row, part = tl.program_id(0), tl.arange(0, PARTS)
     best, place = tl.max(tl.load(bests + row * PARTS + part), 0, return_indices=True)
     token = tl.load(tokens + row * PARTS + place).to(tl.int64)
@@ -41,7 +41,7 @@ def row_best(bests, tokens, picked, PARTS: tl.constexpr):
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """`sampler.pick` where all rows are greedy. logits: [R, V], of any floating format. Returns [R] int64."""
+    """Greedy tokens, as `sampler.sample_adjusted`. logits: [R, V], any float dtype. Returns [R] int64."""
     rows, vocab = logits.shape
     assert logits.stride(1) == 1, "a row's numbers lie together"
     bests = torch.empty(rows, _PARTS, dtype=torch.float32, device=logits.device)

@@ -1,12 +1,12 @@
-"""What a kernel must know of a ragged batch, as a few tables of integers that NumPy fills for all sessions at once.
+"""The tables that describe a ragged batch to the attention kernel, filled with NumPy for all sessions at once.
 
-    span   rows of one session                      tile   neighbouring rows of a span that one program attends for
-    split  some keys of a session, by position      item   a tile and the splits that one program takes
+    span   rows of one session                      tile   adjacent rows of a span that one program computes
+    split  some keys of a session, by position      item   a tile and the splits that one program computes
 
-A row's result is a fold over the splits that it sees, in order. One program attends over all splits of a tile, or
-several programs leave partial results that are folded later; which of the two is done follows the load. So does the
-size of splits, unless it is fixed: then splits lie at fixed positions, each is computed alone, whoever computes it, and
-as a tile's height is fixed too, the bits of a row's result do not depend on the rest of the batch.
+A row's result is a fold over the splits that it sees, in order. One program computes all splits of a tile, or several
+programs store partial results that are folded later; the load decides. It also decides the size of splits, unless that
+is fixed: then splits have fixed positions, each is computed separately, and because a tile's height is fixed too, the
+bits of a row's result do not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -33,16 +33,15 @@ Ints = NDArray[np.int32]
 TILE_COLUMNS, ITEM_COLUMNS, FOLD_COLUMNS = 11, 4, 3
 _NO_PATH = np.iinfo(np.int32).max
 _WORD_BITS = 32
-# Programs that a device should have to do, as a multiple of those that it runs at once, before tiles stay whole.
+# Tiles stay whole if there are at least this many programs for each one that the device runs at once.
 _ROUNDS = 2
-# Keys in the time in which a program begins an item and ends it, 2 us on an H200, and in which a row's partial result
-# is left and folded.
+# Fixed cost of an item (2 us on an H200) and of a row's partial result, in keys of equal time.
 _BEGINNING, _PARTIAL = 192, 4
 
 
 @dataclass(frozen=True)
 class Load:
-    """How a device likes its work. programs: run at once; partial_rows, items: room for those beyond one a tile."""
+    """Capacity of a device. programs: run at once; partial_rows, items: room for those beyond one a tile."""
 
     programs: int
     partial_rows: int
@@ -51,9 +50,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Split:
-    """Fewest and most keys of a split, the most a multiple of the fewest. Where they are equal, splits are fixed.
+    """Fewest and most keys of a split; `most` is a multiple of `least`. If they are equal, splits are fixed.
 
-    Where there is no room for the partial results of the longest, splits are longer.
+    Splits get longer than `most` if their partial results would not fit.
     """
 
     least: int
@@ -61,11 +60,11 @@ class Split:
 
     @property
     def fixed(self) -> bool:
-        """Whether splits lie at fixed positions, so that a row's bits do not depend on the batch."""
+        """True if splits have fixed positions, so that a row's bits do not depend on the batch."""
         return self.least == self.most
 
     def under(self, load: Load, keys: NDArray[np.int64], rows: NDArray[np.int64], programs_per_item: int) -> int:
-        """Keys a split by which programs are through soonest. keys, rows: [tiles], that a tile sees and has."""
+        """The split size with the earliest finish. keys, rows: [tiles], keys that a tile sees and its rows."""
         if self.fixed:
             return self.least
         blocks = -(-keys // self.least)  # the same for many steps
@@ -75,7 +74,7 @@ class Split:
 
 @lru_cache(maxsize=256)
 def _soonest(split: Split, load: Load, programs_per_item: int, blocks: bytes, rows: bytes) -> int:
-    """blocks: [tiles] int64, of `least` keys that a tile sees, descending; rows: [tiles] int64, that it has."""
+    """blocks: [tiles] int64, blocks of `least` keys that a tile sees, descending; rows: [tiles] int64."""
     counts, heights = np.frombuffer(blocks, np.int64), np.frombuffer(rows, np.int64)
     longest, most = max(int(counts[0]), 1), split.most // split.least
     fair = -(-int(counts.sum()) * programs_per_item // (_ROUNDS * load.programs))
@@ -95,15 +94,15 @@ def _soonest(split: Split, load: Load, programs_per_item: int, blocks: bytes, ro
 
 
 def _has_room(counts: NDArray[np.int64], heights: NDArray[np.int64], size: int, load: Load) -> bool:
-    """Whether partial results fit, if splits have `size` blocks. counts, heights: [tiles], blocks and rows."""
+    """True if partial results fit with splits of `size` blocks. counts, heights: [tiles], blocks and rows."""
     parts = -(-counts // size)
     return int((parts * heights)[parts > 1].sum()) <= load.partial_rows
 
 
 def _through(counts: NDArray[np.int64], size: int, programs: int, programs_per_item: int, beginning: float) -> float:
-    """When the program that takes the costliest item of each round is through. In blocks, as all sizes.
+    """Finish time, in blocks, of the program that computes the costliest item of each round.
 
-    counts: [tiles], descending; size: of a split; beginning: what an item takes beside its blocks
+    counts: [tiles], descending; size: of a split, in blocks; beginning: fixed cost of an item, in blocks
     """
     whole, rest = int((counts // size).sum()), counts % size
     items = whole + int(np.count_nonzero(rest))
@@ -123,11 +122,11 @@ class Tables:
 
 
 class Ragged:
-    """The spans of a batch as arrays, in pieces that tiles are cut from. S spans, T rows. Rows of padding see nothing.
+    """The spans of a batch as arrays of pieces, which are cut into tiles. S spans, T rows. Rows of padding see no keys.
 
-    A piece is a span. Or, where keys shall be visited in the order of a row's own path, as plain decoding does, it is a
-    span up to the last node of a chain, and each of its other nodes, which then looks like a plain row: `paths` says
-    where the keys of its path lie, as positions in its span's pages.
+    A piece is a span. With `ordered`, keys are visited in the order of a row's own path, as in plain decoding: then a
+    span up to the last node of its leading chain is a piece, and each other node is a piece that looks like a plain
+    row, with the places of its path's keys in `paths`, as positions in its span's pages.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class Ragged:
             self._take_apart(layout.spans(positions), layout.table, words)
             return
         rows = np.diff(layout.first)
-        inert = layout.pages[layout.table] == NULL_PAGE  # they start so far below zero that they end before any key
+        inert = layout.pages[layout.table] == NULL_PAGE  # padding starts so far below 0 that it ends before any key
         self.first, self.rows, self.first_page, self.first_word = layout.first[:-1], rows, layout.table, words
         self.start = np.where(inert, -rows, layout.start)
         self.own = np.where(inert, -rows, layout.start + layout.committed)
@@ -232,26 +231,26 @@ def _starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def ancestor_words(parents: Ints, sizes: NDArray[np.int64], width: int) -> Ints:
-    """Which nodes each node sees, itself and its ancestors, as bits: node i of a draft is bit i % 32 of word i // 32.
+    """The tree mask as bits: each node sees itself and its ancestors. Node i is bit i % 32 of word i // 32.
 
-    parents: of all drafts' nodes, each among those of its draft and before its children; ROOT for none. sizes: nodes of
-    each draft. Returns [all nodes, width] int32.
+    parents: of all drafts' nodes, an index within the draft before its children; ROOT for none. sizes: nodes of each
+    draft. Returns [all nodes, width] int32.
     """
     total = len(parents)
-    words = np.zeros((total + 1, width), np.uint32)  # behind the nodes, one that sees nothing
+    words = np.zeros((total + 1, width), np.uint32)  # the extra last row sees nothing
     if total:
         begin = np.repeat(_starts(sizes), sizes)
         local = np.arange(total) - begin
         words[np.arange(total), local // _WORD_BITS] = np.uint32(1) << (local % _WORD_BITS).astype(np.uint32)
         above = np.append(np.where(parents == ROOT, total, parents + begin), total)
-        while (above != total).any():  # what is seen 1, 2, 4, ... levels up
+        while (above != total).any():  # ancestors within 1, 2, 4, ... levels
             words |= words[above]
             above = above[above]
     return words[:total].view(np.int32)
 
 
 def _shared(rows: NDArray[np.int64], splits: NDArray[np.int64], load: Load, fair: int) -> NDArray[np.bool_]:
-    """Which tiles several programs share: those with more splits than a program's fair part, if there is room."""
+    """The tiles that several programs share: those with more splits than a program's fair share, if there is room."""
     while True:
         shared = splits > fair
         if int((rows * splits)[shared].sum()) <= load.partial_rows and int(splits[shared].sum()) <= load.items:
@@ -273,7 +272,7 @@ def _items(
     end = np.where(alone, stop[tile], begin + 1)
     partial = np.where(alone, -1, base[tile] + nth * rows[tile])
     taken = np.minimum(end * keys, seen[1][tile]) - np.maximum(begin * keys, seen[0][tile])
-    order = np.argsort(-taken, kind="stable")  # the short ends of contexts come last
+    order = np.argsort(-taken, kind="stable")  # costliest first
     return _table([column[order] for column in (tile, begin, end, partial)])
 
 

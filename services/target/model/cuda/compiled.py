@@ -1,10 +1,12 @@
-"""torch.compile for the layers of a model: one program for layers of a kind and each captured number of rows.
+"""torch.compile for the layers of a model: one program for each kind of layer and captured number of rows.
 
-Only steps whose inputs lie in fixed places (graphs.py) are compiled, as every other number of rows would mean another
-program; the rest runs as it comes. Attention stays as it is: to the compiler it is one opaque operation.
+Only steps with inputs at fixed addresses (graphs.py) are compiled, because every further number of rows would need
+another program; the others run eagerly. Attention is one opaque operation to the compiler.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,24 +18,24 @@ from services.target.model.base import Outputs
 from services.target.model.modules import ModuleRunner
 from services.target.step.batch import Batch
 
-_PROGRAMS = 256  # most that one function is compiled into: sizes times kinds of layers
+_PROGRAMS = 256  # most programs of one function: sizes times kinds of layers
 
 
 class CompiledRunner(ModuleRunner):
-    """Runs the steps of `run` compiled, up to a number of rows, and those of `forward` as they come."""
+    """Runs the steps of `run` compiled, up to a number of rows, and those of `forward` eagerly."""
 
-    def __init__(self, module: nn.Module, planner: Planner, most_rows: int) -> None:
+    def __init__(self, module: Any, planner: Planner, most_rows: int) -> None:
         """Raises ConfigError for a model whose layers cannot be found."""
         super().__init__(module, planner)
         self._most_rows = most_rows
-        count = module.config.get_text_config().num_hidden_layers  # type: ignore[union-attr]
-        decoder = module.get_decoder()  # type: ignore[operator]
+        count = module.config.get_text_config().num_hidden_layers
+        decoder = module.get_decoder()
         lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == count]
         if not lists:
             raise ConfigError(f"--enable-torch-compile does not suit {type(module).__name__}; leave it out")
         for part in module.modules():
             if isinstance(getattr(part, "layer_idx", None), int):
-                # A tensor, as a number would be compiled into every layer's own program.
+                # A tensor, because a Python number would give every layer its own program.
                 part.register_buffer("outrider_layer", torch.tensor(part.layer_idx), persistent=False)
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _PROGRAMS)
         torch._dynamo.config.accumulated_recompile_limit = max(
@@ -56,5 +58,5 @@ class CompiledRunner(ModuleRunner):
 
 
 def compiled(runner: ModuleRunner, most_rows: int) -> CompiledRunner:
-    """A runner of the same modules whose steps of up to so many rows are compiled."""
+    """A runner of the same modules that compiles steps of up to `most_rows` rows."""
     return CompiledRunner(runner.module, runner.planner, most_rows)

@@ -1,10 +1,10 @@
-"""Dense decoders (decoder.py) on CUDA in few launches: products side by side, and one kernel for what lies between two.
+"""Dense decoders (decoder.py) on CUDA in few launches: products with one input are merged, and the rest is fused.
 
-A layer of seven products and some twenty small operations becomes four products, two norms, a turn and attention:
+A layer of seven products and about twenty small operations becomes four products, two norms, a rotation and attention:
 
-    norm > queries, keys, values > turn and store > attention > output > sum and norm > gates and values > down > sum
+    norm > queries, keys, values > rotate and store > attention > output > sum and norm > gates and values > down > sum
 
-The weights stay `transformers`' parameters, laid side by side: whoever writes one writes here.
+The parameters of `transformers` become views of the merged weights, so a write to a parameter changes these.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from services.target.kernels.cuda import few as triton_few
-from services.target.kernels.cuda import rows as triton_rows
-from services.target.kernels.cuda.rows import Norm, add_norm, turn
+from services.target.kernels.cuda import fused_elementwise, small_batch_matmul
+from services.target.kernels.cuda.fused_elementwise import Norm, add_norm, rotate_and_store
 from services.target.kernels.dispatch import Attention, Planner
 from services.target.kernels.kv_cache import KVCache
 from services.target.model import decoder
@@ -33,16 +32,16 @@ from services.target.step.upload import upload
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def reason_against(module: Any) -> str | None:
+def unsupported_reason(module: Any) -> str | None:
     """Why a model on CUDA runs module by module; None if it can be fused."""
-    if (against := decoder.reason_against(module)) is not None:
+    if (against := decoder.unsupported_reason(module)) is not None:
         return against
     linears = [part for part in module.model.layers.modules() if isinstance(part, nn.Linear)]
     linears.append(module.lm_head)
     if any(type(linear.weight.data) is not Tensor or linear.weight.dtype not in _DTYPES for linear in linears):
-        return "its weights are in a format of their own"
+        return "its weights have a quantized or sharded format"
     if module.model.layers[0].self_attn.head_dim % 2:
-        return "its heads are of an odd width"
+        return "its head dimension is odd"
     return None
 
 
@@ -70,7 +69,7 @@ class _Layer:
 
 
 class FusedRunner(ModuleRunner):
-    """Runs a model for which there is no `reason_against`. Results are those of its modules but for rounding."""
+    """Runs a model for which there is no `unsupported_reason`. Results are those of its modules but for rounding."""
 
     compilable = False
 
@@ -82,14 +81,14 @@ class FusedRunner(ModuleRunner):
         self._gelu = decoder.activation(config) != "silu"
         self._softcap = decoder.final_softcap(config)
         self._shift = decoder.norm_shift(config)
-        turns = decoder.Rotation(module, positions, self._model.embed_tokens.weight.device)
+        rotary = decoder.RotaryTables(module, positions, self._model.embed_tokens.weight.device)
         self._layers = [
-            self._layer(decoder.parts(layer), turns.of(index), probe, index)
+            self._layer(decoder.parts(layer), rotary.of(index), probe, index)
             for index, layer in enumerate(self._model.layers)
         ]
         self._norm, self._head = self._norm_of(self._model.norm), _Linear(module.lm_head.weight, module.lm_head.bias)
 
-    def _layer(self, parts: decoder.Parts, tables: tuple[Tensor, Tensor], probe: Probe, index: int) -> _Layer:
+    def _layer(self, parts: decoder.LayerModules, tables: tuple[Tensor, Tensor], probe: Probe, index: int) -> _Layer:
         call = probe.calls[index]
         norms = [self._norm_of(norm) for norm in (parts.query_norm, parts.key_norm) if norm is not None]
         after = (parts.after_attention, parts.after_feed_forward)
@@ -135,16 +134,20 @@ class FusedRunner(ModuleRunner):
         pools = cache.keys[index], cache.values[index]
         where = self._heads, batch.positions, batch.slots, layer.tables, pools
         weight, bias = layer.projections.weight, layer.projections.bias
-        if layer.head_norms is None and triton_few.serves(normed, weight) and triton_few.turns(self._heads, weight):
-            queries = triton_few.turned(normed, weight, bias, *where, early=True)
+        if (
+            layer.head_norms is None
+            and small_batch_matmul.serves(normed, weight)
+            and small_batch_matmul.serves_rotary(self._heads, weight)
+        ):
+            queries = small_batch_matmul.linear_rotary(normed, weight, bias, *where, early=True)
         else:
-            queries = turn(_linear(normed, layer.projections, early=True), *where, layer.head_norms)
+            queries = rotate_and_store(_linear(normed, layer.projections, early=True), *where, layer.head_norms)
         attended = attention(queries, *pools, **layer.attending)
         return _linear(attended.flatten(1), layer.output)
 
 
 class _States:
-    """Hidden states on the way, of the rows that are asked for; see Capture."""
+    """The captured hidden states of a forward pass; see Capture."""
 
     def __init__(self, capture: Capture | None, device: torch.device) -> None:
         self._capture = capture
@@ -154,12 +157,12 @@ class _States:
             [self._rows] = upload([capture.rows], device)
 
     def pass_by(self, layer: int, stream: Tensor) -> None:
-        """The stream before a layer, or behind the last; it goes on to change."""
+        """Capture the residual stream before a layer, or after the last one; later layers change it in place."""
         if self._capture is not None and layer in self._capture.layers:
             self._taken.append(self._of(stream, copied=True))
 
     def features(self, final: Tensor) -> Tensor | None:
-        """States side by side, lowest layer first; None if nobody asks. final: the last one, normed."""
+        """States side by side, lowest layer first; None without a capture. final: the normalised last state."""
         if self._capture is None:
             return None
         return joined([*self._taken, self._of(final)] if self._capture.final else self._taken)
@@ -171,7 +174,7 @@ class _States:
 
 
 def _beside(linears: Sequence[Any]) -> _Linear:
-    """Layers with one input as one, whose outputs follow one another; their parameters become parts of its own."""
+    """Merge layers with one input into one; their parameters become views of its weight."""
     weights = [linear.weight for linear in linears]
     whole = weights[0].data if len(linears) == 1 else torch.cat([weight.data for weight in weights])
     counts = [len(weight) for weight in weights]
@@ -188,12 +191,12 @@ def _beside(linears: Sequence[Any]) -> _Linear:
 
 
 def _linear(x: Tensor, layer: _Linear, *, early: bool = False) -> Tensor:
-    if triton_few.serves(x, layer.weight):
-        return triton_few.linear(x, layer.weight, layer.bias, early=early)
+    if small_batch_matmul.serves(x, layer.weight):
+        return small_batch_matmul.linear(x, layer.weight, layer.bias, early=early)
     return functional.linear(x, layer.weight, layer.bias)
 
 
 def _gated(x: Tensor, gates: Tensor, *, gelu: bool) -> Tensor:
-    if triton_few.serves(x, gates):
-        return triton_few.gated(x, gates, gelu=gelu, early=True)
-    return triton_rows.gated(functional.linear(x, gates), gelu=gelu)
+    if small_batch_matmul.serves(x, gates):
+        return small_batch_matmul.gated(x, gates, gelu=gelu, early=True)
+    return fused_elementwise.gated(functional.linear(x, gates), gelu=gelu)

@@ -1,8 +1,8 @@
-"""Steps as CUDA graphs: captured once for some numbers of rows, replayed with other numbers in the same places.
+"""Steps as CUDA graphs: captured once for some numbers of rows, replayed with other inputs at the same addresses.
 
-A step is padded to the next size with rows of nobody: they write NULL_PAGE, which no session owns, see no session's
-keys, and nobody reads their results. What is padded, and how, has nothing to do with devices: captured or called
-directly, the same inputs lie in the same places, so it is tested without a GPU at every size.
+A step is padded to the next captured size with rows that belong to no session: they write NULL_PAGE, see no session's
+keys, and their results are not read. Padding does not depend on the device: captured or called directly, a step has the
+same inputs at the same addresses, so it is tested without a GPU at every size.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.config import TargetConfig
@@ -33,32 +34,32 @@ if TYPE_CHECKING:  # Triton may be missing
 
 log = logging.getLogger(__name__)
 
-# Rows a step, unless flags say which; above them every eighth number.
+# Default numbers of rows; above them every eighth number.
 _SMALL = (1, 2, 4, 8, 12)
 _EVERY = 8
 _MOST_ROWS = 512
-# Verified rows of a step where no flag fixes them; see engine/engine.py.
+# Most verified rows of a step if no flag fixes them; see engine/engine.py.
 _ADAPTIVE_ROWS = 64
 _MOST_PAGES = 1 << 18
 
 Replay = Callable[[], Outputs]
-# Captures what a function does on the device; the result does it again.
+# Captures the device work of a function; the result replays it.
 Capturer = Callable[[Callable[[], Outputs]], Replay]
 
 
 def direct(run: Callable[[], Outputs]) -> Replay:
-    """The capturer of devices without graphs: calls the function each time."""
+    """The capturer for devices without graphs: calls the function every time."""
     return run
 
 
 class CudaCapturer:
-    """Captures CUDA graphs that share their memory, as one runs at a time."""
+    """Captures CUDA graphs that share memory, because only one runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Outputs]) -> Replay:
-        """Capture; `run` is called three times, twice to have everything lazy done."""
+        """Capture. Calls `run` three times, the first two for lazy initialisation."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -77,12 +78,12 @@ class CudaCapturer:
 
 
 class _Step:
-    """A step of a fixed number of rows, with its inputs in fixed places."""
+    """A step of a fixed number of rows, with its inputs at fixed addresses."""
 
     def __init__(
         self, runner: ModuleRunner, batch: Batch, cache: KVCache, capturer: Capturer, *, extent: Extent
     ) -> None:
-        """batch: all padding, with the capture that every batch of this step asks for. extent: see `_Key`."""
+        """batch: all padding, with the capture of every batch of this step. extent: see `_Key`."""
         self._runner, self._cache, self._extent = runner, cache, extent
         self.size = len(batch)
         self._attention = self._static_attention(batch)
@@ -103,13 +104,13 @@ class _Step:
         outputs = self._replay()
         features = outputs.features
         if batch.capture is not None:
-            assert features is not None, "captured steps hand back what they are asked for"
+            assert features is not None, "captured steps return what a batch captures"
             if batch.capture.rows is not None:
                 features = features.index_select(0, upload([batch.capture.rows], features.device)[0])
         return Outputs(outputs.logits[: len(batch.rows.sampled)], features)
 
     def _fill(self, batch: Batch) -> bool:
-        arrays = batch.inputs
+        arrays: list[NDArray[np.integer]] = [*batch.inputs]
         if self._attention:
             tables = self._attention.arrays(batch)
             if tables is None:
@@ -127,7 +128,7 @@ class _Step:
         return self._runner.run(self._batch, self._cache, planner)
 
     def _static_attention(self, batch: Batch) -> StaticAttention | None:
-        """Attention with tables in fixed places, if that of the runner has tables; what kinds it needs is tried out."""
+        """Attention with tables at fixed addresses, if the runner's attention has any; a trial run finds the kinds."""
         made: list[Attention] = []
 
         def noting(batch: Batch) -> Attention:
@@ -149,7 +150,7 @@ class _Step:
 
 
 class _Key(NamedTuple):
-    """What distinguishes captured steps. extent: of the batches that they serve, to whom attention is fitted."""
+    """The properties that distinguish captured steps. extent: of their batches, to which attention is fitted."""
 
     size: int
     layers: tuple[int, ...]
@@ -158,10 +159,10 @@ class _Key(NamedTuple):
 
 
 class GraphRunner:
-    """A `Runner` that replays captured steps, and runs what fits none of them as it comes."""
+    """A `Runner` that replays captured steps and runs all other batches directly."""
 
     def __init__(self, runner: ModuleRunner, sizes: Sequence[int], capturer: Capturer, *, padding: bool = True) -> None:
-        """sizes: rows of the steps to capture. padding: whether smaller steps are padded up to them."""
+        """sizes: rows of the steps to capture. padding: pad smaller steps to these sizes."""
         self._runner = runner
         self._sizes = sorted(set(sizes))
         self._capturer = capturer
@@ -193,7 +194,7 @@ class GraphRunner:
         return self._runner.forward(batch, cache)
 
     def size_for(self, rows: int) -> int | None:
-        """Rows of the step that serves so many; None if none does."""
+        """The size of the step for a number of rows; None if there is none."""
         at = bisect_left(self._sizes, rows)
         if at == len(self._sizes) or (self._sizes[at] != rows and not self._padding):
             return None
@@ -204,7 +205,7 @@ class GraphRunner:
         return self._runner.weights()
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
-        """As `Runner.update`; parameters stay in place, so captured steps go on with the new values."""
+        """As `Runner.update`; parameters keep their addresses, so captured steps read the new values."""
         self._runner.update(tensors)
 
     @property
@@ -212,7 +213,7 @@ class GraphRunner:
         return bool(getattr(self._runner.planner, "knows_extents", False))
 
     def _extents(self, size: int) -> Sequence[Extent]:
-        """Those of batches with up to so many rows, to whom attention is fitted."""
+        """The extents of batches with up to `size` rows, to which attention is fitted."""
         if not self._knows_extents:
             return [Extent.LONG]
         return [extent for extent, rows in ((Extent.LONG, SHORT), (Extent.SHORT, 1), (Extent.PLAIN, 0)) if size > rows]
@@ -229,7 +230,7 @@ class GraphRunner:
             batch = pad(Batch(layout, rows, device, drawn=0, capture=every), size)
             try:
                 self._steps[key] = _Step(self._runner, batch, cache, self._capturer, extent=extent)
-            except RuntimeError as error:  # what the model does on the way cannot be captured
+            except RuntimeError as error:  # some operation of the model cannot be captured
                 self._works = False
                 self._steps.clear()
                 log.warning("steps are not captured as CUDA graphs: %s", str(error).splitlines()[0])
@@ -238,7 +239,7 @@ class GraphRunner:
 
 
 def wrap(runner: ModuleRunner, config: TargetConfig, device: torch.device) -> Runner:
-    """The runner with CUDA graphs, where flags and device have them. Raises ConfigError for flags that do not fit."""
+    """The runner with CUDA graphs, if flags and device allow them. Raises ConfigError for inconsistent flags."""
     asked = {
         "--cuda-graph-bs": config.cuda_graph_bs,
         "--cuda-graph-max-bs": config.cuda_graph_max_bs,
@@ -259,19 +260,19 @@ def wrap(runner: ModuleRunner, config: TargetConfig, device: torch.device) -> Ru
     captured = device.type == "cuda" and not config.disable_cuda_graph and runner.planner is not GroupedAttention
     rows, padding = sizes(config), not config.disable_cuda_graph_padding
     if config.enable_torch_compile and not runner.compilable:
-        log.info("--enable-torch-compile finds nothing to compile: the model runs in kernels of its own")
+        log.info("--enable-torch-compile has nothing to compile: the model runs with fused kernels")
     elif config.enable_torch_compile:
         from services.target.model.cuda.compiled import compiled
 
         most = config.torch_compile_max_bs * (config.fixed_tokens_per_session or 1)
         runner = compiled(runner, most)
-        if not captured:  # compiled programs want fixed sizes all the same
+        if not captured:  # compiled programs need fixed sizes, too
             return GraphRunner(runner, [count for count in rows if count <= most], direct, padding=padding)
     return GraphRunner(runner, rows, CudaCapturer(), padding=padding) if captured else runner
 
 
 def sizes(config: TargetConfig) -> list[int]:
-    """Rows of the steps to capture. A session takes one row without hints, and a fixed number where a flag says so."""
+    """Rows of the steps to capture: one a session without draft tokens, or the fixed number of a flag."""
     most = config.cuda_graph_max_bs or config.max_running_requests
     if config.cuda_graph_bs is not None:
         sessions = [count for count in config.cuda_graph_bs if count <= (config.cuda_graph_max_bs or count)]

@@ -1,8 +1,8 @@
-"""--deterministic, before the first request: does a row have the same bits in any company?
+"""The start-up check of --deterministic: do a row's logits have the same bits whatever else is in the batch?
 
-A few tokens are decoded one at a time and alone; then all at once, some as a chunk and some as draft nodes among wrong
-ones, beside other sessions of various lengths. Where a bit of the logits differs, the start ends, and says which module
-was the first.
+A few tokens are decoded one at a time, in a batch of their own; then all at once, some as a chunk and some as draft
+nodes among wrong ones, next to other sessions of various lengths. If a bit of the logits differs, the start fails and
+names the first module whose output differs.
 """
 
 from __future__ import annotations
@@ -26,44 +26,45 @@ from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
 from services.target.model.base import Model
 from services.target.step.batch import Batch, SessionWork, build
 
-_TOKENS = 6  # of the session that is watched
-_PROMPT = 3  # of these, computed as a chunk; the others are draft nodes
-_RIGHT = (1, 3, 5)  # these, of the nodes below
+_TOKENS = 6  # tokens of the session under test
+_PROMPT = 3  # leading tokens computed as a chunk; the others are draft nodes
+_RIGHT = (1, 3, 5)  # which of the nodes below hold those tokens
 _PARENTS, _DEPTHS = (-1, -1, 0, 1, 3, 3), (1, 1, 2, 2, 3, 3)
-_COMPANY = ((), (1,), (2, 1), (5,), (3, 9, 1), (30,), (17, 40, 1), (61, 3))  # rows of the others
+_NEIGHBOURS = ((), (1,), (2, 1), (5,), (3, 9, 1), (30,), (17, 40, 1), (61, 3))  # rows of the others
 _PAGE, _PAGES = 8, 32
 
-Rows = dict[str, Tensor]  # by module, in the order in which they end
+Rows = dict[str, Tensor]  # outputs by module, in the order in which the modules finish
 
 
 @torch.inference_mode()
 def check(model: Model) -> None:
-    """Raise ConfigError if the bits of a row depend on the rows beside it."""
+    """Raise ConfigError if the bits of a row depend on the other rows of the batch."""
     scene = _Scene(model)
     if scene.longest < _TOKENS:
         return
     expected = torch.cat(scene.alone())
-    for others in _COMPANY:
+    for others in _NEIGHBOURS:
         for first in (True, False):
             if not torch.equal(scene.together(others, first=first), expected):
+                module = scene.divergent_module(others, first=first)
                 raise ConfigError(
-                    f"--deterministic: {scene.culprit(others, first=first)} of {model.architecture} computes a row in "
-                    "another way when others stand beside it; leave the flag out, or choose another model"
+                    f"--deterministic: {module} of {model.architecture} computes a row differently when other rows are "
+                    "in the batch; leave the flag out, or choose another model"
                 )
 
 
 class _Scene:
-    """A session that is watched, and whoever stands beside it."""
+    """The session under test, and the sessions that share its batches."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self.longest = min(model.context_length, 64)
         self._tokens = np.random.default_rng(0).integers(0, model.vocab_size, self.longest).astype(np.uint32)
-        self._start_anew()
+        self._reset()
 
     def alone(self, seen: list[Rows] | None = None) -> list[Tensor]:
-        """Logits behind the tokens from the prompt's last on, [1, V] each. seen: takes what modules make of them."""
-        self._start_anew()
+        """Logits after the prompt's last token and each later one, [1, V] each. seen: collects the modules' outputs."""
+        self._reset()
         logits: list[Tensor] = []
         session = self._session(self._tokens[:_TOKENS])
         for token in range(_TOKENS):
@@ -75,17 +76,17 @@ class _Scene:
         return logits[_PROMPT - 1 :]
 
     def together(self, others: Sequence[int], *, first: bool, seen: list[Rows] | None = None) -> Tensor:
-        """The same logits, [tokens, V], of one step. first: whether the session stands before the others."""
-        self._start_anew()
+        """The same logits, [tokens, V], from one step. first: whether the session precedes the others in the batch."""
+        self._reset()
         watched = self._watched()
-        works = [self._company(min(rows, self.longest)) for rows in others]
+        works = [self._neighbour(min(rows, self.longest)) for rows in others]
         batch = build([watched, *works] if first else [*works, watched], self._model.device)
         span = batch.spans[0 if first else -1]
         root = span.first + span.committed - 1
         return self._run(batch, [root, *(root + 1 + node for node in _RIGHT)], seen)
 
-    def culprit(self, others: Sequence[int], *, first: bool) -> str:
-        """The first module whose results differ."""
+    def divergent_module(self, others: Sequence[int], *, first: bool) -> str:
+        """The first module whose outputs differ."""
         one_by_one: list[Rows] = []
         at_once: list[Rows] = []
         self.alone(one_by_one)
@@ -94,9 +95,9 @@ class _Scene:
             parts = [seen[name] for seen in one_by_one if name in seen]
             if len(parts) == len(one_by_one) and not torch.equal(torch.cat(parts), rows):
                 return name
-        return "something"
+        return "a function outside of its modules"
 
-    def _start_anew(self) -> None:
+    def _reset(self) -> None:
         model = self._model
         self._prefix = PrefixCache(PageAllocator(_PAGES, _PAGE), enabled=False)
         self._cache = model.new_cache(_PAGES, _PAGE)
@@ -114,11 +115,11 @@ class _Scene:
         draft = TreeSlice(nodes, parents, depths, np.zeros(len(nodes), np.float32))
         return SessionWork(Chunk(self._session(self._tokens[:_PROMPT]), 0, _PROMPT), draft)
 
-    def _company(self, rows: int) -> SessionWork:
+    def _neighbour(self, rows: int) -> SessionWork:
         return SessionWork(Chunk(self._session(self._tokens[::-1][:rows].copy()), 0, rows), EMPTY_SLICE)
 
     def _run(self, batch: Batch, rows: list[int], seen: list[Rows] | None) -> Tensor:
-        """Logits of some rows, [n, V]. seen: takes what each module made of these rows."""
+        """Logits of some rows, [n, V]. seen: collects each module's outputs for these rows."""
         sampled = [batch.rows.sampled.tolist().index(row) for row in rows]
         with contextlib.ExitStack() as stack:
             if seen is not None:
@@ -128,7 +129,7 @@ class _Scene:
 
 @contextlib.contextmanager
 def _watching(runner: Any, count: int, rows: list[int], sampled: list[int]) -> Iterator[Rows]:
-    """What the modules inside make of some rows of a batch of `count`; nothing for a runner without modules."""
+    """Collect the modules' outputs for some rows of a batch of `count`; nothing for a runner without modules."""
     seen: Rows = {}
     module: nn.Module | None = getattr(getattr(runner, "_runner", runner), "module", None)
 

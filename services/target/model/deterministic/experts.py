@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from services.target.model.deterministic.invariant import Invariant
+from services.target.model.deterministic.invariant_mode import BatchInvariantMode
 
 NAME = "outrider_rows"
 
@@ -46,7 +46,7 @@ def _linear(experts: Any, name: str, x: Tensor, counts: Tensor) -> Tensor:
     if experts.is_transposed:
         weight = weight.transpose(1, 2)
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
-    return Invariant.current().grouped(x, weight, bias, counts)
+    return BatchInvariantMode.current().grouped(x, weight, bias, counts)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)

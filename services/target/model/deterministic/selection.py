@@ -1,7 +1,7 @@
-"""--deterministic: what it selects, and what it cannot go with.
+"""--deterministic: the flags it excludes, and the kernels it selects.
 
-A row's logits then have the same bits whatever else is in the batch, however its prompt was cut, and whether it was
-decoded plainly or verified as a draft node. On CPUs dense decoders have that without the flag (native.py).
+With it a row's logits have the same bits whatever else is in the batch, however its prompt was chunked, and whether it
+was decoded plainly or verified as a draft node. On CPUs dense decoders have this property without the flag (native.py).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from outrider.errors import ConfigError
 from services.target.kernels.cpu import attention as cpu_attention
 from services.target.kernels.cpu import library
 from services.target.model.attention import Probe
-from services.target.model.deterministic import experts, invariant
+from services.target.model.deterministic import experts, invariant_mode
 
 _FLAG = "--deterministic"
 
 
 def check_flags(config: TargetConfig, device: torch.device) -> None:
-    """Raise ConfigError for flags, or a machine, that would break the promise."""
+    """Raise ConfigError for flags, or a machine, without batch invariance."""
     others = {
         "--attention-backend torch_native": config.attention_backend == "torch_native",
         "--enable-torch-compile": config.enable_torch_compile,
@@ -42,13 +42,13 @@ def check_flags(config: TargetConfig, device: torch.device) -> None:
         try:
             library.load()
         except library.Unavailable as reason:
-            raise ConfigError(f"{_FLAG} needs the compiled kernels on a CPU, which cannot be had: {reason}") from None
+            raise ConfigError(f"{_FLAG} needs the compiled kernels on a CPU, not available here: {reason}") from None
 
 
 def prepare(module: Any, how: Mapping[str, Any], probe: Probe, device: torch.device) -> AbstractContextManager[Any]:
-    """Make ready a model that runs module by module. Returns what stands around its forward passes.
+    """Prepare a model that runs module by module. Returns the context of its forward passes.
 
-    how: what `from_pretrained` was told. Raises ConfigError for weights and layers that there are no kernels for.
+    how: the arguments of `from_pretrained`. Raises ConfigError for weights and layers without kernels.
     """
     if "device_map" in how:
         raise ConfigError(f"{_FLAG} has no kernels for weights that stay quantized; choose a checkpoint that is not")
@@ -61,4 +61,4 @@ def prepare(module: Any, how: Mapping[str, Any], probe: Probe, device: torch.dev
                 f"numbers as {number_format}; choose --dtype bfloat16 or float32, or leave it out"
             )
     module.set_experts_implementation(experts.NAME)
-    return invariant.of(device)
+    return invariant_mode.of(device)

@@ -1,8 +1,8 @@
 """`python -m services.target.model.gguf.convert IN.gguf OUT_FOLDER`: a GGUF file as a folder in the published format.
 
 The folder holds config.json, safetensors weights (bfloat16), tokenizer.json with its chat templates, and
-generation_config.json with the ids that end a text. It is not to be used before this has ended well: whoever calls
-gives the name of a folder that is renamed then.
+generation_config.json with the end-of-sequence ids. It is valid only after this process has succeeded, so the caller
+passes a temporary folder and renames it then.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ def main(argv: Sequence[str]) -> int:
     console = Console(stderr=True)
     try:
         convert(flags.gguf, flags.folder, console)
-    except Exception as error:  # whatever the libraries below say about a file that is no model
+    except Exception as error:  # the libraries raise many types for invalid files
         console.print(f"error: {flags.gguf} cannot be converted: {error}", style="red", markup=False)
         return 1
     return 0
 
 
 def convert(gguf: Path, folder: Path, console: Console) -> None:
-    """Convert a GGUF file into a folder, and show how far it is. Raises ConfigError and what libraries raise."""
+    """Convert a GGUF file into a folder, and show progress. Raises ConfigError, and errors of the libraries."""
     import torch
     import transformers
     from gguf import GGUFReader
 
-    from services.target.model.gguf import facts as gguf_facts
-    from services.target.model.gguf import splits as gguf_splits
+    from services.target.model.gguf import metadata as gguf_metadata
+    from services.target.model.gguf import pretokenizers as gguf_pretokenizers
 
     transformers.utils.logging.set_verbosity_error()
     with Phases(gguf.name, _PHASES, console) as phases, _watching(phases.track):
         config = transformers.AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
         reader = GGUFReader(gguf)
-        gguf_facts.apply(reader, config)
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        gguf_metadata.apply(reader, config)
+        auto_class: Any = transformers.AutoModelForCausalLM
+        model, report = auto_class.from_pretrained(
             gguf.parent,
             gguf_file=gguf.name,
             config=config,
@@ -60,9 +61,9 @@ def convert(gguf: Path, folder: Path, console: Console) -> None:
             quantization_config=transformers.GgufConfig(dequantize=True),
             output_loading_info=True,
         )
-        if report["missing_keys"]:  # they would be random
+        if report["missing_keys"]:  # these would be initialised randomly
             raise ValueError(f"it lacks tensors that the model needs, such as {min(report['missing_keys'])}")
-        if spare := gguf_facts.unread(reader, model):  # the text would be another without them
+        if spare := gguf_metadata.unread(reader, model):  # the text would be another without them
             raise ConfigError(
                 f"it has tensors that {type(model).__name__} of transformers does not read, such as {spare[0]}; "
                 "take the checkpoint as safetensors instead"
@@ -70,17 +71,19 @@ def convert(gguf: Path, folder: Path, console: Console) -> None:
         phases.enter(_PHASES[2])
         model.save_pretrained(folder, max_shard_size=_SHARD)
         phases.enter(_PHASES[3])
-        whole = gguf_facts.words_are_whole(reader)
-        begin = {"add_bos_token": True} if whole else {}  # what the file states is stronger
+        whole = gguf_metadata.words_are_whole(reader)
+        begin = {"add_bos_token": True} if whole else {}  # the file's own setting takes precedence
         tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, **begin)
         if whole:
             tokenizer.backend_tokenizer.model.ignore_merges = True
-        if warning := gguf_splits.apply(reader, tokenizer):
+        if warning := gguf_pretokenizers.apply(reader, tokenizer):
             console.print(f"warning: {gguf.name}: {warning}", style="yellow", markup=False, soft_wrap=True)
-        if templates := gguf_facts.chat_templates(reader):
+        if templates := gguf_metadata.chat_templates(reader):
             tokenizer.chat_template = templates
         tokenizer.save_pretrained(folder)
-        model.generation_config.eos_token_id = _eos_token_ids(model.config, tokenizer, gguf_facts.end_token_ids(reader))
+        model.generation_config.eos_token_id = _eos_token_ids(
+            model.config, tokenizer, gguf_metadata.end_token_ids(reader)
+        )
         model.generation_config.save_pretrained(folder)
     mask = os.umask(0)
     os.umask(mask)
@@ -89,16 +92,16 @@ def convert(gguf: Path, folder: Path, console: Console) -> None:
 
 
 def _eos_token_ids(config: Any, tokenizer: Any, known: Set[int]) -> list[int]:
-    """Ids that end a text, by configuration and tokenizer, and those that are known to."""
+    """End-of-sequence ids of the configuration and the tokenizer, and further known ones."""
     configured = config.get_text_config().eos_token_id
     ids = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id, *known}
     return sorted(token for token in ids if token is not None)
 
 
 class _watching:  # noqa: N801
-    """While this is entered, loops over tensors that `transformers` would show bars for are tracked.
+    """Inside this context, loops for which `transformers` would show progress bars are tracked.
 
-    The reader of most architectures has a bar of its own, past the hook that there is for them.
+    The reader of most architectures has its own bar, which the library's hook does not reach.
     """
 
     def __init__(self, track: Callable[[str, Any], Any]) -> None:

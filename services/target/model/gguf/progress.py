@@ -1,4 +1,4 @@
-"""How far a long piece of work is: bars in a terminal; where lines are kept, as in a log, a line now and then."""
+"""Progress of a long task: bars in a terminal, and a few lines in a log."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Phases:
         self.enter(phase)
         total = len(items) if isinstance(items, Sized) else None
         self._progress.update(self._tasks[phase], total=total)
-        said = 0
+        reported = 0
         for done, item in enumerate(items, start=1):
             yield item
             self._progress.update(self._tasks[phase], completed=done)
-            if total and (done * _LINES) // total > said and done < total:
-                said = (done * _LINES) // total
+            if total and (done * _LINES) // total > reported and done < total:
+                reported = (done * _LINES) // total
                 self._say(f"{phase}: {100 * done // total}% of {total}")
 
     def _finish(self) -> None:

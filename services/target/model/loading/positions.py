@@ -1,4 +1,4 @@
-"""How far a model's positions reach, by its configuration."""
+"""The context length that a model's configuration allows."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 from outrider.errors import ConfigError
 
-# RoPE whose frequencies change with the longest sequence of a batch: one session would change another's text.
+# Rotary embeddings that depend on the longest sequence of a batch: one session would change another's text.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
-_OF_LONGROPE = ("factor", "mscale")  # for short texts and for long ones
+_OF_LONGROPE = ("factor", "mscale")  # each in a short_ and a long_ variant
 
 
 def stretch(text: Any, wanted: int | None) -> None:
-    """Have longrope turn every text as a long one if some are to be, so that no text depends on another's length."""
+    """Use longrope's long factors for every text if the context is long, so that texts do not affect one another."""
     for rope in _rotations(text):
         trained = rope.get("original_max_position_embeddings")
         if rope.get("rope_type") == "longrope" and wanted is not None and trained and wanted > trained:
@@ -28,16 +28,16 @@ def context_length(text: Any, wanted: int | None) -> int:
         kind, factor = rope.get("rope_type"), float(rope.get("factor") or 1.0)
         trained = int(rope.get("original_max_position_embeddings") or longest)
         if kind == "longrope" and all(rope.get(f"short_{of}") == rope.get(f"long_{of}") for of in _OF_LONGROPE):
-            continue  # it changes nothing
+            continue  # the frequencies do not depend on the length
         if kind in _LENGTH_DEPENDENT:
             longest = usual = min(longest, trained)
             if wanted is not None and wanted > longest:
                 raise ConfigError(
                     f"--context-length {wanted}: the model's RoPE changes past {longest} tokens; lower it"
                 )
-        elif kind == "yarn":  # who adds it to a configuration often leaves its positions as they were
+        elif kind == "yarn":  # configurations with added YaRN often keep the original number of positions
             longest = usual = max(longest, int(factor * trained))
-        elif kind == "linear":  # nothing says whether the positions have been multiplied
+        elif kind == "linear":  # the configuration does not state whether its positions are scaled already
             longest = max(longest, int(factor * longest))
     if wanted is not None and not 2 <= wanted <= longest:
         raise ConfigError(f"--context-length must lie in [2, {longest}], the model's positions, not {wanted}")
@@ -45,6 +45,6 @@ def context_length(text: Any, wanted: int | None) -> int:
 
 
 def _rotations(text: Any) -> list[dict[str, Any]]:
-    """The parameters of RoPE of each kind of layer."""
+    """The rotary parameters of each kind of layer."""
     rope = getattr(text, "rope_parameters", None) or {}
     return [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]

@@ -1,8 +1,10 @@
-"""Checkpoints that are published quantized: kept so where a device and its packages can, else unpacked as they load.
+"""Quantized checkpoints: kept packed if the device and its packages support the format, else unpacked while loading.
 
-`transformers` has a quantizer for each format; most need a GPU and a package of their own. Where these are not there,
-our own quantizer takes the place of it: it makes every stored group of tensors plain (`checkpoints.dequantize`), layer
-by layer (and expert by expert) as the files are read, so that the model is the plain one, in the computation's format.
+`transformers` has a quantizer for each format; most need a GPU and a package of their own. Without these, our own
+quantizer replaces it: it converts every stored group of tensors to a plain weight (`checkpoints.dequantize`), layer by
+layer and expert by expert as the files are read, so that the model is a plain one in the format of the computation.
+
+A new format needs an entry in `_FORMATS`, and its arithmetic in outrider/checkpoints/dequantize.py.
 """
 
 from __future__ import annotations
@@ -15,12 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from numpy.typing import NDArray
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
+from transformers.utils.quantization_config import Mxfp4Config, QuantizationConfigMixin
 
 from outrider.checkpoints.dequantize import check_layout, dequantize
 from outrider.errors import ConfigError
@@ -28,7 +29,7 @@ from outrider.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _METHOD = "outrider"
-_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)  # which mean nothing without their scales
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # meaningless without their scales
 _FP8_CAPABILITY = (8, 9)
 
 
@@ -55,7 +56,7 @@ _INSTEAD = "choose a checkpoint that is not quantized, or one of fp8, GPTQ, AWQ,
 
 
 def prepare(settings: Any, device: torch.device) -> dict[str, Any]:
-    """What `from_pretrained` must be told so that a checkpoint's weights load. Changes `settings`.
+    """The arguments of `from_pretrained` for a quantized checkpoint. Changes `settings`.
 
     Raises ConfigError for a format that this machine cannot load.
     """
@@ -67,7 +68,7 @@ def prepare(settings: Any, device: torch.device) -> dict[str, Any]:
     method = _method(stored)
     if method == "mxfp4":
         if device.type == "cpu":
-            return {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
+            return {"quantization_config": Mxfp4Config(dequantize=True)}
         return {"device_map": {"": device}}
     if method in _NEEDS_PACKAGE:
         _check_package(method, device)
@@ -104,7 +105,7 @@ def _installed(package: str) -> bool:
 
 
 def _kept(method: str, device: torch.device) -> bool:
-    """Whether `transformers` can compute with the packed weights here."""
+    """True if `transformers` can compute with the packed weights on this device."""
     if device.type != "cuda" or method == "compressed-tensors":
         return False
     if method == "fp8" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
@@ -121,49 +122,49 @@ def _check_package(method: str, device: torch.device) -> None:
 
 
 def _array(tensor: torch.Tensor) -> NDArray[Any]:
-    """A tensor for NumPy, which has neither bfloat16 nor numbers of 8 bits with a fraction."""
+    """A tensor as a NumPy array; bfloat16 and fp8, which NumPy lacks, become float32."""
     known = not tensor.is_floating_point() or tensor.dtype in (torch.float16, torch.float32)
     return (tensor if known else tensor.float()).numpy()
 
 
 class _Unpack(ConversionOps):
-    """Makes each weight plain. Runs before what merges experts."""
+    """Converts stored tensors to plain weights, before experts are merged."""
 
     def __init__(self, quantizer: _Unpacker) -> None:
-        self.hf_quantizer = quantizer  # so named, `transformers` hands the stored tensors over uncast
+        self.hf_quantizer = quantizer  # with this name, `transformers` passes the stored tensors without a cast
 
-    def convert(
+    def convert(  # type: ignore[override]  # the base class passes its other arguments by keyword only
         self, input_dict: dict[str, Any], *, model: Any = None, full_layer_name: str = "", **_: Any
     ) -> dict[str, Any]:
-        """input_dict: stored tensors, or lists of them, by name. Returns weights, by the names of plain ones."""
+        """input_dict: stored tensors, or lists of them, by name. Returns plain weights by their names."""
         dtype = model.get_parameter(full_layer_name).dtype
         layers: dict[str, dict[str, list[Any]]] = defaultdict(dict)
         for key, value in input_dict.items():
-            layer, _, name = key.rpartition(".")
+            layer, _dot, name = key.rpartition(".")
             layers[layer][name] = value if isinstance(value, list) else [value]
         weights: dict[str, Any] = {}
-        for layer, parts in layers.items():
+        for stem, parts in layers.items():
             whole = [
                 self.hf_quantizer.unpack(full_layer_name, dict(zip(parts, tensors, strict=True)), dtype)
                 for tensors in zip(*parts.values(), strict=True)
             ]
-            weights[f"{layer}.weight" if layer else full_layer_name] = whole if layer else whole[0]
+            weights[f"{stem}.weight" if stem else full_layer_name] = whole if stem else whole[0]
         return weights
 
 
 @register_quantization_config(_METHOD)
 class _UnpackConfig(QuantizationConfigMixin):
-    """Stands in `quantization_config` for the stored one, which it holds."""
+    """Replaces the stored `quantization_config`, which it contains."""
 
     def __init__(self, stored: Mapping[str, Any], **_: Any) -> None:
-        self.quant_method = _METHOD
+        self.quant_method: Any = _METHOD  # `transformers` accepts names of registered methods
         self.stored = dict(stored)
         self.dequantize = True
 
 
 @register_quantizer(_METHOD)
 class _Unpacker(HfQuantizer):
-    """Our quantizer: the model stays as it is, and stored tensors become plain ones."""
+    """Our quantizer: the model is unchanged, and stored tensors become plain ones."""
 
     def __init__(self, quantization_config: _UnpackConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -173,20 +174,20 @@ class _Unpacker(HfQuantizer):
         self.serialized_names = {"weight": list(dict.fromkeys(("weight", *names)))}
 
     def unpack(self, name: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """The weight of one layer; layers that are not quantized have theirs as it is. name: for messages."""
-        if set(tensors) == {"weight"} and tensors["weight"].dtype not in _EIGHT_BITS:
+        """The plain weight of one layer; that of a layer that is not quantized is only cast. name: for messages."""
+        if set(tensors) == {"weight"} and tensors["weight"].dtype not in _FP8:
             return tensors["weight"].to(dtype)
         try:
             arrays = {part: _array(tensor) for part, tensor in tensors.items()}
             return torch.from_numpy(dequantize(name, arrays, self._stored)).to(dtype)
         except Exception as error:
-            if not self._failed:  # `transformers` gathers failures without their text, and goes on
+            if not self._failed:  # `transformers` collects failures without their text and continues
                 log.error("%s", error)
             self._failed = True
             raise
 
     def get_load_operations(self) -> dict[str, Any]:
-        """What runs on the stored tensors."""
+        """The operation on the stored tensors."""
         return {"dequantize": _Unpack}
 
     def is_serializable(self) -> bool:

@@ -1,8 +1,8 @@
-"""Before the first request: does the model keep all of its memory in the paged cache?
+"""The start-up check that a model keeps all of its state in the paged cache.
 
-A model may carry a state of its own from token to token (a convolution, a recurrence) beside attention. Nothing in its
-interface says so, and its text would be wrong wherever a prompt is cut or a draft refused. So a few tokens are computed
-twice, at once and in two parts: a model that the cache serves gives the same logits up to rounding.
+A model may carry a state of its own from token to token (a convolution, a recurrence) beside attention. Its interface
+does not show it, and its text would be wrong after every chunked prompt and rejected draft token. So a few tokens are
+computed twice, at once and in two chunks: without such a state the logits agree up to rounding.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from services.target.model.base import Model
 from services.target.step.batch import SessionWork, build
 
 _TOKENS = 12
-_CUT = 7  # where the second way cuts them
-# Root mean square of the logits' difference over that of the logits. Rounding stays far below it, also in bfloat16;
-# a state that is lost moves them by about their own size.
+_CUT = 7  # tokens of the first chunk
+# Root mean square of the logits' difference over that of the logits. Rounding errors are far below it, also in
+# bfloat16; a lost state changes logits by about their own size.
 _TOLERANCE = 0.25
 
 
 @torch.inference_mode()
 def check(model: Model) -> None:
-    """Compute tokens at once and in parts. Raises ConfigError if the logits differ."""
+    """Compute tokens at once and in chunks. Raises ConfigError if the logits differ."""
     count = min(_TOKENS, model.context_length)
     if count <= _CUT:
         return

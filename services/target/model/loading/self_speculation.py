@@ -12,7 +12,7 @@ from outrider.config import TargetConfig
 from outrider.drafts import DEFAULT_HEAD, has_bundled_head
 from outrider.errors import ConfigError
 from services.target.kernels.cpu.weights import Format
-from services.target.model.loading.narrow import cpu_format
+from services.target.model.loading.weight_quantization import cpu_format
 
 # Bytes of linear layers; smaller layers stay in CPU caches, where narrower weights are no faster.
 _MIN_BYTES = 32e6

@@ -1,7 +1,7 @@
-"""Tensor parallelism as `transformers` has it: which models can be split among ranks, and how one is loaded split.
+"""Tensor parallelism by `transformers`: which models can be sharded, and the arguments that load a shard.
 
-Each rank computes some heads and some columns of every layer, with the keys and values of its own heads; the plan of
-the split is the model's own. Partial sums meet twice a layer; the logits are gathered on every rank.
+Each rank computes some heads and some columns of every layer, with the keys and values of its own heads, by the model's
+own sharding plan. Partial sums are reduced twice a layer; the logits are gathered on every rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FLAG = "--tp-size"
 
 
 def check_devices(tp_size: int, device: str) -> None:
-    """Raise ConfigError for a number of ranks that this machine has no devices for. device: as the flag has it."""
+    """Raise ConfigError if this machine has too few devices for the ranks. device: the value of --device."""
     if tp_size < 1:
         raise ConfigError(f"{_FLAG} must be 1 or more, not {tp_size}")
     if tp_size == 1:
@@ -34,7 +34,7 @@ def check_devices(tp_size: int, device: str) -> None:
 
 
 def split(folder: Path, settings: Any, tp_size: int) -> dict[str, Any]:
-    """What `from_pretrained` must be told to load a rank's share. Raises ConfigError for models that do not split."""
+    """The arguments of `from_pretrained` that load a rank's shard. Raises ConfigError for models without a plan."""
     if tp_size == 1:
         return {}
     text = settings.get_text_config()

@@ -1,6 +1,6 @@
-"""Which checkpoints can be served: what a configuration says before a tensor is read; which tensors may be spare.
+"""Which checkpoints are supported: by their configuration before a tensor is read, and which tensors may be unused.
 
-Every refusal names what does not fit and what to do about it.
+Every error names what is wrong and what to do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Tensors of layers that draft (multi-token prediction), under the names of their checkpoints.
 _DRAFTING = re.compile(r"^(model\.)?mtp(_layers)?\.")
-# What AWQ divides the results of an activation by, where no weight before it could take that: in StarCoder2 and others.
+# Divisors of an activation's output in AWQ checkpoints of models without a weight to fold them into, as StarCoder2.
 _DIVIDED = re.compile(r"\.(act|gelu_impl)\.(scales|weight)$")
 
 
@@ -44,7 +44,7 @@ def read_settings(folder: Path, trust_remote_code: bool) -> tuple[Any, bool]:
 
 
 def auto_class(settings: Any) -> Any:
-    """The class of `transformers` that loads a model. One that sees images too is served as what it is without any."""
+    """The class of `transformers` that loads a model; a model with image inputs is served as a text model."""
     text = settings.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in (
         getattr(settings, "auto_map", None) or {}
     )
@@ -52,9 +52,9 @@ def auto_class(settings: Any) -> Any:
 
 
 def check_vocabulary(folder: Path, vocab_size: int) -> None:
-    """Raise ConfigError if the folder's tokenizer has tokens that the model has no rows for.
+    """Raise ConfigError if the folder's tokenizer has tokens beyond the model's vocabulary.
 
-    Tokens added for a purpose that the model does not know, such as images, may lie past the end.
+    Added tokens for features that the model does not have, such as images, may be beyond it.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -69,7 +69,7 @@ def check_vocabulary(folder: Path, vocab_size: int) -> None:
 
 
 def tokenizer_eos(folder: Path) -> int | None:
-    """Id of the token that the folder's tokenizer ends texts with; None if it has none."""
+    """The end-of-sequence id of the folder's tokenizer; None if it has none."""
     files = (folder / "tokenizer_config.json", folder / "special_tokens_map.json")
     settings, beside = (checkpoint.load_json(file) if file.is_file() else {} for file in files)
     token = special_tokens(settings, beside).get("eos_token")
@@ -77,7 +77,7 @@ def tokenizer_eos(folder: Path) -> int | None:
 
 
 def unexpected(names: Iterable[str], settings: Any) -> list[str]:
-    """Those of the unused tensors that nobody needs: all but layers for drafting, which follow the model's own."""
+    """The unused tensors, without those of multi-token-prediction layers, which follow the model's own layers."""
     layers = settings.get_text_config().num_hidden_layers
     drafting = getattr(settings.get_text_config(), "num_nextn_predict_layers", None) or 0
 
@@ -90,7 +90,7 @@ def unexpected(names: Iterable[str], settings: Any) -> list[str]:
 
 
 def check_spare(folder: Path, spare: Iterable[str]) -> None:
-    """Raise ConfigError for unused tensors without which the text would be another."""
+    """Raise ConfigError for unused tensors that change the text."""
     divided = next(filter(_DIVIDED.search, spare), None)
     if divided is not None:
         raise ConfigError(
@@ -100,12 +100,12 @@ def check_spare(folder: Path, spare: Iterable[str]) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text that says something."""
+    """The first line of an error's text that is not blank."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _needs_own_code(content: dict[str, Any]) -> bool:
-    """True for a model that `transformers` does not know; one that it knows is built as it knows it."""
+    """True if a checkpoint needs its own code, because `transformers` does not know its model."""
     if "AutoModelForCausalLM" not in (content.get("auto_map") or {}):
         return False
     known = content.get("model_type") in transformers.CONFIG_MAPPING

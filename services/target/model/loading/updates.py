@@ -1,7 +1,7 @@
-"""New weights for a model that runs: read, and checked name by name and shape by shape before anything changes.
+"""New weights for a running model: read, and checked for names and shapes before anything changes.
 
-They come as safetensors: the files of a folder, or one file in memory that arrived in parts. Raises ConfigError saying
-what does not fit.
+They come as safetensors: the files of a folder, or one file in memory that arrives in parts. Weights that do not fit
+raise ConfigError.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _LARGEST_HEADER = 100 << 20  # the format's own limit, in bytes
 _NAMED = 5
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Settings that say nothing about how a model computes.
+# Settings that do not affect how a model computes.
 _IDLE_SETTINGS = {
     "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "bos_token_id", "pad_token_id",
     "initializer_range", "attention_dropout", "task_specific_params", "tokenizer_class",
@@ -35,7 +35,7 @@ _IDLE_SETTINGS = {
 
 @dataclass(frozen=True)
 class HeaderEntry:
-    """What a header says of a tensor. start, stop: its bytes, counted from the end of the header."""
+    """A tensor's entry in a header. start, stop: its bytes, counted from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,9 +44,9 @@ class HeaderEntry:
 
 
 def read_header(data: bytes | bytearray | memoryview, where: str) -> tuple[dict[str, HeaderEntry], int] | None:
-    """The tensors of a safetensors file that begins with these bytes, and the length of its header.
+    """Parse the header of a safetensors file from its first bytes. Returns its tensors, and its length in bytes.
 
-    None if the header is not there as a whole. where: names the file in errors.
+    Returns None if the header is not complete. where: name of the file in errors.
     """
     if len(data) < 8:
         return None
@@ -70,9 +70,9 @@ def read_header(data: bytes | bytearray | memoryview, where: str) -> tuple[dict[
 def check(
     entries: Mapping[str, HeaderEntry], shapes: Mapping[str, tuple[int, ...]], ignored: frozenset[str], *, whole: bool
 ) -> None:
-    """Refuse tensors that the model does not have. whole: also refuse if one of the model's is missing.
+    """Raise ConfigError for tensors that the model does not have, and with `whole` for missing ones.
 
-    shapes: of the model's tensors. ignored: further names that its own checkpoint had, and that it does not use.
+    shapes: of the model's tensors. ignored: further names in its checkpoint that it does not use.
     """
     if not shapes:
         raise ConfigError("the weights of this model cannot be replaced while it runs; start the target anew")
@@ -95,13 +95,13 @@ def check(
 
 
 def tied_names(settings: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, str]:
-    """Second names by which a tensor of the model may come. settings: its configuration; shapes: of its tensors."""
+    """Second names of tied tensors, with their own names. settings: the model's configuration; shapes: its tensors."""
     tied = bool(settings.get("tie_word_embeddings")) and _EMBEDDING in shapes and _HEAD not in shapes
     return {_HEAD: _EMBEDDING} if tied else {}
 
 
 def by_own_names(entries: Mapping[str, HeaderEntry], tied: Mapping[str, str]) -> dict[str, str]:
-    """The names of entries by those that the model has for them: a tied one may have come by either, or by both."""
+    """The names of entries by the model's names for them. A tied tensor may come under either name, or both."""
     names = {name: name for name in entries if name not in tied}
     for second, own in tied.items():
         if second in entries:
@@ -114,22 +114,22 @@ def _differ(second: str, own: str) -> ConfigError:
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where weights are from. folder: fingerprint of a checkpoint; tensors: digests of those that came on top of it."""
+class WeightsOrigin:
+    """The origin of weights. folder: fingerprint of a checkpoint; tensors: digests of tensors that replaced its own."""
 
     folder: str
     tensors: Mapping[str, bytes] = field(default_factory=dict)
 
-    def under(self, tensors: Mapping[str, bytes]) -> Origin:
-        """With further tensors on top."""
-        return Origin(self.folder, {**self.tensors, **tensors})
+    def under(self, tensors: Mapping[str, bytes]) -> WeightsOrigin:
+        """The origin after further tensors were replaced."""
+        return WeightsOrigin(self.folder, {**self.tensors, **tensors})
 
     def covered(self, names: Iterable[str]) -> bool:
-        """True if nothing of the folder is left of a model with tensors of these names."""
+        """True if all tensors of a model, with these names, were replaced."""
         return all(name in self.tensors for name in names)
 
     def fingerprint(self, names: Iterable[str]) -> str:
-        """Equal for equal weights of such a model, in whatever parts and order they came."""
+        """A fingerprint that depends only on the weights, not on the parts and order in which they arrived."""
         if not self.tensors:
             return self.folder
         digest = hashlib.sha256(b"" if self.covered(names) else self.folder.encode())
@@ -138,12 +138,12 @@ class Origin:
         return digest.hexdigest()[:16]
 
 
-class Folder:
+class CheckpointFolder:
     """The weights of a checkpoint's folder. settings: its configuration; files: the tensors of each file, by path."""
 
     def __init__(self, path: Path, trust_remote_code: bool) -> None:
-        """Reads little more than headers. Raises ConfigError for a folder that is no checkpoint, or not complete, and
-        OSError for one that cannot be read.
+        """Reads only headers and configuration. Raises ConfigError for an incomplete or invalid checkpoint, and OSError
+        for a folder that cannot be read.
         """
         self.path = path
         self.settings: dict[str, Any] = read_settings(path, trust_remote_code)[0].to_dict()
@@ -156,17 +156,17 @@ class Folder:
         return {name: entry for entries in self.files.values() for name, entry in entries.items()}
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Refuse a folder whose model computes in another way. settings: those of the model that runs."""
+        """Raise ConfigError for a folder with another configuration. settings: of the running model."""
         names = sorted((self.settings.keys() | settings.keys()) - _IDLE_SETTINGS)
         for name in names:
             if self.settings.get(name) != settings.get(name):
                 raise ConfigError(
-                    f"{self.path}/config.json says {name}: {self.settings.get(name)}; the model that runs has "
+                    f"{self.path}/config.json has {name}: {self.settings.get(name)}; the model that runs has "
                     f"{settings.get(name)}; start the target anew to change it"
                 )
 
     def check_tied(self, tied: Mapping[str, str]) -> None:
-        """Refuse a folder that has a tensor by two names, and not the same one."""
+        """Raise ConfigError for a folder with two different tensors under the names of one tied tensor."""
         entries = self.entries
         for second, own in tied.items():
             if second in entries and own in entries:
@@ -176,7 +176,7 @@ class Folder:
                     raise _differ(second, own)
 
     def tensors(self, names: Mapping[str, str]) -> Iterator[dict[str, Tensor]]:
-        """Tensors, file by file. names: in the files, by those that are wanted."""
+        """Tensors, file by file. names: their names in the files, by the model's names."""
         for file, entries in self.files.items():
             here = {own: name for own, name in names.items() if name in entries}
             with safe_open(file, "pt") as content:
@@ -197,19 +197,19 @@ def _file_header(file: Path) -> dict[str, HeaderEntry]:
     return entries
 
 
-class Incoming:
-    """A safetensors file that comes in parts. It is checked as soon as its header is here."""
+class IncomingTensors:
+    """A safetensors file that arrives in parts. It is checked as soon as its header is complete."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> None:
         """shapes: of the model's tensors; tied: second names of some."""
         self._shapes, self._tied = shapes, tied
-        self._names: dict[str, str] = {}  # of what came, by those of the model
+        self._names: dict[str, str] = {}  # names in the file, by the model's names
         self._data = bytearray()
         self._header: tuple[dict[str, HeaderEntry], int] | None = None
-        self.digests: dict[str, bytes] = {}  # of the tensors, once all have come
+        self.digests: dict[str, bytes] = {}  # of the tensors, once all have arrived
 
     def add(self, part: bytes) -> None:
-        """The next part. Raises ConfigError."""
+        """Add the next part. Raises ConfigError."""
         self._data += part
         if self._header is None:
             self._header = read_header(self._data, "what was sent")
@@ -219,7 +219,7 @@ class Incoming:
                 own_entries = {own: entries[name] for own, name in self._names.items()}
                 check(own_entries, self._shapes, frozenset(), whole=False)
         if self._header is not None and len(self._data) > self._size():
-            raise ConfigError("more was sent than the header says")
+            raise ConfigError("more data was sent than the header states")
 
     def _size(self) -> int:
         assert self._header is not None, "the header is here"
@@ -227,9 +227,9 @@ class Incoming:
         return length + max((entry.stop for entry in entries.values()), default=0)
 
     def finish(self) -> None:
-        """All has come. Raises ConfigError if something is missing."""
+        """Finish after the last part. Raises ConfigError if something is missing."""
         if self._header is None or len(self._data) < self._size():
-            raise ConfigError("less was sent than the header says")
+            raise ConfigError("less data was sent than the header states")
         entries, length = self._header
         came: dict[str, bytes] = {}
         with memoryview(self._data) as data:
@@ -243,7 +243,7 @@ class Incoming:
         self.digests = {own: came[name] for own, name in self._names.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors, as views of what came, once it has been finished."""
+        """All tensors, as views of the received bytes, after `finish`."""
         assert self._header is not None, "what came is complete"
         entries, length = self._header
         return {

@@ -24,9 +24,10 @@ from outrider.serving.loop import MessageWatch
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
+from services.target.kernels.cpu.sampling import HeadDraftTokens
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
-from services.target.model.head import Head, HeadDraftTokens
+from services.target.model.eagle_head import EagleHead
 from services.target.sampling.session import TargetSession
 from services.target.speculation.budget import throughput
 from services.target.speculation.estimates.cached_estimate import CachedEstimate
@@ -96,7 +97,7 @@ class LocalEagleHead(ModelSource):
     def __init__(
         self,
         model: Model,
-        head: Head,
+        head: EagleHead,
         cache: KVCache,
         prefix: PrefixCache,
         planner: Planner,

@@ -20,8 +20,8 @@ from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
-from services.target.sampling.sampling import sampling_plan
 from services.target.sampling.session import TargetSession
+from services.target.sampling.step_sampler import sampling_plan
 from services.target.speculation.estimates.acceptance import AcceptanceEstimate
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.multi_step import interrupts, texts

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <vector>
 
-#include "keys.h"
+#include "kv_dot.h"
 #include "memory.h"
 #include "softmax.h"
 #include "threads.h"
@@ -194,7 +194,7 @@ class Attention {
           row[i] = ints();
           if (there) {
             row[i] = Words::load_words(call_.key(work.slots[half + i], head) + word * kStep, call_.dim - word * kStep);
-            to_first_cache(call_.value(work.slots[half + i], head) + word * kStep);
+            prefetch_l1(call_.value(work.slots[half + i], head) + word * kStep);
           }
         }
         transpose16(row);

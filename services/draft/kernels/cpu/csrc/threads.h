@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "patience.h"
+#include "spin_wait.h"
 
 namespace outrider {
 

@@ -1,11 +1,11 @@
-// The library's face: plain C functions for ctypes. Errors in arguments are the caller's to prevent.
+// The library's C interface for ctypes. Callers validate arguments; the functions do not.
 #include <cstdint>
 
-#include "draw.h"
-#include "moves.h"
-#include "product.h"
+#include "sampling.h"
+#include "kv_move.h"
+#include "invariant_product.h"
 #include "program.h"
-#include "rounds.h"
+#include "fused_loop.h"
 
 using namespace outrider;
 
@@ -19,7 +19,7 @@ OwnWeight* outrider_weight_new(int32_t format, int64_t outputs, int64_t inputs) 
 void outrider_weight_free(OwnWeight* weight) { delete weight; }
 int64_t outrider_weight_bytes(const OwnWeight* weight) { return int64_t(weight->memory.bytes() + weight->scale_memory.bytes()); }
 
-// source: [count, inputs], float32 or bfloat16 as the weight's format says; outputs: [count], which each of them is
+// source: [count, inputs], float32 or bfloat16 by the weight's format; outputs: [count], their output indices
 void outrider_weight_pack(OwnWeight* weight, const void* source, const int64_t* outputs, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const int64_t from = i * weight->inputs;
@@ -41,7 +41,7 @@ void outrider_weight_pack_quantized(OwnWeight* weight, const int8_t* values, con
 
 // --- single operators ---
 
-// For those who compare both ways of multiplying. Returns whether the matrix unit was used before.
+// Enable or disable the matrix unit, for tests that compare both. Returns the previous setting.
 int32_t outrider_use_matrix_unit(int32_t wanted) { return MatrixUnit::use(wanted != 0); }
 int32_t outrider_has_matrix_unit() { return MatrixUnit::available(); }
 
@@ -71,8 +71,8 @@ void outrider_linear(Pool* pool, const Weight* weight, const float* bias, const 
   });
 }
 
-// q: [rows, heads, key_dim] float32, out: [rows, heads, value_dim] float32; pools as `format` says. bfloat16: what
-// keys and queries are multiplied in, else float32
+// q: [rows, heads, key_dim] float32, out: [rows, heads, value_dim] float32; format: of the pools. bfloat16: multiply keys
+// and queries in bfloat16, else in float32
 void outrider_attention(Pool* pool, const BatchView* view, const AttentionShape* shape, const float* q, float* out,
                         const void* keys, const void* values, int32_t bfloat16, int32_t format) {
   const Batch batch(*view);
@@ -83,12 +83,12 @@ void outrider_attention(Pool* pool, const BatchView* view, const AttentionShape*
                         keys,   values, bfloat16 != 0,               PoolFormat(format)};
   const AttendTasks tasks{plan, partials.as<float>(), pool->threads(), next, next_join};
   pool->run([&](int thread) {
-    Ahead nothing;
+    WeightPrefetch nothing;
     attend(call, batch, tasks, thread, nothing, [&] { pool->barrier().wait(); });
   });
 }
 
-// For groups of rows that have a matrix each; see product.h.
+// Products of groups of rows with one matrix a group; see invariant_product.h.
 void outrider_product(Pool* pool, const Product* product) {
   struct Task { int64_t group, row, row_end, output, output_end; };
   std::vector<Task> tasks;
@@ -114,7 +114,7 @@ void outrider_product(Pool* pool, const Product* product) {
   });
 }
 
-// y = function(x), number by number.
+// y = function(x), elementwise.
 void outrider_apply(Pool* pool, int32_t function, const void* x, void* y, int64_t count, int32_t bfloat16) {
   constexpr int64_t kPiece = 4096;
   std::atomic<int64_t> next{0};
@@ -133,23 +133,23 @@ void outrider_apply(Pool* pool, int32_t function, const void* x, void* y, int64_
   else pool->run(job);
 }
 
-// --- draws ---
+// --- sampling ---
 
-// Few rows are drawn by the caller alone.
-void outrider_draw(Pool* pool, const DrawCall* call) {
-  const Draws draws(*call);
+// Small calls run on the calling thread alone.
+void outrider_sample(Pool* pool, const SampleCall* call) {
+  const SampleBatch samples(*call);
   std::atomic<int64_t> next{0};
   auto work = [&](int) {
-    for (int64_t row; (row = next.fetch_add(1, std::memory_order_relaxed)) < draws.rows();) draws.draw(row);
+    for (int64_t row; (row = next.fetch_add(1, std::memory_order_relaxed)) < samples.rows();) samples.sample(row);
   };
-  constexpr int64_t kAlone = 1 << 17;  // logits; below, waking the others takes longer
+  constexpr int64_t kAlone = 1 << 17;  // logits; below this, waking other threads takes longer than the work
   if (call->rows * call->vocab < kAlone) work(0);
   else pool->run(work);
 }
 
 // --- programs ---
 
-// beside: a program whose threads it shares; null for threads of its own
+// beside: a program whose thread pool it shares; null creates a pool
 Program* outrider_program_new(int32_t threads, int32_t bfloat16, int32_t pools, const Program* beside) {
   return new Program(threads, bfloat16 != 0, PoolFormat(pools), beside);
 }
@@ -169,21 +169,21 @@ void outrider_program_linear(Program* program, const Weight* weight, const float
                       output_width, add != 0, Activation(activation), head != 0, softcap, {},
                       0, 0, false, false, {}});
 }
-// A copy of the weight that was added last in fewer bits, for bursts that draft.
+// A copy in fewer bits of the weight that was added last, for drafting steps.
 void outrider_program_narrow(Program* program, const Weight* weight) { program->narrow(*weight); }
-// A narrow copy of the head, and of each of its outputs, whole panels of them, the distance of the weights, and their
-// length; see screen.h. The head comes last.
-void outrider_program_screen(Program* program, const Weight* weight, const float* errors, const float* sizes) {
-  program->screen(Screen{weight, errors, sizes});
+// A narrow copy of the LM head, and for each output (in whole panels) the norm of the weight difference and the norm of the
+// narrow weight; see pruned_head.h. The head is the last operation.
+void outrider_program_prune_head(Program* program, const Weight* weight, const float* error_norms, const float* narrow_norms) {
+  program->pruned_head(PrunedHead{weight, error_norms, narrow_norms});
 }
 void outrider_program_add_norm(Program* program, const float* norm, float epsilon, int32_t input, int32_t output,
                                int64_t width) {
   program->add(AddNorm{Norm{norm, epsilon}, BufferId(input), BufferId(output), width});
 }
-void outrider_program_rotate(Program* program, int32_t layer, const AttentionShape* shape, int64_t turned,
+void outrider_program_rotate(Program* program, int32_t layer, const AttentionShape* shape, int64_t rotary_dim,
                              const float* cosines, const float* sines, const float* query_norm, const float* key_norm,
                              float epsilon) {
-  program->add(Rotate{layer, shape->heads, shape->kv_heads, shape->key_dim, shape->value_dim, turned, cosines, sines,
+  program->add(Rotate{layer, shape->heads, shape->kv_heads, shape->key_dim, shape->value_dim, rotary_dim, cosines, sines,
                       Norm{query_norm, epsilon}, Norm{key_norm, epsilon}});
 }
 void outrider_program_attend(Program* program, int32_t layer, const AttentionShape* shape) {
@@ -192,57 +192,57 @@ void outrider_program_attend(Program* program, int32_t layer, const AttentionSha
 void outrider_program_capture(Program* program, int32_t mark, int64_t width, const float* norm, float epsilon) {
   program->add(Capture{mark, width, Norm{norm, epsilon}});
 }
-void outrider_program_keep(Program* program, int64_t column, int64_t width) { program->add(Keep{column, width}); }
-void outrider_program_feed(Program* program, int64_t width) { program->add(Feed{width}); }
-void outrider_program_join(Program* program, const void* table, int32_t bfloat16, int64_t width, const float* embedding,
+void outrider_program_store_state(Program* program, int64_t column, int64_t width) { program->add(StoreState{column, width}); }
+void outrider_program_load_state(Program* program, int64_t width) { program->add(LoadState{width}); }
+void outrider_program_join_embedding(Program* program, const void* table, int32_t bfloat16, int64_t width, const float* embedding,
                            const float* state, float epsilon, int32_t after_norm) {
-  program->add(Join{bfloat16 ? static_cast<const BF16*>(table) : nullptr,
+  program->add(JoinEmbedding{bfloat16 ? static_cast<const BF16*>(table) : nullptr,
                     bfloat16 ? nullptr : static_cast<const float*>(table), width, Norm{embedding, epsilon},
                     Norm{state, epsilon}, after_norm != 0});
 }
 
-// states: the pool of states, and how wide it is; null where nothing is kept. draws: of the first rows of `logits`;
-// null for none. columns: [marks], where each captured state goes in a row of features, or -1; null if none is wanted
-// Returns how many steps were computed: one, or those of a burst.
+// states, state_width: the pool of hidden states; null if the program stores none. samples: sampling of the first rows of
+// `logits`; null for none. columns: [marks], the column of each captured state in a row of features, or -1; null for none.
+// Returns the number of steps computed: 1, or those of multi-step decoding.
 int64_t outrider_program_run(Program* program, const BatchView* batch, const void* const* keys, const void* const* values,
-                          void* states, int64_t state_width, float* logits, const DrawCall* draws,
+                          void* states, int64_t state_width, float* logits, const SampleCall* samples,
                           const int64_t* columns, const int64_t* rows, int64_t count, void* features, int64_t width,
-                          const Weight* fusion, const float* fusion_bias, void* fused, const Burst* burst) {
-  const Call call{Batch(*batch), keys, values, states, state_width, logits, draws, columns, rows, count,
+                          const Weight* fusion, const float* fusion_bias, void* fused, const MultiStep* multi_step) {
+  const Call call{Batch(*batch), keys, values, states, state_width, logits, samples, columns, rows, count,
                   features, width, fusion, fusion_bias, fused};
-  if (burst) return burst->follows ? program->follow(call, *burst) : program->run(call, *burst);
+  if (multi_step) return multi_step->draft_chain ? program->draft_chain(call, *multi_step) : program->run(call, *multi_step);
   program->run(call);
   return 1;
 }
 
-// Rounds of guesses and their verification; see rounds.h. logits: [kChain + others + 1, vocab]
-int64_t outrider_program_rounds(Program* program, Program* head, const void* const* keys, const void* const* values,
-                                void* states, int64_t state_width, float* logits, const Rounds* rounds) {
+// The fused speculation loop; see fused_loop.h. logits: [kChain + max_second_choices + 1, vocab]
+int64_t outrider_program_fused_loop(Program* program, Program* head, const void* const* keys, const void* const* values,
+                                void* states, int64_t state_width, float* logits, const FusedLoop* loop) {
   Call call{};
   call.keys = keys, call.values = values;
   call.states = states, call.state_width = state_width;
   call.logits = logits;
-  return run_rounds(*program, head, call, *rounds);
+  return run_fused_loop(*program, head, call, *loop);
 }
 
-// Rows of a KV cache between slots, the same in every pool, one after the other.
+// Copy rows of a KV cache between slots, the same slots in every pool, in order.
 void outrider_move_rows(char* const* pools, const int64_t* row_bytes, int64_t count, const int64_t* sources,
                         const int64_t* destinations, int64_t moves) {
   move_rows(pools, row_bytes, count, sources, destinations, moves);
 }
 
-// Bytes read per second by all threads together, in one pass over memory larger than the caches: the floor of a step.
+// Read bandwidth of all threads together, in bytes per second, over memory larger than the caches: the floor of a step.
 double outrider_read_bandwidth(Pool* pool, const char* memory, int64_t bytes, double (*now)()) {
   std::atomic<int64_t> next{0};
   std::atomic<int64_t> sink{0};
-  constexpr int64_t kPiece = 1 << 18, kAhead = 4096;
+  constexpr int64_t kPiece = 1 << 18, kPrefetchDistance = 4096;
   const double start = now();
   pool->run([&](int) {
     Ints sum = ints();
     for (int64_t piece; (piece = next.fetch_add(1)) < bytes / kPiece;) {
       for (int64_t i = 0; i < kPiece; i += 64) {
         sum = bit_xor(sum, load_ints(memory + piece * kPiece + i));
-        to_first_cache(memory + piece * kPiece + i + kAhead);
+        prefetch_l1(memory + piece * kPiece + i + kPrefetchDistance);
       }
     }
     sink += sum_of(sum);

@@ -10,15 +10,16 @@ namespace outrider {
 namespace {
 
 template <class T, class P>
-void do_tasks(const AttendCall& call, const Batch& batch, const AttendTasks& tasks, int thread, Ahead& ahead) {
+void do_tasks(const AttendCall& call, const Batch& batch, const AttendTasks& tasks, int thread, WeightPrefetch& prefetch) {
   static thread_local std::unique_ptr<char[]> memory(new char[sizeof(AttentionWorker<T, P>) + 64]);
   void* place = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64);
-  auto* worker = new (place) AttentionWorker<T, P>(batch, call, ahead);
+  auto* worker = new (place) AttentionWorker<T, P>(batch, call, prefetch);
   const Registers<T> registers;
   const std::vector<AttentionTask>& all = tasks.plan.tasks;
   const auto take = [&] { return size_t(tasks.threads + tasks.next.fetch_add(1, std::memory_order_relaxed)); };
   for (size_t i = size_t(thread), next; i < all.size(); i = next) {
-    // A short task's thread takes the next one beforehand, to have it brought near. Behind a long one it might wait long.
+    // A thread claims its next task before a short one, so that it can prefetch it. Before a long task it does not, because
+    // the claimed task would wait for it.
     const bool early = all[i].near;
     if (early) next = take();
     worker->run(all[i], early && next < all.size() ? &all[next] : nullptr, tasks.partials);
@@ -28,10 +29,10 @@ void do_tasks(const AttendCall& call, const Batch& batch, const AttendTasks& tas
 
 }  // namespace
 
-void attend(const AttendCall& call, const Batch& batch, const AttendTasks& tasks, int thread, Ahead& ahead,
+void attend(const AttendCall& call, const Batch& batch, const AttendTasks& tasks, int thread, WeightPrefetch& prefetch,
             const std::function<void()>& wait) {
   with_arithmetic(call.bfloat16, call.format, [&](auto computed, auto stored) {
-    do_tasks<decltype(computed), decltype(stored)>(call, batch, tasks, thread, ahead);
+    do_tasks<decltype(computed), decltype(stored)>(call, batch, tasks, thread, prefetch);
   });
   const auto& joined = tasks.plan.joined;
   if (joined.empty()) return;

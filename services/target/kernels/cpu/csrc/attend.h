@@ -1,17 +1,17 @@
-// Attention over a batch, in whatever format its numbers are; see attention.h, which attend.cpp alone takes in, for it is
-// much to compile.
+// Attention over a batch, dispatched by number format. attention.h has the templates; only attend.cpp includes it, because
+// they are slow to compile.
 #pragma once
 
 #include <atomic>
 #include <functional>
 
-#include "ahead.h"
+#include "weight_prefetch.h"
 #include "attention_plan.h"
-#include "keys.h"
+#include "kv_dot.h"
 
 namespace outrider {
 
-// Queries and results as float32 rows of some stride, in numbers; pools as [slot][kv_head][dim].
+// Queries and results are float32 rows; strides in numbers. Pools are [slot][kv_head][dim].
 struct AttendCall {
   AttentionShape shape;
   const float* q;
@@ -20,21 +20,21 @@ struct AttendCall {
   int64_t out_stride;
   const void* keys;
   const void* values;
-  bool bfloat16;      // what keys and queries are multiplied in, else float32
+  bool bfloat16;      // multiply keys and queries in bfloat16, else in float32
   PoolFormat format;  // of the pools
 };
 
-// What the threads of an attention share. Each begins with the task of its number.
+// State that the threads of one attention call share. Thread i starts with task i.
 struct AttendTasks {
   const AttentionPlan& plan;
   float* partials;  // [plan.partials, 2 + value_dim]
   int threads;
-  std::atomic<int64_t>& next;       // behind the first `threads` tasks
-  std::atomic<int64_t>& next_join;  // as `next`, of what is joined
+  std::atomic<int64_t>& next;       // tasks claimed beyond the first `threads`
+  std::atomic<int64_t>& next_join;  // the same for `plan.joined`
 };
 
-// One thread's part. wait(): until all threads have done their tasks; ahead: what is brought near meanwhile
-void attend(const AttendCall& call, const Batch& batch, const AttendTasks& tasks, int thread, Ahead& ahead,
+// One thread's share. wait(): a barrier of all threads; prefetch: weights prefetched meanwhile
+void attend(const AttendCall& call, const Batch& batch, const AttendTasks& tasks, int thread, WeightPrefetch& prefetch,
             const std::function<void()>& wait);
 
 }  // namespace outrider

@@ -1,38 +1,38 @@
 // Ragged paged attention with a tree mask, reading pages in place.
 //
-// A row sees `positions[row] + 1` keys: the committed ones, then its path through the draft tree. They are visited in
-// that order in splits of 128 that are merged in order, counted from the first key; so a row's result is the same bits
-// whether its keys lie in the cache or in this step, and whatever stands beside it. One thread may do all splits of a
-// row, or several one each.
+// A row sees `positions[row] + 1` keys: the committed tokens, then its path through the draft tree. The worker visits them
+// in that order in splits of 128, counted from the first key, and merges the splits in order. So a row's result has the
+// same bits whether its keys are in the cache or in this step, and whatever else is in the batch. One thread may compute all
+// splits of a row, or several threads one each.
 #pragma once
 
 #include <algorithm>
 
 #include "attend.h"
-#include "direct.h"
-#include "matrix_split.h"
+#include "register_split.h"
+#include "amx_split.h"
 
 namespace outrider {
 
 constexpr int kMaxDim = 576;
 
-// T: what is multiplied; P: what pools hold.
+// T: the format of the products; P: the format of the pools.
 template <class T, class P>
 class AttentionWorker {
  public:
-  // ahead: what is brought near meanwhile
-  AttentionWorker(const Batch& batch, const AttendCall& call, Ahead& ahead)
+  // prefetch: weights prefetched meanwhile
+  AttentionWorker(const Batch& batch, const AttendCall& call, WeightPrefetch& prefetch)
       : batch_(batch),
         call_(call),
-        ahead_(ahead),
+        prefetch_(prefetch),
         scaling_{call.shape.scaling, call.shape.softcap},
         words_(words_of(call.shape.key_dim)),
         wide_(value_words<T>(call.shape.value_dim)) {}
 
-  // partials: [..][2 + value_dim] floats, a query vector each. next: the task that follows, if it is known; null if not.
+  // partials: [..][2 + value_dim] floats, one row a query vector. next: the following task, or null if not known.
   void run(const AttentionTask& task, const AttentionTask* next, float* partials) {
     if (&task != expected_) expect(&task);
-    coming_.finish<kOnMatrixUnit<T>>();
+    kv_prefetch_.finish<kOnMatrixUnit<T>>();
     expect(next);
     for (int head = task.head; head < task.head + task.heads; head += task.width) {
       begin(task, head, std::min(task.width, task.head + task.heads - head));
@@ -82,7 +82,7 @@ class AttentionWorker {
     }
   }
 
-  // True for a row whose path is all of its span's rows before it, as of a chain.
+  // True for a row whose path is all rows of its span before it, as in a draft chain.
   bool sees_in_order(int64_t row) const {
     return batch_.positions[row] == batch_.start[span_] + row - batch_.first[span_];
   }
@@ -96,28 +96,28 @@ class AttentionWorker {
 
   int32_t* query_at(int index) { return query_ + index * words_ * kQuery; }
 
-  // From now on the keys and values of a task's split are brought near, if they are few; null for no task.
+  // Prefetch the keys and values of a task's split from now on, if the task is small; null for no task.
   void expect(const AttentionTask* task) {
     expected_ = task;
-    coming_.clear();
+    kv_prefetch_.clear();
     if (task == nullptr || !task->near) return;
     const auto& shape = call_.shape;
     const bool shared = shape.value_stride != 0;
     const int64_t group = shape.heads / shape.kv_heads;
     const int64_t first = task->head / group, count = (task->head + task->heads - 1) / group + 1 - first;
-    coming_.begin(count * shape.key_dim * sizeof(P), count * (shared ? shape.key_dim : shape.value_dim) * sizeof(P));
+    kv_prefetch_.begin(count * shape.key_dim * sizeof(P), count * (shared ? shape.key_dim : shape.value_dim) * sizeof(P));
     const int64_t keys = batch_.start[task->span] + batch_.first[task->span + 1] - batch_.first[task->span];
     const int64_t unseen = shape.window > 0 ? batch_.positions[task->row] + 1 - shape.window : 0;
     const int64_t from = std::max(task->split * kSplit, unseen), to = std::min((task->split + 1) * kSplit, keys);
     batch_.slots(task->span, from, to, slot_);
     for (int64_t i = 0; i < to - from; ++i) {
       const int64_t at = slot_[i] * shape.kv_heads + first;
-      coming_.add(keys_pool() + at * shape.key_dim);
-      if (!shared) coming_.add(values_pool() + at * shape.value_dim);
+      kv_prefetch_.add(keys_pool() + at * shape.key_dim);
+      if (!shared) kv_prefetch_.add(values_pool() + at * shape.value_dim);
     }
   }
 
-  // state_ and sum_ of all queries over keys from .. to - 1, which lie in one split, as far as they see them.
+  // Computes state_ and sum_ of all queries over the keys from .. to - 1 of one split that each query sees.
   void attend(int64_t from, int64_t to) {
     const float* sinks = from == 0 ? call_.shape.sinks : nullptr;
     for (int query = 0; query < queries_; ++query) {
@@ -134,10 +134,10 @@ class AttentionWorker {
     }
   }
 
-  // Keys that the first so many query vectors see in the order in which they lie.
+  // Keys that the first `queries` query vectors see in storage order.
   void cached(int64_t from, int count, int queries) {
     batch_.slots(span_, from, from + count, slot_);
-    set_aside_broken(from, count);
+    replace_broken(from, count);
     if constexpr (!kOnMatrixUnit<T>) {
       switch (queries) {
         case 1: return direct<1>(from, count);
@@ -154,12 +154,12 @@ class AttentionWorker {
       for (int i = 0; i < some; ++i) take_weights(query + i, i, scores_ + i * kMaxColumns, from, count);
       combine<T>(some, weights_, values_, wide_, (count + kStep - 1) / kStep, sum_ + query * wide_);
     }
-    break_queries(from, queries);
+    poison_queries(from, queries);
   }
 
-  // Of the keys of slot_[0 .. count), nodes that are no numbers give way to a key that all rows see: a weight of 0 makes no 0
-  // of them, and rows before them see nothing of them.
-  void set_aside_broken(int64_t from, int count) {
+  // Among the keys of slot_[0 .. count), replace draft nodes that are not finite by a key that all rows see: rows before them
+  // give them weight 0, and 0 times NaN is NaN.
+  void replace_broken(int64_t from, int count) {
     broken_count_ = 0;
     for (int column = int(std::max<int64_t>(0, own_ - from)); column < count; ++column) {
       if (finite(key_at()(column), call_.shape.key_dim) && finite(value_at(slot_)(column), call_.shape.value_dim)) continue;
@@ -168,8 +168,8 @@ class AttentionWorker {
     }
   }
 
-  // A row that sees what was set aside is no numbers either.
-  void break_queries(int64_t from, int queries) {
+  // Rows that see a replaced key become NaN.
+  void poison_queries(int64_t from, int queries) {
     for (int i = 0; i < broken_count_; ++i) {
       const int64_t key = from + broken_[i];
       for (int query = 0; query < queries; ++query) {
@@ -179,7 +179,7 @@ class AttentionWorker {
   }
 
   static bool finite(const P* from, int64_t dim) {
-    Floats sum = floats();  // 0 times what is no number is none
+    Floats sum = floats();  // 0 times a number that is not finite is NaN
     for (int64_t d = 0; d < dim; d += kLanes) sum = fmadd(load(from + d, lanes(dim - d)), floats(), sum);
     return sum_of(sum) == 0.0f;
   }
@@ -188,24 +188,25 @@ class AttentionWorker {
   template <int N>
   void direct(int64_t from, int count) {
     const auto& shape = call_.shape;
-    score_directly<T, P, N>(query_, words_, shape.key_dim, count, key_at(), scores_, coming_);
+    score_directly<T, P, N>(query_, words_, shape.key_dim, count, key_at(), scores_, kv_prefetch_);
     for (int i = 0; i < N; ++i) take_weights(i, i, scores_ + i * kMaxColumns, from, count);
-    combine_directly<T, P, N>(weights_, shape.value_dim, count, value_at(slot_), sum_, coming_);
-    break_queries(from, N);
+    combine_directly<T, P, N>(weights_, shape.value_dim, count, value_at(slot_), sum_, kv_prefetch_);
+    poison_queries(from, N);
   }
 
-  // A split in which paths stand that are no chain: keys of the cache and nodes are laid out once, and each row takes them in its own order.
+  // A split with tree paths that are not chains: the keys of the cache and the nodes are laid out once, and each row reads
+  // them in its own order.
   void own(int64_t from, int64_t to) {
     const int64_t base = std::min(from, own_), cached = own_ - base;
     const int64_t node = batch_.first[span_] + batch_.committed[span_], nodes = batch_.first[span_ + 1] - node;
     const bool together = cached + nodes <= kMaxColumns;
-    const int common = together && from == base ? int(cached) / kStep * kStep : 0;  // columns that all rows begin with
+    const int common = together && from == base ? int(cached) / kStep * kStep : 0;  // leading columns that all rows share
     if (together) {
       batch_.slots(span_, base, own_ + nodes, slot_);
       lay_keys_of(int(cached + nodes));
       lay_values_of(slot_, 0, common);
     }
-    const int rows = together ? std::max(1, kTogether<T> / heads_) : 1;  // whose scores are computed at a time
+    const int rows = together ? std::max(1, kTogether<T> / heads_) : 1;  // rows scored at a time
     for (int begin = in_order_; begin < queries_; begin += rows * heads_) {
       const int end = std::min(queries_, begin + rows * heads_);
       for (int first = begin; first < end; first += kTogether<T>) {  // more than once for many heads of one row
@@ -227,8 +228,8 @@ class AttentionWorker {
     }
   }
 
-  // The keys from .. to - 1 of a query's row in its own order: their values, behind those that all rows have in common, and
-  // the keys themselves if those of all rows do not fit side by side.
+  // Lay out the values of the keys from .. to - 1 of a query's row, in that row's order, after the columns that all rows
+  // share; and the keys too if the keys of all rows do not fit side by side.
   void begin_row(int query, int64_t from, int64_t to, int64_t base, bool together, int common) {
     count_ = order(query, from, to, base);
     if (!together) {
@@ -238,8 +239,8 @@ class AttentionWorker {
     if (count_ > common) lay_values_of(order_, common, count_);
   }
 
-  // The keys from .. to - 1 of a query's row: their slots, and their columns among those from `base` on, nodes behind the
-  // cache. Returns how many there are.
+  // Slots and columns of the keys from .. to - 1 of a query's row; columns count from `base`, nodes after cached keys.
+  // Returns the number of keys.
   int order(int query, int64_t from, int64_t to, int64_t base) {
     const int64_t row = row_[query], start = batch_.start[span_];
     const int32_t* path = batch_.path.data() + batch_.path_begin[row] - own_;  // of a key: row in the span
@@ -254,7 +255,7 @@ class AttentionWorker {
   const P* keys_pool() const { return static_cast<const P*>(call_.keys); }
   const P* values_pool() const { return static_cast<const P*>(call_.values); }
 
-  // Where the keys of slot_ lie.
+  // Addresses of the keys of slot_.
   auto key_at() const {
     const P* keys = keys_pool() + kv_head_ * call_.shape.key_dim;
     return [this, keys, pitch = call_.shape.kv_heads * call_.shape.key_dim](int column) { return keys + slot_[column] * pitch; };
@@ -270,18 +271,18 @@ class AttentionWorker {
   // The keys of slot_[0 .. count).
   void lay_keys_of(int count) {
     stride_ = (count + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
-    lay_keys<T, P>(keys_, stride_, call_.shape.key_dim, count, key_at(), coming_);
-    ahead_.bring(Ahead::kPart);
+    lay_keys<T, P>(keys_, stride_, call_.shape.key_dim, count, key_at(), kv_prefetch_);
+    prefetch_.fetch(WeightPrefetch::kPartLines);
   }
 
   void lay_values_of(const int64_t* slots, int first, int count) {
-    lay_values<T, P>(values_, call_.shape.value_dim, first, count, value_at(slots), coming_);
-    ahead_.bring(Ahead::kPart);
+    lay_values<T, P>(values_, call_.shape.value_dim, first, count, value_at(slots), kv_prefetch_);
+    prefetch_.fetch(WeightPrefetch::kPartLines);
   }
 
   void take_weights(int query, int place, float* scores, int64_t from, int count) {
     int32_t* weights = weights_ + place * kSplit;
-    ahead_.bring(Ahead::kPart);
+    prefetch_.fetch(WeightPrefetch::kPartLines);
     state_[query] = weigh<T>(scores, count, first_[query] - from, last_[query] - from, scaling_, state_[query], weights);
   }
 
@@ -302,32 +303,32 @@ class AttentionWorker {
     }
   }
 
-  static constexpr int64_t kSkip = 32;  // keys before a window are left out in runs of so many, whole vectors of pairs
+  static constexpr int64_t kSkip = 32;  // keys before a window are skipped in multiples of this: whole vectors of pairs
 
   const Batch& batch_;
   const AttendCall& call_;
-  Ahead& ahead_;
+  WeightPrefetch& prefetch_;
   const AttentionTask* expected_ = nullptr;
-  Coming coming_;  // of the task that is expected
+  KvPrefetch kv_prefetch_;  // rows of the expected task
   const Scaling scaling_;
   const int64_t words_, wide_;  // of a key; of a value
   int64_t span_ = 0, kv_head_ = 0, own_ = 0, stride_ = 0;
   int queries_ = 0, head_ = 0, heads_ = 1;
-  int in_order_ = 0;  // of the query vectors, the first ones: they see their keys in the order in which they lie
+  int in_order_ = 0;  // leading query vectors that see their keys in storage order
   int count_ = 0;  // keys of the row at hand
   int64_t row_[kMaxQueries], first_[kMaxQueries], last_[kMaxQueries];
   int64_t slot_[kMaxColumns], order_[kSplit];
   int column_[kSplit], broken_[kSplit], broken_count_ = 0;
-  Softmax state_[kMaxQueries], total_[kMaxQueries];  // of the split at hand; of those before it
-  // The matrix unit takes 16 query vectors even where there are fewer; results of those behind the last are nobody's.
-  static constexpr int kBehind = kOnMatrixUnit<T> ? kTogether<T> : 1;
-  static constexpr int kMost = std::max(kTogether<T>, kDirectly);  // query vectors at a time
-  alignas(64) float scores_[kMost * kMaxColumns];
-  alignas(64) int32_t weights_[kMost * kSplit];
-  alignas(64) int32_t query_[(kMaxQueries + kBehind) * kMaxDim];
+  Softmax state_[kMaxQueries], total_[kMaxQueries];  // of the current split; of the splits before it
+  // The matrix unit multiplies 16 query vectors even if there are fewer; the surplus results are discarded.
+  static constexpr int kSurplus = kOnMatrixUnit<T> ? kTogether<T> : 1;
+  static constexpr int kMaxTogether = std::max(kTogether<T>, kDirectly);  // query vectors at a time
+  alignas(64) float scores_[kMaxTogether * kMaxColumns];
+  alignas(64) int32_t weights_[kMaxTogether * kSplit];
+  alignas(64) int32_t query_[(kMaxQueries + kSurplus) * kMaxDim];
   alignas(64) int32_t keys_[kMaxDim * kMaxColumns];
   alignas(64) int32_t values_[kSplit * kMaxDim];
-  alignas(64) float sum_[(kMaxQueries + kBehind) * kMaxDim];
+  alignas(64) float sum_[(kMaxQueries + kSurplus) * kMaxDim];
   alignas(64) float totals_[kMaxQueries * kMaxDim];
 };
 

@@ -1,4 +1,4 @@
-// How the attention of a step is cut into tasks for threads.
+// Division of a step's attention into tasks for threads.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ constexpr int kMaxQueries = 64;  // query vectors that share a split of keys
 struct AttentionShape {
   int64_t heads, kv_heads, key_dim, value_dim;
   float scaling;
-  int64_t window;      // keys seen back, the row's own included; 0 is all
+  int64_t window;      // keys a row sees, its own included; 0: all
   float softcap;       // 0 is off
   const float* sinks;  // [heads] or null
   int64_t value_stride;  // numbers from one value to the next in the pool, if values are the first part of keys; else 0
@@ -22,18 +22,18 @@ struct AttentionShape {
   int64_t value_pitch() const { return value_stride ? value_stride : value_dim; }
 };
 
-// A block of rows of one span, some query heads, some splits of the keys. It is done key head by key head, or a part of
-// the query heads of one, `width` at a time.
+// A block of rows of one span, some query heads, some splits of the keys. The worker takes `width` query heads at a time:
+// the group of one key head, or a part of it.
 struct AttentionTask {
   int32_t span, rows, width;
   int32_t head, heads;    // first query head, and how many
   int32_t split, splits;  // first split, and how many
   int64_t row;
-  int64_t partial;  // where its unfinished results go, [splits][heads / width][rows][width]; -1 if it does all splits
-  bool near;        // its keys are few enough to be brought near at once
+  int64_t partial;  // offset of its partial results, [splits][heads / width][rows][width]; -1 if it computes all splits
+  bool near;        // its keys are few enough to prefetch
 };
 
-// Query vectors of a task whose splits are taken apart.
+// Query vectors of a task whose splits are separate tasks.
 struct AttentionJoin {
   AttentionTask task;
   int64_t first, end;
@@ -41,12 +41,12 @@ struct AttentionJoin {
 
 // The tasks of a batch; the same for every layer of like heads.
 //
-// Few rows wait for memory: their splits are tasks of their own, each of several key heads where there are tasks enough,
-// because these lie side by side. Many rows, those of a prompt, are kept busy by arithmetic: a task is all splits of a
-// key head.
+// Few rows are bound by memory: each of their splits is a task, of several key heads if there are enough tasks, because the
+// keys of those heads are adjacent in memory. Many rows (a prompt) are bound by arithmetic: a task is all splits of one key
+// head.
 struct AttentionPlan {
   std::vector<AttentionTask> tasks;
-  std::vector<AttentionJoin> joined;  // what is to be merged behind them
+  std::vector<AttentionJoin> joined;  // merges to do after the tasks
   int64_t partials = 0;               // query vectors with unfinished results
 
   AttentionPlan() = default;
@@ -54,7 +54,7 @@ struct AttentionPlan {
     const int64_t group = shape.heads / shape.kv_heads;
     width_ = int32_t(std::min<int64_t>(group, kMaxQueries));
     const int64_t bytes = kSplit * (shape.key_dim + shape.value_dim) * 2;
-    // Query heads of one task. Of a wider group not all are done at a time, and the next key head's must not join them.
+    // Query heads of one task. A group wider than kMaxQueries is computed in parts, which must not include the next group.
     const int64_t together = (group > kMaxQueries ? 1 : std::max<int64_t>(1, kNear / bytes)) * group;
     const bool many = batch.spans >= kTasksPerThread * threads;
     for (int64_t span = 0; span < batch.spans; ++span) {
@@ -73,7 +73,7 @@ struct AttentionPlan {
   static constexpr int64_t kFewRows = 16;
   static constexpr int64_t kTasksPerThread = 4;
   static constexpr int64_t kJoined = 8;  // query vectors
-  static constexpr int64_t kNear = 256 << 10;  // bytes of a split that stay near while its heads are done
+  static constexpr int64_t kNear = 256 << 10;  // bytes of a split that stay in the L2 cache while its heads are computed
 
   void add(const Batch& batch, int64_t span, int64_t row, int32_t head, int32_t heads, bool apart,
            bool few) {

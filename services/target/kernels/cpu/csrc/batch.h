@@ -1,4 +1,4 @@
-// One step's rows, as the engine lays them out; see services/target/step/batch.py.
+// The rows of one step, in the layout of services/target/step/batch.py.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct BatchView {
   const int64_t* table;      // [spans], where each begins in `pages`
 };
 
-// A view, and what is derived from it.
+// A view with data derived from it.
 struct Batch : BatchView {
   std::vector<int32_t> path;        // the nodes' paths, as rows of their own span, from below the root to themselves
   std::vector<int64_t> path_begin;  // [rows + 1], in `path`; empty for committed rows
@@ -43,12 +43,12 @@ struct Batch : BatchView {
     path_begin[rows] = int64_t(path.size());
   }
 
-  // Where the key of a span's row or cached token lies. key: index among the span's keys, cached ones first.
+  // The cache slot of a span's key. key: index among the span's keys, cached ones first.
   int64_t slot(int64_t span, int64_t key) const {
     return int64_t{pages[table[span] + key / page_size]} * page_size + key % page_size;
   }
 
-  // The slots of keys from .. to - 1; divisions are dear, so pages are walked through.
+  // The slots of keys from .. to - 1, page by page, because divisions are slow.
   void slots(int64_t span, int64_t from, int64_t to, int64_t* slots) const {
     if (from >= to) return;
     const int32_t* page = pages + table[span] + from / page_size;

@@ -6,17 +6,17 @@ namespace outrider {
 
 namespace {
 
-// Bytes of a weight that are asked for before the operation begins.
-constexpr int64_t kAhead = 8192;
+// Bytes of a weight prefetched into the L1 cache before its operation starts.
+constexpr int64_t kPrefetchBytes = 8192;
 
-constexpr int64_t kFeeding = kMostOfChunk / kLanes;  // panels of gated pairs whose results are whole chunks
+constexpr int64_t kFeeding = kChunkNumbers / kLanes;  // panels of gated pairs that make one whole chunk of an operand
 
 bool reads_the_stream(const Operation& operation) {
-  return std::holds_alternative<Capture>(operation) || std::holds_alternative<Keep>(operation);
+  return std::holds_alternative<Capture>(operation) || std::holds_alternative<StoreState>(operation);
 }
 
-// Where portions of neighbouring panels begin: long ones first, because memory is fastest when read on and on, then
-// shorter ones, so that threads are done at like times. step: panels that stay together.
+// First panels of portions: long portions first, because sequential reads are fastest, then shorter ones, so that threads
+// finish at about the same time. step: panels that stay in one portion.
 std::vector<int64_t> portions_of(int64_t panels, int threads, int64_t step) {
   std::vector<int64_t> starts{0};
   while (starts.back() < panels) {
@@ -33,13 +33,13 @@ std::vector<int64_t> portions_of(int64_t panels, int threads, int64_t step) {
 Program::Program(int threads, bool bfloat16, PoolFormat pools, const Program* beside)
     : pool_(beside ? beside->pool_ : std::make_shared<Pool>(threads)), bfloat16_(bfloat16), pools_(pools) {
   scratch_.resize(pool_->threads());
-  ahead_.resize(pool_->threads());
+  prefetch_.resize(pool_->threads());
 }
 
 void Program::add(Operation operation) {
   if (auto* linear = std::get_if<Linear>(&operation)) {
     linear->operation = operations_.size();
-    linear->place = products_++;
+    linear->product = products_++;
     auto* before = operations_.empty() ? nullptr : std::get_if<Linear>(&operations_.back());
     if (before && before->activation != Activation::kNone && linear->input == before->output && !linear->norm.weight) {
       before->feeds = linear->fed = true;
@@ -48,7 +48,7 @@ void Program::add(Operation operation) {
     linear->portions = portions_of(linear->weight->panels, pool_->threads(), 1);
     if (linear->head) head_ = operations_.size();
   }
-  if (std::holds_alternative<Join>(operation)) join_ = operations_.size();
+  if (std::holds_alternative<JoinEmbedding>(operation)) join_operation_ = operations_.size();
   operations_.push_back(std::move(operation));
 }
 
@@ -72,7 +72,7 @@ void Program::prepare(const Call& call) {
     size_t bytes = 0, shared = 0, fed = 0;
     for (const auto& operation : operations_) {
       if (const auto* linear = std::get_if<Linear>(&operation)) {
-        for (const Weight* weight : {linear->weight, linear->narrow, linear->screen.weight}) {
+        for (const Weight* weight : {linear->weight, linear->narrow, linear->pruned_head.weight}) {
           if (!weight) continue;
           bytes = std::max(bytes, operand_bytes(*weight, kSharedRows));
           shared = std::max(shared, operand_bytes(*weight, capacity_));
@@ -106,32 +106,31 @@ void Program::prepare(const Call& call) {
     bytes = std::max<size_t>(bytes, plans_.back().partials * (2 + shape.value_dim) * sizeof(float));
   }
   if (bytes > partials_.bytes()) partials_ = Buffer(bytes);
-  draws_.reset();
-  if (call.draws) draws_.emplace(*call.draws);
-  screened_ = !narrow_ && may_screen(call) && worth_.ask();
-  if (screened_) prepare_screen();
-  look_ahead();
-  const size_t counters = 2 * operations_.size() + 3 + kScreenCounters;
+  samples_.reset();
+  if (call.samples) samples_.emplace(*call.samples);
+  pruned_ = !narrow_ && may_prune(call) && pruning_gate_.enabled();
+  if (pruned_) prepare_pruning();
+  set_prefetch_ranges();
+  const size_t counters = 2 * operations_.size() + 3 + kPruningCounters;
   if (counters_.size() != counters) counters_ = std::vector<Counter>(counters);
   for (auto& counter : counters_) counter.next.store(0, std::memory_order_relaxed);
 }
 
-// Each thread's first portions, in the order in which it will read them. A step that does not begin with the first
-// operation leaves out what it skips.
-void Program::look_ahead() {
+// Sets each thread's prefetch ranges to its first portions, in reading order. Operations before begin_ get empty ranges.
+void Program::set_prefetch_ranges() {
   for (int thread = 0; thread < pool_->threads(); ++thread) {
-    Ahead& ahead = ahead_[thread];
-    ahead.clear();
+    WeightPrefetch& prefetch = prefetch_[thread];
+    prefetch.clear();
     for (size_t i = 0; i < operations_.size(); ++i) {
       const auto* linear = std::get_if<Linear>(&operations_[i]);
       if (linear == nullptr) continue;
       const auto& portions = linear->portions;
       if (i < begin_ || thread + 1 >= int64_t(portions.size())) {
-        ahead.add(nullptr, 0);
+        prefetch.add(nullptr, 0);
         continue;
       }
       const Weight& weight = weight_of(*linear);
-      ahead.add(weight.panel(portions[thread]), (portions[thread + 1] - portions[thread]) * weight.panel_bytes);
+      prefetch.add(weight.panel(portions[thread]), (portions[thread + 1] - portions[thread]) * weight.panel_bytes);
     }
   }
 }
@@ -139,7 +138,7 @@ void Program::look_ahead() {
 void Program::run(const Call& call) {
   prepare(call);
   pool_->run([this, &call](int thread) { work(thread, call); });
-  if (screened_) worth_.saw(panels_.share());
+  if (pruned_) pruning_gate_.observe(panel_states_.share());
 }
 
 void Program::run_narrow(const Call& call) {
@@ -152,29 +151,29 @@ void Program::work(int thread, const Call& call) {
   for (size_t i = begin_; i < operations_.size(); ++i) {
     if (skips(operations_[i], call)) continue;
     std::visit([&](const auto& op) { execute(op, thread, call, &counters_[2 * i]); }, operations_[i]);
-    if (std::holds_alternative<Keep>(operations_[i])) continue;  // the next one only reads the stream, too
-    fetch_ahead(thread, i + 1);
+    if (std::holds_alternative<StoreState>(operations_[i])) continue;  // the next operation only reads the stream too
+    prefetch_weights(thread, i + 1);
     wait(thread);
   }
-  if (screened_) draw_screened(thread, call);
-  else if (draws_) draw(thread);
+  if (pruned_) sample_pruned(thread, call);
+  else if (samples_) sample(thread);
   if (call.fusion) bfloat16_ ? fuse<BF16>(thread, call) : fuse<float>(thread, call);
 }
 
 bool Program::skips(const Operation& operation, const Call& call) const {
-  if (std::holds_alternative<Keep>(operation)) return call.states == nullptr;
+  if (std::holds_alternative<StoreState>(operation)) return call.states == nullptr;
   const auto* capture = std::get_if<Capture>(&operation);
   return capture && (call.columns == nullptr || call.columns[capture->mark] < 0);
 }
 
-void Program::fetch_ahead(int thread, size_t operation) const {
+void Program::prefetch_weights(int thread, size_t operation) const {
   while (operation < operations_.size() && reads_the_stream(operations_[operation])) ++operation;
   if (operation == operations_.size()) return;
   const auto* linear = std::get_if<Linear>(&operations_[operation]);
   if (linear == nullptr || thread + 1 >= int64_t(linear->portions.size())) return;
   const Weight& weight = weight_of(*linear);
   const char* from = weight.panel(linear->portions[thread]);
-  for (int64_t i = 0; i < std::min(kAhead, weight.panel_bytes); i += 64) to_first_cache(from + i);
+  for (int64_t i = 0; i < std::min(kPrefetchBytes, weight.panel_bytes); i += 64) prefetch_l1(from + i);
 }
 
 void Program::execute(const Embed& op, int thread, const Call& call, Counter* next) {
@@ -202,7 +201,7 @@ void Program::fill_row(const Linear& op, const Call& call, const Weight& weight,
 
 void Program::execute(const Linear& op, int thread, const Call& call, Counter* next) {
   const int64_t rows = op.head ? call.batch.sampled_rows : call.batch.rows;
-  if (rows == 0) return ahead_[thread].reached(op.place);
+  if (rows == 0) return prefetch_[thread].reached(op.product);
   alignas(64) float scratch[kNormWidth];
   const Weight& weight = weight_of(op);
   const Operand operand =
@@ -210,7 +209,7 @@ void Program::execute(const Linear& op, int thread, const Call& call, Counter* n
              : operand_of(weight, thread, next + 1, rows, [&](const Operand& to, int64_t index) {
                  fill_row(op, call, weight, to, index, scratch);
                });
-  ahead_[thread].reached(op.place);
+  prefetch_[thread].reached(op.product);
   const Passes passes(weight, rows);
   portions(*next, thread, int64_t(op.portions.size()) - 1, [&](int64_t portion) {
     const int64_t end = op.portions[portion + 1];
@@ -224,16 +223,16 @@ void Program::execute(const Linear& op, int thread, const Call& call, Counter* n
   });
 }
 
-// The next operation's operand, from what the panels up to this one have brought. It is read once, while it is near, and
-// not by every thread once more.
+// Writes the next operation's operand from the outputs of the panels up to this one, while they are in the cache, so that
+// not every thread reads them again.
 void Program::feed(const Linear& op, int64_t panel, int64_t rows) {
   const Weight& weight = weight_of(behind(op));
   const Operand operand = operand_in(fed_.as<char>(), weight, rows);
-  const int64_t begin = panel / kFeeding * kMostOfChunk, end = std::min(begin + kMostOfChunk, weight.inputs);
+  const int64_t begin = panel / kFeeding * kChunkNumbers, end = std::min(begin + kChunkNumbers, weight.inputs);
   for (int64_t index = 0; index < rows; ++index) fill_operand(operand, weight, index, row(op.output, index), begin, end);
 }
 
-// The panel's 16 gates and their 16 values as 16 numbers.
+// Stores activation(gate) * value of the panel's 16 gates and 16 values.
 void Program::store_gated(const Linear& op, int64_t panel, int64_t first, int64_t count, const float* tile) {
   const Mask mask = lanes(op.output_width - panel * kLanes);
   for (int64_t m = 0; m < count; ++m, tile += kPanel) {
@@ -293,8 +292,8 @@ void Program::capture(const Capture& op, const Call& call, int64_t index, T* to)
   copy_as(to, from, op.width);
 }
 
-void Program::draw(int thread) {
-  portions(counters_.back(), thread, draws_->rows(), [&](int64_t row) { draws_->draw(row); });
+void Program::sample(int thread) {
+  portions(counters_.back(), thread, samples_->rows(), [&](int64_t row) { samples_->sample(row); });
 }
 
 // The product of captured rows with the fusion.
@@ -318,9 +317,9 @@ void Program::fuse(int thread, const Call& call) {
 
 namespace {
 
-// Rotary embedding of the halves of a head's first `turned` numbers.
-void turn(float* head, const float* cosines, const float* sines, int64_t turned) {
-  const int64_t half = turned / 2;
+// Rotary embedding of a head's first `rotary_dim` numbers, whose halves form the rotated pairs.
+void rotate_halves(float* head, const float* cosines, const float* sines, int64_t rotary_dim) {
+  const int64_t half = rotary_dim / 2;
   for (int64_t i = 0; i < half; i += kLanes) {
     const Mask mask = lanes(half - i);
     const Floats c = load(cosines + i, mask), s = load(sines + i, mask);
@@ -345,14 +344,14 @@ void Program::store_heads(const Rotate& op, const Call& call, int64_t index, int
 void Program::execute(const Rotate& op, int thread, const Call& call, Counter* next) {
   portions(*next, thread, call.batch.rows, [&](int64_t index) {
     const int64_t position = call.batch.positions[index];
-    ahead_[thread].bring(Ahead::kRow);
-    const float* cosines = op.cosines + position * (op.turned / 2);
-    const float* sines = op.sines + position * (op.turned / 2);
+    prefetch_[thread].fetch(WeightPrefetch::kRowLines);
+    const float* cosines = op.cosines + position * (op.rotary_dim / 2);
+    const float* sines = op.sines + position * (op.rotary_dim / 2);
     for (int64_t head = 0; head < op.heads + op.kv_heads; ++head) {
       float* numbers = row(kWide, index) + head * op.key_dim;
       const Norm& norm = head < op.heads ? op.query_norm : op.key_norm;
       if (norm.weight) normalise(norm, numbers, numbers, op.key_dim);
-      turn(numbers, cosines, sines, op.turned);
+      rotate_halves(numbers, cosines, sines, op.rotary_dim);
     }
     for (int64_t head = 0; head < op.kv_heads; ++head) {
       with_formats(bfloat16_, pools_, [&](auto, auto stored) {
@@ -373,7 +372,7 @@ void Program::execute(const Attend& op, int thread, const Call& call, Counter* n
                              bfloat16_,
                              pools_};
   const AttendTasks tasks{plans_[op.plan], partials_.as<float>(), pool_->threads(), next->next, next[1].next};
-  attend(attention, call.batch, tasks, thread, ahead_[thread], [this, thread] { wait(thread); });
+  attend(attention, call.batch, tasks, thread, prefetch_[thread], [this, thread] { wait(thread); });
 }
 
 }  // namespace outrider

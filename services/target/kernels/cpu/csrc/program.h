@@ -1,8 +1,8 @@
-// A decoder as a list of operations over float32 rows, run by all threads in step with one another.
+// A decoder as a list of operations over float32 rows, run by all threads together.
 //
-// Between two operations that depend on one another stands a barrier. Within one, a thread begins with the portion of its
-// number and takes others from a counter, so that one that is held up holds up little; who computes a portion does not
-// change its bits. While it does not multiply, it asks for the weights that it will begin its next products with.
+// A barrier separates operations that depend on one another. Within an operation, thread i starts with portion i and takes
+// further ones from a counter, so that a preempted thread delays little; the thread that computes a portion does not affect
+// its bits. Between products a thread prefetches the weights of its next products.
 #pragma once
 
 #include <poll.h>
@@ -13,21 +13,21 @@
 #include <variant>
 #include <vector>
 
-#include "ahead.h"
+#include "weight_prefetch.h"
 #include "attend.h"
-#include "draw.h"
+#include "sampling.h"
 #include "linear.h"
 #include "norm.h"
 #include "pool.h"
-#include "screen.h"
+#include "pruned_head.h"
 
 namespace outrider {
 
-// From so many rows on, threads share the work of laying out an operand; below, each does it for itself, which costs
-// less than waiting for one another.
+// With more rows than this, threads share the layout of an operand. With fewer, each lays out its own copy, which costs less
+// than a barrier.
 constexpr int64_t kSharedRows = 24;
 
-// Rows of float32 of one width; grown as batches need.
+// Buffers of float32 rows, one width each; they grow with the batch.
 enum BufferId : int32_t { kResidual = 0, kWide = 1, kAttended = 2, kHidden = 3, kBranch = 4, kBuffers = 5 };
 
 enum class Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2 };
@@ -41,35 +41,36 @@ struct Embed {
 
 struct Linear {
   const Weight* weight;
-  const Weight* narrow;  // a copy of it in fewer bits, for steps that draft; null where they read the weight itself
+  const Weight* narrow;  // a copy in fewer bits for drafting steps; null if they read the weight itself
   const float* bias;  // [outputs] or null
-  Norm norm;          // of the input
+  Norm norm;  // of the input
   BufferId input, output;
   int64_t input_width, output_width;
-  bool add;               // to what the output holds
+  bool add;  // add to the output instead of overwriting it
   Activation activation;  // of gated pairs: outputs come as 16 gates, 16 values, ...
-  bool head;              // of sampled rows alone, into the caller's logits
-  float softcap;          // of the head; 0 is off
-  Screen screen;          // of the head, if it has one
-  size_t operation;               // which of the program's this is
-  size_t place;                   // among the program's products
-  bool feeds = false;             // of gated pairs: the next operation's operand, as its outputs come
-  bool fed = false;               // by the operation before it
-  std::vector<int64_t> portions;  // first panels of what a thread takes at once, and the end
+  bool head;  // the LM head: of sampled rows only, into the caller's logits
+  float softcap;  // of the head; 0 is off
+  PrunedHead pruned_head;  // of the head, if it has one
+  size_t operation;  // index among the program's operations
+  size_t product;  // index among the program's products
+  bool feeds = false;  // of gated pairs: writes the next operation's operand directly
+  bool fed = false;  // its operand is written by the operation before it
+  std::vector<int64_t> portions;  // first panel of each portion, and the end
 };
 
-// output += norm(input), for models that normalise what a branch adds.
+// output += norm(input), for models with a norm after a branch.
 struct AddNorm {
   Norm norm;
   BufferId input, output;
   int64_t width;
 };
 
-// Queries, keys and values of a row stand side by side in kWide; they are turned in place, and keys and values stored.
+// Rotary embedding, in place, of a row's queries and keys in kWide (queries, keys, values side by side); then keys and
+// values are stored in the cache.
 struct Rotate {
   int32_t layer;
-  int64_t heads, kv_heads, key_dim, value_dim, turned;  // `turned`: leading numbers of a head that are turned
-  const float* cosines;                                 // [positions, turned / 2]
+  int64_t heads, kv_heads, key_dim, value_dim, rotary_dim;  // `rotary_dim`: leading numbers of a head that rotate
+  const float* cosines;  // [positions, rotary_dim / 2]
   const float* sines;
   Norm query_norm, key_norm;  // of each head
 };
@@ -77,129 +78,131 @@ struct Rotate {
 struct Attend {
   int32_t layer;
   AttentionShape shape;
-  int32_t plan;  // which of the program's plans; layers of like heads share one
+  int32_t plan;  // index among the program's plans; layers with equal heads share one
 };
 
-// A copy of the residual stream, normalised if there is a norm, into the caller's features if it wants this mark: in the
-// format that is computed in.
+// Copies the residual stream, normalised if there is a norm, into the caller's features if the call captures this mark. The
+// features have the format of the computation.
 struct Capture {
   int32_t mark;
   int64_t width;
   Norm norm;
 };
 
-// A copy of every row's residual stream into the pool of states, from `column` on, for a head that follows.
-struct Keep {
+// Copies every row's residual stream into the pool of states, from `column` on, for the local EAGLE head.
+struct StoreState {
   int64_t column, width;
 };
 
-// Of a head, see follow.cpp: kHidden = the row's state in the pool.
-struct Feed {
+// Of the EAGLE head (eagle_head.cpp): kHidden = the row's state in the pool.
+struct LoadState {
   int64_t width;
 };
 
-// Of a head: kHidden = [norm(embedding), norm(residual)] side by side.
-struct Join {
+// Of the EAGLE head: kHidden = [norm(embedding), norm(residual)] side by side.
+struct JoinEmbedding {
   const BF16* table16;  // one of the two is null
   const float* table32;
   int64_t width;
   Norm embedding, state;
-  bool after_norm;  // the normalised state is the residual stream from here on
+  bool after_norm;  // the normalised state replaces the residual stream
 };
 
-using Operation = std::variant<Embed, Linear, AddNorm, Rotate, Attend, Capture, Keep, Feed, Join>;
+using Operation = std::variant<Embed, Linear, AddNorm, Rotate, Attend, Capture, StoreState, LoadState, JoinEmbedding>;
 
 struct Call {
   Batch batch;  // of one step
   const void* const* keys;  // [layers], pools
   const void* const* values;
-  void* states;  // the pool of states, as wide as they are together, in the format that is computed in; null for none
+  void* states;  // the pool of hidden states, [slots, state_width], in the format of the computation; null for none
   int64_t state_width;
   float* logits;  // [sampled_rows, vocab]
-  const DrawCall* draws;  // of the first of them; null for none. If all are drawn from, logits may be a screen's
-  const int64_t* columns;  // [marks], first column of each captured state, or -1; null if none is wanted
+  // Sampling of the first rows; null for none. If it covers all rows, most logits may be approximate.
+  const SampleCall* samples;
+  const int64_t* columns;  // [marks], first column of each captured state, or -1; null for no capture
   const int64_t* captured;  // [captured_rows]
   int64_t captured_rows;
   void* features;  // [captured_rows, feature_width], bfloat16 or float
   int64_t feature_width;
-  const Weight* fusion;  // what the captured rows are multiplied with at last; null for nothing
+  const Weight* fusion;  // multiplies the captured rows at the end; null for none
   const float* fusion_bias;  // [outputs] or null
-  void* fused;  // [captured_rows, outputs], as the features
+  void* fused;  // [captured_rows, outputs], in the features' format
 };
 
-// Plain steps of the same sessions, one behind the other: each one's rows are the tokens that the one before it drew.
-struct Burst {
-  int64_t steps;              // at most
-  const int64_t* stops;       // tokens after which a session does not go on, row after row
-  const int64_t* stop_counts;  // [rows], how many of them are each one's
-  const int32_t* files;       // what can be read as soon as the caller is wanted elsewhere
-  int64_t file_count;
-  bool narrow;                // with the narrow copies of the weights: what is drawn are drafts
-  uint32_t* const* texts;     // [rows], tokens of the sessions, with room for those of the burst
-  const int64_t* lengths;     // [rows], of them
-  int64_t same;               // ends, too, once so many last tokens of a session stood in its text before; 0 for never
-  bool follows;               // of a head: the first step's rows are committed tokens; see follow.cpp
-  const float* odds;          // of a head, [2, 16]: chances of a token by its probability, greedy sessions first; or null
-  double next, row, step;     // seconds that a guess brings if those before it are right, and that it takes
+// Multi-step decoding of the same sessions: each step's rows are the tokens that the step before sampled.
+struct MultiStep {
+  int64_t steps;  // most steps
+  const int64_t* stops;  // stop tokens of the sessions, row after row
+  const int64_t* stop_counts;  // [rows], number of stop tokens of each row
+  const int32_t* interrupt_fds;  // file descriptors; the call returns after a step once one of them is readable
+  int64_t interrupt_fd_count;
+  bool narrow;  // use the narrow copies of the weights: the samples are draft tokens
+  uint32_t* const* texts;  // [rows], tokens of the sessions, with room for the new ones
+  const int64_t* lengths;  // [rows], their lengths
+  int64_t repeat_length;  // end once the last `repeat_length` tokens of a session occur earlier in its text; 0: never
+  bool draft_chain;  // of the EAGLE head: the first step's rows are committed tokens; see eagle_head.cpp
+  const float* acceptance_rates;  // of the EAGLE head, [2, 16]: acceptance rate by probability bin, greedy first; or null
+  double token_gain, row_cost, step_cost;  // seconds saved by an accepted draft token; seconds it costs per row and per step
 };
 
-// Whether somebody calls: one of some files can be read.
-class Listener {
+// Reports whether one of some file descriptors is readable, which interrupts the loop.
+class InterruptPoll {
  public:
-  Listener(const int32_t* files, int64_t count) {
+  InterruptPoll(const int32_t* files, int64_t count) {
     for (int64_t i = 0; i < count; ++i) files_.push_back({files[i], POLLIN, 0});
   }
-  bool called() const { return !files_.empty() && poll(files_.data(), files_.size(), 0) > 0; }
+  bool interrupted() const { return !files_.empty() && poll(files_.data(), files_.size(), 0) > 0; }
 
  private:
   mutable std::vector<pollfd> files_;
 };
 
-// True if the last `same` tokens of a text stand in it before.
-bool stood_before(const uint32_t* text, int64_t length, int64_t same);
+// True if the last `repeat_length` tokens of a text occur in it earlier.
+bool occurs_earlier(const uint32_t* text, int64_t length, int64_t repeat_length);
 
-// That a guess is right of which a head says that it is so probable. odds: [2, 16], of greedy sessions first
-inline double chance_of(const float* odds, float said, bool greedy) {
+// Calibrated acceptance rate of a draft token of some probability. acceptance_rates: [2, 16], greedy sessions first
+inline double acceptance_rate(const float* acceptance_rates, float probability, bool greedy) {
   constexpr int64_t kBins = 16;
-  return odds[std::clamp<int64_t>(int64_t(said * kBins), 0, kBins - 1) + (greedy ? 0 : kBins)];
+  return acceptance_rates[std::clamp<int64_t>(int64_t(probability * kBins), 0, kBins - 1) + (greedy ? 0 : kBins)];
 }
 
-// How far guesses are still right, and whether another one is worth its time.
-class Confidence {
+// Tracks the probability that each session's draft chain is accepted so far; decides whether another step pays.
+class DraftStopRule {
  public:
-  Confidence(const Burst& burst, int64_t sessions) : burst_(burst), reach_(sessions, 1.0) {}
+  DraftStopRule(const MultiStep& multi_step, int64_t sessions) : multi_step_(multi_step), reach_(sessions, 1.0) {}
 
-  bool goes_on(const DrawCall& draws) {
-    if (burst_.odds == nullptr) return true;
+  bool continues(const SampleCall& samples) {
+    if (multi_step_.acceptance_rates == nullptr) return true;
     double gain = 0.0;
     for (size_t i = 0; i < reach_.size(); ++i) {
-      reach_[i] *= chance_of(burst_.odds, draws.odds[2 * i], draws.sessions[i].temperature == 0.0);
-      gain += std::max(0.0, reach_[i] * burst_.next - burst_.row);
+      const bool greedy = samples.sessions[i].temperature == 0.0;
+      reach_[i] *= acceptance_rate(multi_step_.acceptance_rates, samples.probabilities[2 * i], greedy);
+      gain += std::max(0.0, reach_[i] * multi_step_.token_gain - multi_step_.row_cost);
     }
-    return gain > burst_.step;
+    return gain > multi_step_.step_cost;
   }
 
  private:
-  const Burst& burst_;
+  const MultiStep& multi_step_;
   std::vector<double> reach_;
 };
 
 class Program {
  public:
-  // beside: a program whose threads it shares, as long as they never run at once; null for threads of its own.
+  // beside: a program whose thread pool it shares; the two must never run at once. null creates a pool.
   Program(int threads, bool bfloat16, PoolFormat pools, const Program* beside = nullptr);
   void add(Operation operation);
-  void screen(const Screen& screen) { std::get<Linear>(operations_[head_]).screen = screen; }
+  void pruned_head(const PrunedHead& pruned_head) { std::get<Linear>(operations_[head_]).pruned_head = pruned_head; }
   void narrow(const Weight& weight) { std::get<Linear>(operations_.back()).narrow = &weight; }
   int32_t plan_of(const AttentionShape& shape);
   void set_width(BufferId buffer, int64_t width) { widths_[buffer] = std::max(widths_[buffer], width); }
   void run(const Call& call);
   void run_narrow(const Call& call);  // with the narrow copies of the weights
-  // Ends early behind a step in which a session does or a text repeats, or in which the caller is called. Draws, and
-  // captured rows, lie step behind step. Every span is a row, each row is drawn from, and nothing is fused. Returns how
-  // many steps were computed.
-  int64_t run(Call call, const Burst& burst, Confidence* confidence = nullptr);
-  int64_t follow(Call call, const Burst& burst);
+  // Multi-step decoding. Ends early after a step in which a session ends, a text repeats or a file becomes readable. Samples
+  // and captured rows of the steps follow one another. Every span is one sampled row, and nothing is fused. Returns the
+  // number of steps computed.
+  int64_t run(Call call, const MultiStep& multi_step, DraftStopRule* stop_rule = nullptr);
+  int64_t draft_chain(Call call, const MultiStep& multi_step);
 
  private:
   struct alignas(64) Counter {
@@ -207,11 +210,11 @@ class Program {
   };
 
   void prepare(const Call& call);
-  void look_ahead();
+  void set_prefetch_ranges();
   void work(int thread, const Call& call);
-  void fetch_ahead(int thread, size_t operation) const;
+  void prefetch_weights(int thread, size_t operation) const;
   void wait(int thread) {
-    pool_->barrier().wait([this, thread] { ahead_[thread].bring(Ahead::kWaiting); });
+    pool_->barrier().wait([this, thread] { prefetch_[thread].fetch(WeightPrefetch::kSpinLines); });
   }
   template <class Function>
   void portions(Counter& next, int thread, int64_t count, Function&& function) {
@@ -223,21 +226,21 @@ class Program {
   void execute(const Rotate& op, int thread, const Call& call, Counter* next);
   void execute(const Attend& op, int thread, const Call& call, Counter* next);
   void execute(const Capture& op, int thread, const Call& call, Counter* next);
-  void execute(const Keep& op, int thread, const Call& call, Counter* next);
-  void execute(const Feed& op, int thread, const Call& call, Counter* next);
-  void execute(const Join& op, int thread, const Call& call, Counter* next);
+  void execute(const StoreState& op, int thread, const Call& call, Counter* next);
+  void execute(const LoadState& op, int thread, const Call& call, Counter* next);
+  void execute(const JoinEmbedding& op, int thread, const Call& call, Counter* next);
   bool skips(const Operation& operation, const Call& call) const;
   template <class T>
   void capture(const Capture& op, const Call& call, int64_t index, T* to);
   const Weight& weight_of(const Linear& op) const {
     if (narrow_ && op.narrow) return *op.narrow;
-    return op.head && screened_ ? *op.screen.weight : *op.weight;
+    return op.head && pruned_ ? *op.pruned_head.weight : *op.weight;
   }
-  bool may_screen(const Call& call) const;
-  void draw(int thread);
-  void prepare_screen();
-  void draw_screened(int thread, const Call& call);
-  Bounds bounds_of_row(const Linear& op, int thread, const Call& call, int64_t row);
+  bool may_prune(const Call& call) const;
+  void sample(int thread);
+  void prepare_pruning();
+  void sample_pruned(int thread, const Call& call);
+  LogitBounds bounds_of_row(const Linear& op, int thread, const Call& call, int64_t row);
   void make_exact(const Linear& op, int thread, const Call& call, Counter* next);
   template <class T>
   void fuse(int thread, const Call& call);
@@ -256,33 +259,33 @@ class Program {
   float* row(BufferId buffer, int64_t index) { return buffers_[buffer].as<float>() + index * widths_[buffer]; }
 
   std::shared_ptr<Pool> pool_;
-  const bool bfloat16_;  // keys and queries are multiplied in it, and states captured, else in float32
+  const bool bfloat16_;  // format in which keys and queries are multiplied and states captured; else float32
   const PoolFormat pools_;
   std::vector<Operation> operations_;
-  size_t products_ = 0;    // how many of them are
-  size_t head_ = 0;        // which of them is the head
-  bool narrow_ = false;    // this call drafts
-  size_t join_ = 0;        // where a head goes on with states of its own
-  size_t begin_ = 0;       // which operation this call begins with
-  bool screened_ = false;  // the logits of this call are those of its screen
+  size_t products_ = 0;  // number of products among them
+  size_t head_ = 0;  // index of the LM head
+  bool narrow_ = false;  // this call uses the narrow copies
+  size_t join_operation_ = 0;  // index of the JoinEmbedding operation, where later steps of an EAGLE head start
+  size_t begin_ = 0;  // first operation of this call
+  bool pruned_ = false;  // this call's logits come from the narrow copy of the head
   bool all_greedy_ = true;
-  ScreenWorth worth_;
-  Panels panels_;
-  std::vector<ScreenedRow> screened_rows_;
+  PruningGate pruning_gate_;
+  PanelStates panel_states_;
+  std::vector<PrunedRow> pruned_rows_;
   std::vector<AttentionShape> shapes_;
   std::vector<AttentionPlan> plans_;
-  std::optional<Draws> draws_;
-  static constexpr int kScreenCounters = 8;
-  std::vector<Counter> counters_;  // two an operation, two for the fusion, those of a screen, one for the draws
-  std::vector<int64_t> slots_;     // of the batch's rows
-  std::vector<int32_t> spans_;     // of the batch's rows
+  std::optional<SampleBatch> samples_;
+  static constexpr int kPruningCounters = 8;
+  std::vector<Counter> counters_;  // two an operation, two for the fusion, kPruningCounters, one for sampling
+  std::vector<int64_t> slots_;  // of the batch's rows
+  std::vector<int32_t> spans_;  // of the batch's rows
   int64_t widths_[kBuffers] = {};
   Buffer buffers_[kBuffers];
   int64_t capacity_ = 0;  // rows that the buffers hold
-  std::vector<Ahead> ahead_;     // of each thread
-  std::vector<Buffer> scratch_;  // a thread's own operand
-  Buffer shared_;                // an operand that all threads fill
-  Buffer fed_;                   // one that is filled as its numbers come
+  std::vector<WeightPrefetch> prefetch_;  // of each thread
+  std::vector<Buffer> scratch_;  // each thread's operand
+  Buffer shared_;  // the operand that all threads fill
+  Buffer fed_;  // the operand that the operation before fills
   Buffer partials_;
 };
 
@@ -291,17 +294,17 @@ void copy_as(T* to, const float* from, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(from + i, lanes(count - i)), lanes(count - i));
 }
 
-// True if a token ends its session, or none could be drawn.
-bool ends(const Burst& burst, const int64_t* tokens, int64_t rows);
+// True if a token ends its session, or a row could not be sampled.
+bool any_ends(const MultiStep& multi_step, const int64_t* tokens, int64_t rows);
 
-// fill(operand, row): lays a row out
+// fill(operand, row): lays out one row
 template <class Fill>
 Operand Program::operand_of(const Weight& weight, int thread, Counter* next, int64_t rows, Fill&& fill) {
   if (rows <= kSharedRows) {
     const Operand operand = operand_in(scratch_[thread].as<char>(), weight, rows);
     for (int64_t i = 0; i < rows; ++i) {
       fill(operand, i);
-      ahead_[thread].bring(Ahead::kRow);
+      prefetch_[thread].fetch(WeightPrefetch::kRowLines);
     }
     return operand;
   }

@@ -1,33 +1,34 @@
-// The arithmetic of attention over one split of keys, which are laid out in 32-bit words:
+// The arithmetic of attention over one split of keys, laid out in 32-bit words:
 //
 //   keys    [words of a key][columns]       a vector holds one word of 16 keys
-//   values  [columns / kStep][value dim]    a word holds a number of one key; of bfloat16, of two keys side by side
+//   values  [columns / kStep][value dim]    a word holds a number of one key; with bfloat16, of two adjacent keys
 //
-// Columns are keys in the order in which they count. T: what is multiplied, float32 or bfloat16; P: what pools hold; see
-// keys.h. A query vector's result has the same bits whatever stands beside it.
+// Columns are keys in the order of the row's path. T: format of the products, float32 or bfloat16; P: format of the pools;
+// see kv_dot.h. A query vector's result has the same bits whatever other vectors are computed with it.
 #pragma once
 
-#include "coming.h"
-#include "keys.h"
+#include "kv_prefetch.h"
+#include "kv_dot.h"
 #include "softmax.h"
 
 namespace outrider {
 
 constexpr int64_t kSplit = 128;                // keys
-static_assert(2 * kSplit <= Coming::kMost, "a key and a value each");
-constexpr int kMaxColumns = int(kSplit) + 64;  // laid out at a time: a split of the cache, and 64 nodes behind it
+static_assert(2 * kSplit <= KvPrefetch::kMaxRows, "a key and a value each");
+constexpr int kMaxColumns = int(kSplit) + 64;  // columns laid out at a time: a split of the cache and 64 draft nodes
 template <class T>
-constexpr int kTogether = kOnMatrixUnit<T> ? 16 : std::min(4, kSums / 2);  // query vectors that are multiplied at a time
+constexpr int kTogether = kOnMatrixUnit<T> ? 16 : std::min(4, kSums / 2);  // query vectors multiplied at a time
 
-// A value's width among words: whole vectors, of bfloat16 pairs of them.
+// The width of a value in words: whole vectors, or pairs of vectors with bfloat16.
 template <class T>
 int64_t value_words(int64_t dim) {
   return (dim + kLanes * Dot<T>::kStep - 1) / (kLanes * Dot<T>::kStep) * (kLanes * Dot<T>::kStep);
 }
 
-// at(column): where a key lies, [dim] numbers. Columns up to a whole vector repeat the last one. coming: is asked for meanwhile.
+// at(column): address of a key, [dim] numbers. Columns up to a whole vector repeat the last one. kv_prefetch: prefetched
+// meanwhile.
 template <class T, class P, class At>
-void lay_keys(int32_t* to, int64_t stride, int64_t dim, int columns, At&& at, Coming& coming) {
+void lay_keys(int32_t* to, int64_t stride, int64_t dim, int columns, At&& at, KvPrefetch& kv_prefetch) {
   const int64_t words = (dim + Dot<T>::kStep - 1) / Dot<T>::kStep;
   for (int column = 0; column < columns; column += kLanes) {
     const P* from[kLanes];
@@ -39,9 +40,9 @@ void lay_keys(int32_t* to, int64_t stride, int64_t dim, int columns, At&& at, Co
       for (int i = 0; i < kLanes; ++i) part[i] = Dot<T>::load_words(from[i] + d, dim - d);
       transpose16(part);
       int32_t* out = to + word * stride + column;
-      if (kOnMatrixUnit<T> || words - word >= kLanes) {  // which wants zeros behind the last word
+      if (kOnMatrixUnit<T> || words - word >= kLanes) {  // the matrix unit needs zeros after the last word
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) store(out + i * stride, part[i]), coming.ask();
+        for (int i = 0; i < kLanes; ++i) store(out + i * stride, part[i]), kv_prefetch.fetch_line();
       } else {
         for (int i = 0; i < int(words - word); ++i) store(out + i * stride, part[i]);
       }
@@ -49,15 +50,15 @@ void lay_keys(int32_t* to, int64_t stride, int64_t dim, int columns, At&& at, Co
   }
 }
 
-// at(column): where a value lies, [dim] numbers. From column `first` on, which begins a word.
+// at(column): address of a value, [dim] numbers. Starts at column `first`, the first of a word.
 template <class T, class P, class At>
-void lay_values(int32_t* to, int64_t dim, int first, int columns, At&& at, Coming& coming) {
+void lay_values(int32_t* to, int64_t dim, int first, int columns, At&& at, KvPrefetch& kv_prefetch) {
   const int64_t wide = value_words<T>(dim);
   for (int column = first; column < columns; column += Dot<T>::kStep) {
     int32_t* out = to + column / Dot<T>::kStep * wide;
     const P* value = at(column);
     if constexpr (Dot<T>::kStep == 1) {
-      for (int64_t d = 0; d < wide; d += kLanes) store(out + d, Dot<T>::load_words(value + d, dim - d)), coming.ask();
+      for (int64_t d = 0; d < wide; d += kLanes) store(out + d, Dot<T>::load_words(value + d, dim - d)), kv_prefetch.fetch_line();
     } else {
       const P* next = column + 1 < columns ? at(column + 1) : nullptr;
       for (int64_t d = 0; d < wide; d += 2 * kLanes) {
@@ -67,7 +68,7 @@ void lay_values(int32_t* to, int64_t dim, int first, int columns, At&& at, Comin
         Dot<T>::interleave(a, b, pairs[0], pairs[1]);
         store(out + d, pairs[0]);
         store(out + d + kLanes, pairs[1]);
-        coming.ask(), coming.ask();
+        kv_prefetch.fetch_line(), kv_prefetch.fetch_line();
       }
     }
   }
@@ -77,7 +78,7 @@ void lay_values(int32_t* to, int64_t dim, int first, int columns, At&& at, Comin
   }
 }
 
-// How many vectors of numbers are added up at a time for each of N query vectors: at most so many, a power of two.
+// Vectors of sums kept at a time for each of N query vectors: a power of two, at most `most`.
 template <int N>
 constexpr int vectors_for(int most) {
   while (most > 1 && N * most > kSums) most /= 2;
@@ -112,7 +113,7 @@ void score_some(const int32_t* queries, int64_t words, const int32_t* keys, int6
   }
 }
 
-// scores: [count][kMaxColumns], of up to kTogether query vectors with all columns. stride: of keys, a multiple of 32.
+// scores: [count][kMaxColumns], of up to kTogether query vectors with all columns. stride: of the keys, a multiple of 32.
 template <class T>
 void score(int count, const int32_t* queries, int64_t words, const int32_t* keys, int64_t stride, int columns,
            float* scores) {
@@ -126,7 +127,7 @@ void score(int count, const int32_t* queries, int64_t words, const int32_t* keys
   }
 }
 
-// What becomes of a score before the softmax.
+// Scaling and soft cap of a score before the softmax.
 struct Scaling {
   float factor, softcap;  // softcap 0 is off
 
@@ -138,8 +139,8 @@ struct Scaling {
   }
 };
 
-// Scores of columns as a query vector's weights, in words as values have them; those outside of from .. to - 1 weigh
-// nothing. scores are overwritten. sink: what is in the sum already. Returns the largest score and the sum of weights.
+// Turns the scores of columns into a query vector's softmax weights, in the word layout of values; columns outside
+// from .. to - 1 get weight 0. Overwrites scores. sink: initial sum. Returns the largest score and the sum of weights.
 template <class T>
 Softmax weigh(float* scores, int columns, int64_t from, int64_t to, Scaling scaling, Softmax sink, int32_t* weights) {
   Floats top = floats(sink.largest);
@@ -151,7 +152,7 @@ Softmax weigh(float* scores, int columns, int64_t from, int64_t to, Scaling scal
     top = max(top, part);
   }
   const float largest = largest_of(top);
-  // Where nothing is seen, the difference to any number is as good.
+  // If the query sees no column, any base will do.
   const Floats base = floats(largest == kMinusInfinity ? 0.0f : largest);
   Floats sum = floats();
   for (int column = 0; column < columns; column += kLanes * Dot<T>::kStep) {
@@ -170,7 +171,7 @@ Softmax weigh(float* scores, int columns, int64_t from, int64_t to, Scaling scal
   return {largest, before + sum_of(sum)};
 }
 
-// V vectors of each of N query vectors, from number d on.
+// Stores V vectors of sums of each of N query vectors, from number d on.
 template <class T, int N, int V>
 void store_sums(Floats (*sum)[V], int64_t wide, int64_t d, float* sums) {
 #pragma GCC unroll 4
@@ -207,16 +208,16 @@ void combine_some(const int32_t* weights, const int32_t* values, int64_t wide, i
 template <class T, int N>
 void combine_for(const int32_t* weights, const int32_t* values, int64_t wide, int words, float* sums) {
   static_assert(N * Dot<T>::kStep <= kSums, "pairs come in two vectors");
-  constexpr int kMost = vectors_for<N>(4), kFew = std::min(kMost, 2);
+  constexpr int kWide = vectors_for<N>(4), kNarrow = std::min(kWide, 2);
   int64_t d = 0;
-  for (; d + kMost * kLanes <= wide; d += kMost * kLanes) combine_some<T, N, kMost>(weights, values, wide, d, words, sums);
-  for (; d + kFew * kLanes <= wide; d += kFew * kLanes) combine_some<T, N, kFew>(weights, values, wide, d, words, sums);
+  for (; d + kWide * kLanes <= wide; d += kWide * kLanes) combine_some<T, N, kWide>(weights, values, wide, d, words, sums);
+  for (; d + kNarrow * kLanes <= wide; d += kNarrow * kLanes) combine_some<T, N, kNarrow>(weights, values, wide, d, words, sums);
   if constexpr (Dot<T>::kStep == 1) {
     if (d < wide) combine_some<T, N, 1>(weights, values, wide, d, words, sums);
   }
 }
 
-// sums: [count][wide], weights times values of up to kTogether query vectors. weights: [count][kSplit]. words: of the values.
+// sums: [count][wide], weights times values of up to kTogether query vectors. weights: [count][kSplit]. words: of values.
 template <class T>
 void combine(int count, const int32_t* weights, const int32_t* values, int64_t wide, int words, float* sums) {
   switch (count) {
