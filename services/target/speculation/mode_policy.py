@@ -59,7 +59,7 @@ class ModePolicy:
 
     @property
     def drafting_paused(self) -> bool:
-        """True if drafters are told to rest. Until one answers, all are asked."""
+        """True if drafting is paused. Until the first proposal arrives it is not."""
         return self.wait.has_drafter and self.mode not in DRAFT_MODES
 
     @property
