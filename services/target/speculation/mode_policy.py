@@ -66,7 +66,7 @@ class ModePolicy:
 
     @property
     def drafting_paused(self) -> bool:
-        """True if drafters get a draft budget of 0. Before a drafter has answered, it is never paused."""
+        """True if drafting is paused. Until the first proposal arrives it is not."""
         return self.wait.has_drafter and self.mode not in DRAFT_MODES
 
     @property
