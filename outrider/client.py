@@ -6,8 +6,8 @@
 
 A prompt is a text, a list of token ids, or a conversation: a list of messages such as
 {"role": "user", "content": "Hello"}. Leaving a loop over parts early cancels the generation. Errors of the gateway are
-raised as the OutriderError that it met: InvalidRequest, ModelNotFound, ContextTooLong, Overloaded, Unavailable, ...
-Where it is worth asking again, their `retry_after` says in how many seconds.
+raised as OutriderError: InvalidRequest, ModelNotFound, ContextTooLong, Overloaded, Unavailable, ... If a retry may
+succeed, their `retry_after` has the seconds to wait.
 """
 
 from __future__ import annotations
@@ -37,44 +37,44 @@ _CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_se
 
 
 class Options(TypedDict, total=False):
-    """What a generation may be told; what is left out has the gateway's default."""
+    """Options of a generation; options that are left out have the gateway's default."""
 
     model: str
-    """Name of the model; "default" is the one that is served."""
+    """Name of the model; "default" is the served one."""
     max_tokens: int
-    """Limit of new tokens; by default the rest of the context."""
+    """Maximum number of new tokens; by default the rest of the context."""
     min_tokens: int
-    """New tokens before which no stop token can be drawn."""
+    """Minimum number of new tokens before a stop token can be sampled."""
     temperature: float
     """Divisor of the logits; 0 is greedy; 1 by default."""
     top_k: int
-    """Most likely tokens kept; 0 keeps all."""
+    """Number of most likely tokens kept; 0 keeps all."""
     top_p: float
     """Probability mass kept, in (0, 1]."""
     min_p: float
-    """Least probability kept, relative to the most likely token, in [0, 1]."""
+    """Minimum probability kept, relative to the most likely token, in [0, 1]."""
     seed: int
     """Seed of the noise; the same seed gives the same text."""
     stop: str | Sequence[str]
-    """A text, or several, that end the generation and are not part of the answer."""
+    """One or several texts that end the generation and are not part of the answer."""
     stop_token_ids: Sequence[int]
     """Token ids that end the generation."""
     ignore_eos: bool
     """True if the model's own end-of-sequence ids do not end the generation."""
     cache_salt: str
-    """Only requests of the same salt share cached pages."""
+    """Salt of the prefix cache: only requests with equal salts share cached pages."""
     presence_penalty: float
-    """Subtracted from the logit of a token that is in the answer so far."""
+    """Subtracted from the logit of a token that occurs in the answer so far."""
     frequency_penalty: float
-    """Subtracted from a token's logit for each time that it is in the answer so far."""
+    """Subtracted from a token's logit for each of its occurrences in the answer so far."""
     repetition_penalty: float
-    """Divides a logit above 0, and multiplies others, of a token in the prompt or the answer so far; 1 is off."""
+    """Divides positive logits, and multiplies others, of tokens in the prompt or the answer so far; 1 is off."""
     logit_bias: Mapping[int, float]
-    """What is added to the logits of tokens."""
+    """Bias added to logits, by token id."""
     logprobs: int
-    """Tell log-probabilities, and so many of the likeliest tokens beside each new one, at most 20."""
+    """Number of most likely tokens reported with the log-probability of each new token, at most 20."""
     prompt_logprobs: int
-    """The same of the prompt's tokens but the first."""
+    """The same for the prompt's tokens except the first."""
     json_schema: str
     """JSON schema, as JSON, that the answer must satisfy."""
     regex: str
@@ -82,14 +82,14 @@ class Options(TypedDict, total=False):
     ebnf: str
     """Grammar that the answer must match, in Lark's or GBNF's notation. Only one of the three can be sent."""
     max_draft_tokens: int
-    """Draft nodes that a step may verify; 0 is plain decoding. The text is the same in any case."""
+    """Maximum number of draft tokens that a step verifies; 0 is plain decoding. The text is the same in any case."""
     priority: int
-    """Of requests that wait, those with a lower number go first."""
+    """Priority of a waiting request: lower numbers are admitted first."""
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """How speculation went: verification steps, draft nodes that were verified, and those that were accepted."""
+    """Speculation of a generation: verification steps, verified draft tokens and accepted draft tokens."""
 
     steps: int = 0
     proposed_tokens: int = 0
@@ -98,9 +98,9 @@ class Speculation:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural-log probabilities of tokens: the model's own, at temperature 1, before penalties, grammar and filters.
+    """Natural-log probabilities of tokens from the model at temperature 1, before penalties, grammar and filters.
 
-    logprobs: of the tokens; top: for each, its likeliest rivals and itself, best first, with theirs
+    logprobs: of the tokens. top: for each token, the most likely tokens at its position with theirs, best first
     """
 
     logprobs: list[float] = field(default_factory=list)
@@ -111,13 +111,14 @@ class TokenLogprobs:
 class Part:
     """A part of an answer.
 
-    text, token_ids: what this part adds
-    finish_reason: in the last part alone
+    text, token_ids: text and tokens that this part adds
+    finish_reason: only in the last part
     completion_tokens, speculation: of all parts so far
-    logprobs: of token_ids, and prompt_logprobs, in the first part alone, of the prompt but its first token; as asked
-    cached_tokens: prompt tokens that came from the prefix cache
-    seed: of the noise that was used; sending it again gives the same text
-    weight_version: label of the weights that it was computed with
+    logprobs: of token_ids, if requested
+    prompt_logprobs: of the prompt's tokens except the first, if requested; only in the first part
+    cached_tokens: prompt tokens that the prefix cache supplied
+    seed: of the noise; sending it again gives the same text
+    weight_version: label of the weights that computed this part
     """
 
     request_id: str
@@ -158,7 +159,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class GatewayInfo:
-    """Facts about the model that is served. max_session_tokens: longest prompt plus answer."""
+    """Facts about the served model. max_session_tokens: maximum length of prompt and answer together."""
 
     software_version: str
     served_model_name: str
@@ -172,9 +173,9 @@ class Client:
     """Blocking client. Use as a context manager, or call `close`. Safe to share between threads."""
 
     def __init__(self, address: str, api_key: str | None = None, *, tls: ClientTls | None = None) -> None:
-        """address: of the gateway's gRPC service, "host:port" or "unix:/path". api_key: if the gateway asks for one.
+        """address: of the gateway's gRPC service, "host:port" or "unix:/path". api_key: if it needs one.
 
-        tls: from `outrider.tls.client_tls`, if the gateway's port speaks TLS
+        tls: from `outrider.tls.client_tls`, if the port has TLS
         """
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key is not None else ()
         self._channel = open_blocking_channel(address, _CHANNEL_OPTIONS, tls)
@@ -189,11 +190,11 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; generations under way are cancelled."""
+        """Close the connection and cancel running generations."""
         self._channel.close()
 
     def info(self, timeout: float | None = 10.0) -> GatewayInfo:
-        """What the gateway serves. timeout: seconds. Raises OutriderError."""
+        """Facts about the served model. timeout: seconds. Raises OutriderError."""
         try:
             return _info(
                 self._stub.GetGatewayInfo(gateway_pb2.GetGatewayInfoRequest(), timeout=timeout, metadata=self._metadata)
@@ -202,7 +203,8 @@ class Client:
             raise _outrider_error(error) from error
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Iterator[Part]:
-        """The answer, part by part as it is committed. timeout: seconds for the whole. Raises OutriderError."""
+        """Generate an answer, in parts as they are committed. timeout: for the whole, in seconds. Raises
+        OutriderError."""
         call = self._stub.Generate(_request(prompt, options), timeout=timeout, metadata=self._metadata)
         try:
             for message in call:
@@ -213,7 +215,7 @@ class Client:
             call.cancel()
 
     def complete(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Answer:
-        """The whole answer. timeout: seconds. Raises OutriderError."""
+        """Generate a whole answer. timeout: seconds. Raises OutriderError."""
         return _answer(list(self.generate(prompt, timeout=timeout, **options)))
 
 
@@ -221,9 +223,9 @@ class AsyncClient:
     """Asynchronous client. Use as an async context manager, or call `close`. Belongs to one event loop."""
 
     def __init__(self, address: str, api_key: str | None = None, *, tls: ClientTls | None = None) -> None:
-        """address: of the gateway's gRPC service, "host:port" or "unix:/path". api_key: if the gateway asks for one.
+        """address: of the gateway's gRPC service, "host:port" or "unix:/path". api_key: if it needs one.
 
-        tls: from `outrider.tls.client_tls`, if the gateway's port speaks TLS
+        tls: from `outrider.tls.client_tls`, if the port has TLS
         """
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key is not None else ()
         self._channel = open_channel(address, _CHANNEL_OPTIONS, tls)
@@ -238,11 +240,11 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection; generations under way are cancelled."""
+        """Close the connection and cancel running generations."""
         await self._channel.close()
 
     async def info(self, timeout: float | None = 10.0) -> GatewayInfo:  # noqa: ASYNC109
-        """What the gateway serves. timeout: seconds. Raises OutriderError."""
+        """Facts about the served model. timeout: seconds. Raises OutriderError."""
         try:
             return _info(
                 await self._stub.GetGatewayInfo(
@@ -259,7 +261,8 @@ class AsyncClient:
         timeout: float | None = None,  # noqa: ASYNC109
         **options: Unpack[Options],
     ) -> AsyncIterator[Part]:
-        """The answer, part by part as it is committed. timeout: seconds for the whole. Raises OutriderError."""
+        """Generate an answer, in parts as they are committed. timeout: for the whole, in seconds. Raises
+        OutriderError."""
         call = self._stub.Generate(_request(prompt, options), timeout=timeout, metadata=self._metadata)
         try:
             async for message in call:
@@ -276,14 +279,14 @@ class AsyncClient:
         timeout: float | None = None,  # noqa: ASYNC109
         **options: Unpack[Options],
     ) -> Answer:
-        """The whole answer. timeout: seconds. Raises OutriderError."""
+        """Generate a whole answer. timeout: seconds. Raises OutriderError."""
         return _answer([part async for part in self.generate(prompt, timeout=timeout, **options)])
 
 
 def _request(prompt: Prompt, options: Options) -> gateway_pb2.GenerateRequest:
     if len(options.keys() & {"json_schema", "regex", "ebnf"}) > 1:
         raise InvalidRequest("only one of json_schema, regex and ebnf can be sent", param="regex")
-    if isinstance(stop := options.get("stop"), str):  # a message would take each of its characters for a text
+    if isinstance(stop := options.get("stop"), str):  # a repeated field would take each character for a text
         options = {**options, "stop": [stop]}
     request = gateway_pb2.GenerateRequest(**options)
     if isinstance(prompt, str):
@@ -292,7 +295,7 @@ def _request(prompt: Prompt, options: Options) -> gateway_pb2.GenerateRequest:
         for item in prompt:
             assert isinstance(item, Mapping)
             request.chat.messages.add(role=item["role"], content=item["content"])
-    elif all(isinstance(item, Integral) for item in prompt):  # NumPy's, too
+    elif all(isinstance(item, Integral) for item in prompt):  # includes NumPy's integers
         request.token_ids.ids.extend(map(int, prompt))  # type: ignore[arg-type]
         request.token_ids.SetInParent()
     else:
@@ -328,9 +331,9 @@ def _logprobs(message: gateway_pb2.TokenLogprobs) -> TokenLogprobs:
 
 def _answer(parts: Sequence[Part]) -> Answer:
     if not parts:
-        raise OutriderError("the gateway ended the answer before it began")
+        raise OutriderError("the gateway ended the answer without a part")
     last = parts[-1]
-    told = [part.logprobs for part in parts if part.logprobs is not None]
+    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
     return Answer(
         last.request_id,
         "".join(part.text for part in parts),
@@ -340,8 +343,8 @@ def _answer(parts: Sequence[Part]) -> Answer:
         [token for part in parts for token in part.token_ids],
         last.speculation,
         last.cached_tokens,
-        TokenLogprobs([p for one in told for p in one.logprobs], [t for one in told for t in one.top])
-        if told
+        TokenLogprobs([p for one in logprobs for p in one.logprobs], [t for one in logprobs for t in one.top])
+        if logprobs
         else None,
         parts[0].prompt_logprobs,
         last.weight_version,
@@ -360,7 +363,7 @@ def _info(message: gateway_pb2.GetGatewayInfoResponse) -> GatewayInfo:
 
 
 def _outrider_error(error: Any) -> OutriderError:
-    """The error behind a failed call; statuses that only gRPC itself gives, such as a deadline, keep their name."""
+    """The error of a failed call. A status of gRPC itself, such as an exceeded deadline, is named in the message."""
     code: grpc.StatusCode = error.code()
     details: str = error.details() or ""
     found = from_grpc_code(int(code.value[0]), details or code.name.lower().replace("_", " "))

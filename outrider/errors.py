@@ -1,14 +1,14 @@
-"""The one tree of errors, and its two maps: to gRPC status codes and to HTTP.
+"""The tree of errors, and its two maps: to gRPC status codes and to HTTP.
 
 OutriderError
-├── InvalidRequest        the caller's input is wrong; sending it again does not help
+├── InvalidRequest        the request is wrong; a retry does not help
 │   ├── ModelNotFound     no model of that name is served
 │   └── ContextTooLong    prompt and answer do not fit into the context
 ├── Unauthenticated       the caller's key is missing or wrong
 ├── Overloaded            no room at present; the caller may retry later
-├── TooManyRequests       this caller has too much under way; it may retry later
-├── Unavailable           a service that is needed is away; the caller may retry later
-├── DeadlineExceeded      the time that the caller gave is over
+├── TooManyRequests       the caller has too many requests in progress; it may retry later
+├── Unavailable           a needed service is down; the caller may retry later
+├── DeadlineExceeded      the caller's deadline has passed
 ├── ConfigError           flags, files or services that do not fit; refused at start-up
 └── EngineFault           a bug or a broken device; the session is lost, the others go on
 """
@@ -23,7 +23,7 @@ import grpc
 
 @dataclass(frozen=True)
 class Status:
-    """Where an error appears on both edges. `kind` is the `type` of an OpenAI error body, `code` its `code`."""
+    """An error on gRPC and HTTP. kind: `type` of an OpenAI error body. code: `code` of that body."""
 
     grpc: grpc.StatusCode
     http: int
@@ -32,15 +32,15 @@ class Status:
 
 
 class OutriderError(Exception):
-    """Base of all errors that a user may see. The message says what is wrong and what to do.
+    """Base of all errors that a user may see.
 
-    `param` names the request's field that is wrong, where there is one.
+    message: what is wrong and what to do. param: name of the wrong field of the request, or None.
     """
 
     status: ClassVar[Status] = Status(grpc.StatusCode.INTERNAL, 500, "server_error", "internal_error")
 
     def __init__(self, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
-        """retry_after: seconds after which it is worth asking again."""
+        """retry_after: seconds after which a retry may succeed."""
         super().__init__(message)
         self.message = message
         self.param = param
@@ -48,7 +48,7 @@ class OutriderError(Exception):
 
 
 class InvalidRequest(OutriderError):
-    """The caller's input is wrong."""
+    """The request is wrong; a retry does not help."""
 
     status = Status(grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error", None)
 
@@ -72,7 +72,7 @@ class Unauthenticated(OutriderError):
 
 
 class TooManyRequests(OutriderError):
-    """This caller has too much under way; it may retry later."""
+    """The caller has too many requests in progress; it may retry later."""
 
     status = Status(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "rate_limit_exceeded")
 
@@ -84,13 +84,13 @@ class Overloaded(OutriderError):
 
 
 class Unavailable(OutriderError):
-    """A service that is needed is away; the caller may retry later."""
+    """A needed service is down; the caller may retry later."""
 
     status = Status(grpc.StatusCode.UNAVAILABLE, 503, "server_error", "unavailable")
 
 
 class DeadlineExceeded(OutriderError):
-    """The time that the caller gave is over."""
+    """The caller's deadline has passed."""
 
     status = Status(grpc.StatusCode.DEADLINE_EXCEEDED, 504, "server_error", "deadline_exceeded")
 
@@ -122,10 +122,10 @@ _BY_GRPC_CODE: dict[int, type[OutriderError]] = {
 
 
 def grpc_code(error: OutriderError) -> int:
-    """The number of the error's gRPC status code, as sent in `SessionError.code`."""
+    """Number of the error's gRPC status code, as in `SessionError.code`."""
     return int(error.status.grpc.value[0])
 
 
 def from_grpc_code(code: int, message: str) -> OutriderError:
-    """The error that a peer reported by status number; unknown numbers become EngineFault."""
+    """The error for a gRPC status number from a peer; unknown numbers become EngineFault."""
     return _BY_GRPC_CODE.get(code, EngineFault)(message)

@@ -1,4 +1,4 @@
-"""Logs: one line an event, for people or as JSON. Progress of what takes long."""
+"""Logs, one line an event, for people or as JSON; progress of long tasks."""
 
 from __future__ import annotations
 
@@ -11,30 +11,28 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 
 Progress = Callable[[int, int], None]
-"""Told of work at a start-up: the number of its present part, from 1 on, and how many parts there are."""
+"""Receives the progress of a start-up: the number of the present part, counted from 1, and the number of parts."""
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-"""Name of the request that is being answered, for log lines."""
+"""Id of the present request, for log lines."""
 
-# What every record has; whatever else it has came as `extra` of the call.
-_USUAL = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+# Fields of every record; further ones are the `extra` of the logging call.
+_STANDARD_FIELDS = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
 def no_progress(part: int, parts: int) -> None:
-    """Progress that nobody hears of."""
+    """Progress that is not reported."""
 
 
-def say(line: str) -> None:
-    """Write a line to standard error as it is. One that cannot be written, as on a full disk, is lost."""
+def write_line(line: str) -> None:
+    """Write a line to standard error. A line that cannot be written, for example to a full disk, is lost."""
     with contextlib.suppress(OSError):
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object an event: time, level, role, logger, message; where there are such, request_id, what the caller
-    added as `extra`, and exception.
-    """
+    """One JSON object an event: time, level, role, logger, message; if present, request_id, `extra` and exception."""
 
     def __init__(self, role: str) -> None:
         """role: of the process."""
@@ -42,8 +40,8 @@ class JsonLines(logging.Formatter):
         self._role = role
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        said: dict[str, object] = {
+        """The line of a record."""
+        event: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "role": self._role,
@@ -51,11 +49,11 @@ class JsonLines(logging.Formatter):
             "message": record.getMessage(),
         }
         if request_id := REQUEST_ID.get():
-            said["request_id"] = request_id
-        said |= {name: value for name, value in record.__dict__.items() if name not in _USUAL}
+            event["request_id"] = request_id
+        event |= {name: value for name, value in record.__dict__.items() if name not in _STANDARD_FIELDS}
         if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)
-        return json.dumps(said, default=str, ensure_ascii=False)
+            event["exception"] = self.formatException(record.exc_info)
+        return json.dumps(event, default=str, ensure_ascii=False)
 
 
 def setup_logging(role: str, level: str = "info", style: str = "text") -> None:

@@ -1,8 +1,8 @@
-"""Traces by OpenTelemetry, for processes that are told where to send them (`--otlp-traces-endpoint`).
+"""OpenTelemetry traces of processes with `--otlp-traces-endpoint`.
 
-A process without that flag imports nothing of it and pays nothing. With it, a session carries the W3C `traceparent` of
-its request, services keep three times of it, and make its spans when it ends; a step never does. The libraries are an
-extra of the package, `otel`.
+Without the flag a process does not import the libraries, which are the extra `otel`. With it, a session carries the W3C
+`traceparent` of its request; the services record three times of a session and create its spans when it ends, never
+during a step.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Value = str | bool | int | float | Sequence[str]
-_FLUSH_SECONDS = 3.0  # that the end of a process waits for its last spans
-_GIVING_UP_SECONDS = 1.0  # in which most deliveries notice that they are broken off; others end with the process
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")  # the first that is set counts
-_HTTP_PATH = "/v1/traces"  # where collectors take traces by HTTP
+_FLUSH_SECONDS = 3.0  # maximum wait for the last spans at the end of a process
+_GIVING_UP_SECONDS = 1.0  # for deliveries to notice the shutdown; later ones end with the process
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")  # the first one that is set applies
+_HTTP_PATH = "/v1/traces"  # path of OTLP collectors for traces over HTTP
 
 
 class Tracing:
-    """Makes spans of one process and sends them in the background. Times are nanoseconds since 1970."""
+    """Creates spans of one process and sends them in the background. Times are in nanoseconds since 1970."""
 
     def __init__(self, role: str, exporter: SpanExporter) -> None:
         """role: target, draft or gateway."""
@@ -49,14 +49,14 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, name: str, headers: Mapping[str, str], start: int) -> Span:
-        """A span that serves a caller; a child of the one that the headers name, if they name one."""
+        """Start a server span, as a child of the span in the headers, if there is one."""
         from opentelemetry.trace import SpanKind
 
         context = self._propagator.extract(headers)
         return self._tracer.start_span(name, context=context, kind=SpanKind.SERVER, start_time=start)
 
     def traceparent(self, span: Span) -> str:
-        """What names a span to others; nothing for one that is not recorded, so that they record nothing either."""
+        """The W3C traceparent of a span; empty if it is not recorded, so that the services record nothing either."""
         from opentelemetry.trace import set_span_in_context
 
         if not span.is_recording():
@@ -66,34 +66,34 @@ class Tracing:
         return carrier.get("traceparent", "")
 
     def add(self, name: str, traceparent: str, start: int, end: int, attributes: Mapping[str, Value]) -> None:
-        """A whole span below the one that `traceparent` names."""
+        """Add a complete span as a child of the span in `traceparent`."""
         context = self._propagator.extract({"traceparent": traceparent})
         span = self._tracer.start_span(name, context=context, start_time=start, attributes=dict(attributes))
         span.end(max(start, end))
 
     def stop(self) -> None:
-        """Send what is left, for a moment."""
-        # The libraries' own limits do not hold: a collector that does not answer would keep the process for 10 s.
-        leaving = threading.Thread(target=self._leave, name="last-spans", daemon=True)
-        leaving.start()
-        leaving.join(_FLUSH_SECONDS)
-        if leaving.is_alive():
-            log.warning("the collector of traces did not take the last spans in %g s", _FLUSH_SECONDS)
+        """Send the remaining spans, for at most a few seconds."""
+        # The libraries ignore their own limits: a collector that does not answer would block the process for 10 s.
+        flushing = threading.Thread(target=self._flush, name="last-spans", daemon=True)
+        flushing.start()
+        flushing.join(_FLUSH_SECONDS)
+        if flushing.is_alive():
+            log.warning("the trace collector did not accept the last spans within %g s", _FLUSH_SECONDS)
             self._exporter.shutdown()
-            leaving.join(_GIVING_UP_SECONDS)
+            flushing.join(_GIVING_UP_SECONDS)
 
-    def _leave(self) -> None:
+    def _flush(self) -> None:
         self._provider.force_flush()
         self._provider.shutdown()
 
 
 @contextlib.contextmanager
 def tracing_to(endpoint: str | None, role: str) -> Iterator[Tracing | None]:
-    """Tracing to an OTLP collector for a process's life; None without an endpoint.
+    """Tracing to an OTLP collector until the context ends; None without an endpoint.
 
-    endpoint: a URL such as http://127.0.0.1:4317, or host:port. Of OpenTelemetry's own variables,
-    OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, or OTEL_EXPORTER_OTLP_PROTOCOL, chooses between grpc, the default, and
-    http/protobuf, and OTEL_TRACES_SAMPLER what is recorded. Raises ConfigError.
+    endpoint: a URL such as http://127.0.0.1:4317, or host:port. OpenTelemetry's variables apply:
+    OTEL_EXPORTER_OTLP_TRACES_PROTOCOL or OTEL_EXPORTER_OTLP_PROTOCOL is grpc (default) or http/protobuf, and
+    OTEL_TRACES_SAMPLER selects the recorded traces. Raises ConfigError.
     """
     if endpoint is None:
         yield None
@@ -110,7 +110,7 @@ def tracing_to(endpoint: str | None, role: str) -> Iterator[Tracing | None]:
 
 
 def _protocol() -> str:
-    """What OpenTelemetry's variables choose; one that is empty says nothing. Raises ConfigError."""
+    """The protocol in OpenTelemetry's variables; empty ones are ignored. Raises ConfigError."""
     variable = next((name for name in _PROTOCOLS if os.environ.get(name)), None)
     protocol = "grpc" if variable is None else os.environ[variable]
     if protocol not in ("grpc", "http/protobuf"):
@@ -119,14 +119,14 @@ def _protocol() -> str:
 
 
 def _http_url(endpoint: str) -> str:
-    """A whole URL, with the path that collectors listen at where it has none: nobody takes traces at the root."""
+    """A complete URL, with the collectors' default path if it has none."""
     url = endpoint if "://" in endpoint else f"http://{endpoint}"
     return url if urlsplit(url).path.strip("/") else url.rstrip("/") + _HTTP_PATH
 
 
 def _exporter(endpoint: str, protocol: str) -> SpanExporter:
     try:
-        import opentelemetry.sdk.trace  # noqa: F401 - it is looked for
+        import opentelemetry.sdk.trace  # noqa: F401 - to raise ImportError if it is missing
 
         if protocol == "grpc":
             return _over_grpc(endpoint)

@@ -1,4 +1,4 @@
-"""Set before anything imports a numeric library: the machine's cores are shared, and results must repeat."""
+"""Settings that must precede imports of numeric libraries: threads of shared cores, and repeatable results."""
 
 import gc
 import logging

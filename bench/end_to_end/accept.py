@@ -27,7 +27,7 @@ from bench.harness.report import Report, new_figure, rows_to_resume
 from bench.serve.outcome import Outcome
 from bench.serve.outrider_system import generate, new_tokens, served, speculation
 from outrider.checkpoints.checkpoint import resolve
-from outrider.drafts import has_head
+from outrider.drafts import has_bundled_head
 
 _HEAD = ("--speculative-algorithm", "EAGLE3")
 _CHAIN = ("--speculative-num-steps", "5", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "6")
@@ -131,7 +131,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="drafters to measure; plain decoding is always "
                         "included (default: all)")  # fmt: skip
     args = parser.parse_args(argv)
-    usual = {name: flags for name, flags in DRAFTERS.items() if has_head(args.model_path) or _HEAD[1] not in name}
+    usual = {
+        name: flags for name, flags in DRAFTERS.items() if has_bundled_head(args.model_path) or _HEAD[1] not in name
+    }
     drafters = usual | dict(args.drafter)
     if args.only is not None:
         if unknown := set(args.only) - drafters.keys():

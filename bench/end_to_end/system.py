@@ -24,7 +24,7 @@ from bench.harness.prompts import BUNDLED_PROMPTS, read_prompts
 from bench.harness.report import Report, new_figure
 from bench.serve.outrider_system import generate, new_tokens, served, speculation
 from outrider.checkpoints.checkpoint import resolve, weight_files
-from outrider.drafts import has_head
+from outrider.drafts import has_bundled_head
 from services.target.kernels.cpu.bandwidth import read_bandwidth
 
 WARM_UP = ["Say hello.", "Count to ten."]
@@ -39,7 +39,7 @@ DRAFTERS = {
 
 def drafters_for(model: str) -> dict[str, list[str]]:
     """The drafters that a model can use."""
-    return {name: flags for name, flags in DRAFTERS.items() if has_head(model) or "EAGLE3" not in name}
+    return {name: flags for name, flags in DRAFTERS.items() if has_bundled_head(model) or "EAGLE3" not in name}
 
 
 def prompts(count: int) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from bench.harness.errors import BenchError
-from outrider.process.leash import leashed
+from outrider.process.parent_death import tied_to_parent
 
 _LAST_LINES = 3  # of a failed program's stderr, quoted in the error
 _TERMINATION_TIMEOUT = 30.0  # seconds from SIGTERM to SIGKILL
@@ -26,7 +26,7 @@ def free_port() -> int:
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """Start a process that ends when this process ends. options: of Popen. Call from the main thread."""
-    child = subprocess.Popen(leashed(command), **options)
+    child = subprocess.Popen(tied_to_parent(command), **options)
     child.args = list(command)  # error messages show the command without the wrapper
     return child
 
@@ -54,7 +54,7 @@ def output_of(command: Sequence[str], text: str = "") -> str:
 
     Raises BenchError with the last lines of its stderr if it fails.
     """
-    ended = subprocess.run(leashed(command), input=text, capture_output=True, text=True, check=False)
+    ended = subprocess.run(tied_to_parent(command), input=text, capture_output=True, text=True, check=False)
     if ended.returncode:
         last = "\n".join(ended.stderr.splitlines()[-_LAST_LINES:])
         raise BenchError(f"{shlex.join(command)} ended with code {ended.returncode}:\n{last}")

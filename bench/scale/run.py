@@ -78,7 +78,7 @@ def step_costs(model: str, dtype: str, contexts: Iterable[int]) -> dict[int, Cos
     from bench.services.target import verification_steps
     from services.target.process.app import build_engine
 
-    config = TargetConfig(model_path=model, dtype=cast(DType, dtype), disable_radix_cache=True, self_draft="off")
+    config = TargetConfig(model_path=model, dtype=cast(DType, dtype), disable_radix_cache=True, self_speculation="off")
     engine = build_engine(resolve(model), config)
     taken = {context: verification_steps(engine, STEP_TOKENS, STEPS, context) for context in contexts}
     del engine

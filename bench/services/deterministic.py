@@ -77,7 +77,7 @@ def compare(report: Report, model: str, folder: Path, dtype: str, steps: int) ->
         torch.set_num_threads(THREADS)
         config = TargetConfig(
             device="cpu", dtype=cast(DType, dtype), deterministic=flag, disable_radix_cache=True,
-            max_total_tokens=16 * 1024, self_draft="off",
+            max_total_tokens=16 * 1024, self_speculation="off",
         )  # fmt: skip
         engines[flag] = build_engine(folder, config)
     for what, measure in MEASURED.items():

@@ -45,11 +45,12 @@ from services.draft.model.layers.config import Attention, Layer, Mlp, ModelConfi
 from services.draft.model.layers.heads import Eagle3Head, TokenHead
 from services.draft.model.layers.pallas_backend import with_cache_for
 from services.draft.model.layers.rope import Rope
-from services.draft.model.matrices.narrow import Params, in_panels
+from services.draft.model.matrices.packed import pack_params
+from services.draft.model.params import Params
 from services.draft.model.programs.runner import ModelRunner
 from services.draft.model.weights.arrays import layer_params, putter
 from services.draft.model.weights.tensors import Tensors
-from services.draft.sessions.batch import Layout, Shape, StepInputs
+from services.draft.sessions.batch import InputLayout, StepInputs, StepShape
 from services.draft.sessions.frontier import TreeLimits
 from services.draft.sessions.prefix_kv import SCRATCH_SLOTS
 from services.target.kernels.cpu.bandwidth import read_bandwidth
@@ -118,7 +119,7 @@ def _shape(text: str) -> str:
     return text
 
 
-def _cases(args: argparse.Namespace, kernels: str) -> Iterator[tuple[int, float, Shape]]:
+def _cases(args: argparse.Namespace, kernels: str) -> Iterator[tuple[int, float, StepShape]]:
     for context in args.contexts:
         for temperature in args.temperatures:
             if temperature and context != args.contexts[0]:
@@ -127,7 +128,7 @@ def _cases(args: argparse.Namespace, kernels: str) -> Iterator[tuple[int, float,
                 continue  # the plain twin is only a baseline
             for shape in args.shapes:
                 sessions, rows = map(int, shape.split("x"))
-                yield context, temperature, Shape(sessions, rows, rows)
+                yield context, temperature, StepShape(sessions, rows, rows)
 
 
 # --- models ---
@@ -197,7 +198,7 @@ class BenchModel:
         config = with_cache_for(config, backend)
         params = params_of(model, _DTYPES[dtype])
         if backend == "cpu":
-            params = in_panels(params)
+            params = pack_params(params)
         leaves = {id(leaf): leaf for name, part in params.items() if name != "embed" for leaf in jax.tree.leaves(part)}
         self.weight_bytes = int(sum(leaf.nbytes for leaf in leaves.values()))
         self.token_bytes = jnp.dtype(_DTYPES[dtype]).itemsize * sum(
@@ -209,19 +210,19 @@ class BenchModel:
             table_pages=-(-tokens // PAGE), children=4, vocab_limit=2**31 - 2,
         )  # fmt: skip
 
-    def operations(self, shape: Shape) -> float:
+    def operations(self, shape: StepShape) -> float:
         """Floating-point operations of a step's products with weights."""
         return 2.0 * shape.sessions * shape.rows * self.weight_bytes / int(jnp.dtype(_DTYPES[self.dtype]).itemsize)
 
-    def engine(self, shape: Shape) -> DraftEngine:
+    def engine(self, shape: StepShape) -> DraftEngine:
         """An engine whose steps have one shape."""
         prefix = PrefixCache(PageAllocator(self.pages, PAGE), enabled=False)
         drafter: ModelDrafter
-        if self.runner.config.head.fed:
+        if self.runner.config.head.uses_features:
             drafter = FeatureDrafter("EAGLE3", self.runner, prefix, shape.sessions, 64, FeatureSpec())
         else:
             drafter = StandaloneDrafter(self.runner, prefix, shape.sessions, 64)
-        drafter._growth_shapes, drafter._most_rows = [shape], shape.rows
+        drafter.set_expansion_shapes([shape])
         self.runner.warm_up([shape])
         return DraftEngine(drafter, TreeLimits(floor=1e-30), shape.sessions)
 
@@ -229,7 +230,7 @@ class BenchModel:
 class TimedRunner(ModelRunner):
     """A runner that records the arguments and the duration of its last run."""
 
-    def run(self, shape: Shape, inputs: StepInputs) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    def run(self, shape: StepShape, inputs: StepInputs) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         start = time.perf_counter()
         self.shape, self.inputs = shape, inputs
         result = super().run(shape, inputs)
@@ -241,19 +242,19 @@ class TimedRunner(ModelRunner):
         start = time.perf_counter()
         words, features = self.inputs.tokens.base, self._no_features(self.shape)
         layout = self.layout(self.shape)
-        result, self._pools = _empty_program(self._constants, layout, self._params, self._pools, words, features)
+        result, self.pools = _empty_program(self.constants, layout, self.params, self.pools, words, features)
         np.asarray(result)
         return time.perf_counter() - start
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3, keep_unused=True)
-def _empty_program(constants: Any, layout: Layout, params: Any, pools: Any, words: Any, features: Any) -> Any:
+def _empty_program(constants: Any, layout: InputLayout, params: Any, pools: Any, words: Any, features: Any) -> Any:
     del params, words, features
     return jnp.zeros((2, layout.shape.sessions, layout.shape.heads, constants.children), jnp.int32), pools
 
 
 def measure(
-    report: Report, name: str, model: BenchModel, shape: Shape, context: int, temperature: float, steps: int,
+    report: Report, name: str, model: BenchModel, shape: StepShape, context: int, temperature: float, steps: int,
     threads: int,
 ) -> None:  # fmt: skip
     """Measure steps that expand as many nodes as the shape has rows; skip those that expand roots."""
@@ -303,8 +304,8 @@ class SessionDriver:
         for i in range(sessions):
             tokens = np.random.default_rng(i).integers(300, 20_000, context).astype(np.uint32)
             engine.open(OpenSession(i, tokens, context, sampling, StopConditions(10**6, ignore_eos=True)))
-            trunk = self.drafter.trunks[i]
-            trunk.feed(context - trunk.shift - 1)  # skip the prefill
+            prefix_kv = self.drafter.prefix_kvs[i]
+            prefix_kv.feed(context - prefix_kv.shift - 1)  # skip the prefill
         self._feed()
 
     def commit_all(self) -> None:
@@ -313,7 +314,7 @@ class SessionDriver:
         if not self.at_roots:
             return
         sessions = list(self.engine.running.values())
-        if sessions[0].new_tokens >= GROWTH_TOKENS - 8:
+        if sessions[0].length - sessions[0].prompt_length >= GROWTH_TOKENS - 8:
             raise RuntimeError("a session has no room for more steps; lower --steps")
         for session in sessions:
             children = {session.tree.token[i] for i in session.tree.root_children}
@@ -328,7 +329,7 @@ class SessionDriver:
             return
         width = 2 * self.drafter.runner.feature_width
         for session in list(self.engine.running.values()):
-            session.features.skip(self.drafter.trunks[session.id].settled)
+            session.features.skip(self.drafter.prefix_kvs[session.id].settled)
             first, count = session.features.end, session.length - 1 - session.features.end
             row = np.random.default_rng(session.length).standard_normal((count, width // 2)).astype(jnp.bfloat16)
             self.engine.receive_features([FeatureBlock(session.id, first, row.view(np.uint8).reshape(count, width))])

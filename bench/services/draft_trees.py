@@ -101,8 +101,8 @@ def engine_of(model: BenchModel, shape: TreeShape, sessions: int, *, fused: bool
     """An engine for trees of a shape. fused: with one program per tree."""
     prefix = PrefixCache(PageAllocator(model.pages, PAGE), enabled=False)
     drafter = FeatureDrafter("EAGLE3", model.runner, prefix, sessions, 64, FeatureSpec())
-    follow = FeatureDrafter.follow if fused else ModelDrafter.follow
-    follow(drafter, shape)
+    set_tree_shape = FeatureDrafter.set_tree_shape if fused else ModelDrafter.set_tree_shape
+    set_tree_shape(drafter, shape)
     model.runner.warm_up(drafter.shapes)
     limits = TreeLimits(max(256, shape.candidates), shape.steps, shape.topk, floor=0.0, shape=shape)
     return DraftEngine(drafter, limits, sessions)

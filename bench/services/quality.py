@@ -101,7 +101,7 @@ def engine_of(folder: Path, name: str) -> TargetEngine:
     """An engine on the CPU in a number format, with all threads."""
     torch.set_num_threads(THREADS)
     config = TargetConfig(
-        device="cpu", max_total_tokens=16 * 1024, disable_radix_cache=True, self_draft="off", **FORMATS[name]
+        device="cpu", max_total_tokens=16 * 1024, disable_radix_cache=True, self_speculation="off", **FORMATS[name]
     )
     return build_engine(folder, config)
 

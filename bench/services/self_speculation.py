@@ -132,9 +132,11 @@ def write_noisy(source: Path, folder: Path) -> Path:
 def engines_of(folder: Path, number_format: str, source: str, sessions: int) -> dict[str, TargetEngine]:
     """An engine of one model for each of MODES. source: as in CASES."""
     flags: dict[str, Any] = {"dtype": number_format} if number_format == "bfloat16" else {"quantization": number_format}
+    drafted = source.partition("+")[0]
     config = TargetConfig(
-        device="cpu", self_draft=cast(Any, source.partition("+")[0]),
-        self_draft_head=str(DEFAULT_HEAD) if source.endswith("head") else None,
+        device="cpu", self_speculation=cast(Any, {"text": "lookup", "head": "head"}.get(drafted, "quantized")),
+        self_speculation_format=cast(Any, drafted if drafted in ("int4", "int8") else "auto"),
+        self_speculation_head=str(DEFAULT_HEAD) if source.endswith("head") else None,
         max_running_requests=sessions, max_total_tokens=32 * 1024, disable_radix_cache=True, **flags,
     )  # fmt: skip
     model = load(folder, config)

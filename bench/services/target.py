@@ -101,7 +101,11 @@ def config_of(name: str, sessions: int) -> TargetConfig:
     """The configuration of the default model with weights in a number format."""
     flags: dict[str, Any] = {"quantization": name} if name.startswith("int") else {"dtype": name}
     return TargetConfig(
-        max_running_requests=sessions, max_total_tokens=32 * 1024, disable_radix_cache=True, self_draft="off", **flags
+        max_running_requests=sessions,
+        max_total_tokens=32 * 1024,
+        disable_radix_cache=True,
+        self_speculation="off",
+        **flags,
     )
 
 

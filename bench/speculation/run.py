@@ -31,7 +31,7 @@ from bench.serve.outrider_system import served
 from bench.speculation.page import Page
 from bench.speculation.paired_rounds import Cell, measured_row, run_pairs
 from bench.speculation.settings import PLAIN, Setting, grid, named
-from outrider.drafts import has_head
+from outrider.drafts import has_bundled_head
 
 # Starts a system from model, flags, dtype and maximum of concurrent requests; a context that yields its URL.
 Serve = Callable[[str, Sequence[str], str, int], AbstractContextManager[str]]
@@ -82,7 +82,7 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
     """The settings to compare."""
     drafters = args.drafters
     if drafters is None:
-        drafters = ["NGRAM", *(["EAGLE3"] if has_head(args.model_path) else [])]
+        drafters = ["NGRAM", *(["EAGLE3"] if has_bundled_head(args.model_path) else [])]
     made = grid(drafters, args.num_steps, args.eagle_topk, args.num_draft_tokens, args.draft_model_path)
     return [*made, *args.setting]
 

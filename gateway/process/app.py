@@ -15,7 +15,6 @@ import signal
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-import tyro
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
@@ -42,11 +41,11 @@ from gateway.telemetry.metrics import Metrics
 from gateway.text.tokenizer import ModelTokenizer
 from gateway.workers.parent import oversee
 from gateway.workers.peers import Peers
-from outrider.config import GatewayConfig
+from outrider.config import GatewayConfig, parse_flags
 from outrider.errors import ConfigError, Unavailable
 from outrider.placement.shares import share_of_gateway
 from outrider.process import process
-from outrider.process.cpu_affinity import speak_from
+from outrider.process.cpu_affinity import run_network_on
 from outrider.process.ports import host_and_port
 from outrider.tracing import Tracing, tracing_to
 from outrider.transport.rpc import stop_on_signals
@@ -62,7 +61,7 @@ _START_UP = 60.0  # seconds in which a service that does not fit ends the proces
 
 def main(argv: Sequence[str]) -> int:
     """Run the gateway with flags. Returns the process's exit code; 2 for flags, ports or services that do not fit."""
-    config = tyro.cli(GatewayConfig, args=argv, prog="outrider gateway")
+    config = parse_flags(GatewayConfig, argv, "outrider gateway")
     if config.gateway_workers != 1:
         return process.run_plainly("gateway", config, lambda whole: asyncio.run(oversee(whole)), share_of_gateway)
     return process.run("gateway", config, serve, share_of_gateway)
@@ -74,7 +73,7 @@ async def serve(config: GatewayConfig, peers: Peers | None = None) -> int:
     Raises ConfigError, Unavailable.
     """
     config.check()
-    speak_from()
+    run_network_on()
     request_log.enable(config.enable_log_requests)
     with tracing_to(config.otlp_traces_endpoint, "gateway") as tracing:
         return await _serve(config, tracing, peers or Peers())

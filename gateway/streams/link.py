@@ -21,7 +21,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from outrider import PROTOCOL_VERSION
 from outrider.errors import ConfigError, OutriderError, Unavailable
-from outrider.tls import ClientTls, open_channel, tls_trouble
+from outrider.tls import ClientTls, explain_tls_failure, open_channel
 from outrider.transport.frame_socket import SocketCall, connect_beside
 from outrider.transport.rpc import CHANNEL_OPTIONS
 from outrider.wire.v1 import common_pb2
@@ -180,7 +180,7 @@ class Link(ABC, Generic[Info, Frame]):
             # One probe per message, because the probe opens a connection of its own.
             if error.code() is grpc.StatusCode.UNAVAILABLE and error.details() != self._last_error:
                 self._last_error = error.details()
-                if trouble := await tls_trouble(self.address, self._tls):
+                if trouble := await explain_tls_failure(self.address, self._tls):
                     raise ConfigError(f"the {self.service} at {self.address} {trouble}") from None
             raise
 
@@ -250,7 +250,7 @@ class Link(ABC, Generic[Info, Frame]):
         key = await connect_beside(self.address)
         if key is None:
             return self.open_stream(channel, ())
-        return SocketCall(self.open_stream(channel, key.metadata), key.pipe, self.frame)
+        return SocketCall(self.open_stream(channel, key.metadata), key.connection, self.frame)
 
     async def _write(self, call: Any) -> None:
         outgoing = self.outgoing

@@ -20,11 +20,11 @@ from pathlib import Path
 from gateway.workers.peers import health_address, open_mark
 from outrider.config import GatewayConfig, to_argv
 from outrider.errors import ConfigError, EngineFault
-from outrider.process.interpreter import python
 from outrider.process.ports import socket_folder, take_port
+from outrider.process.python_command import python_command
 from outrider.supervisor.health import is_healthy
-from outrider.supervisor.processes import EXIT_MISCONFIGURED, POLL_SECONDS, Child, stop_and_hurry, supervise
-from outrider.telemetry import say
+from outrider.supervisor.processes import EXIT_MISCONFIGURED, POLL_SECONDS, Child, stop_and_kill_events, supervise
+from outrider.telemetry import write_line
 from outrider.transport.rpc import GrpcServer
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _START_UP = 60.0  # seconds in which a service that does not fit ends all worker
 async def oversee(config: GatewayConfig) -> int:
     """Run --gateway-workers processes until a signal. Returns the exit code. Raises ConfigError, EngineFault."""
     config.check()
-    stop, hurry = stop_and_hurry()
+    stop, hurry = stop_and_kill_events()
     health = GrpcServer() if config.health_listen is not None else None
     with reserved_ports(config), socket_folder("outrider-gateway-") as folder:
         children = _children(config, folder)
@@ -70,9 +70,9 @@ def worker_config(config: GatewayConfig, index: int, folder: Path) -> GatewayCon
 def _children(config: GatewayConfig, folder: Path) -> list[Child]:
     children = []
     for index in range(config.gateway_workers):
-        command = python("-um", "gateway.process.worker", str(index), str(config.gateway_workers), str(folder))
+        command = python_command("-um", "gateway.process.worker", str(index), str(config.gateway_workers), str(folder))
         command += to_argv(worker_config(config, index, folder))
-        child = Child(f"worker {index}", command, health_address(folder, index), say)
+        child = Child(f"worker {index}", command, health_address(folder, index), write_line)
         child.extra_grace = config.drain_timeout
         children.append(child)
     return children

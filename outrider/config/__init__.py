@@ -1,13 +1,14 @@
-"""Flags of the processes, as frozen dataclasses; parsed once at the start of a process, never read from anywhere else.
+"""Flags of the processes, as frozen dataclasses that each process parses once, at its start.
 
-Options that only one process has stand in a class of their own (`TargetOptions`, ...); a process's configuration adds
-what depends on where it runs (`TargetConfig`, ...); `ServeConfig` takes every option once and makes all three.
+A class declares the flags of one topic (`ModelOptions`, `NgramOptions`, ...). `TargetOptions`, `DraftOptions` and
+`GatewayOptions` gather the flags of one service; `TargetConfig`, `DraftConfig` and `GatewayConfig` add those that
+depend on where the process runs; `ServeConfig` takes every option once for all three.
 
-Flags that SGLang users know keep SGLang's names and meaning. A field's docstring is the flag's help text.
+Flags that SGLang has keep SGLang's names and meaning. A field's docstring is the flag's help text.
 """
 
-from outrider.config.argv import format_cores, parse_cores, plain_argv, to_argv
-from outrider.config.common import AUTO_CORES, DEFAULT_MODEL, DType, ProcessConfig, SharedOptions, check_least
+from outrider.config.argv import current_spelling, format_cores, parse_cores, to_argv
+from outrider.config.common import AUTO_CORES, DEFAULT_MODEL, DType, ProcessConfig, SharedOptions, check_minimum
 from outrider.config.draft import (
     BUILT_IN_ALGORITHMS,
     FED_ALGORITHMS,
@@ -18,6 +19,7 @@ from outrider.config.draft import (
     DraftConfig,
     DraftOptions,
 )
+from outrider.config.flags import flag_classes, parse_flags
 from outrider.config.gateway import GatewayConfig, GatewayOptions, ReasoningParser, ToolCallParser
 from outrider.config.serve import ServeConfig
 from outrider.config.target import KVCacheDType, Quantization, SchedulePolicy, TargetConfig
@@ -49,9 +51,11 @@ __all__ = [
     "TargetConfig",
     "ToolCallParser",
     "TrainConfig",
-    "check_least",
+    "check_minimum",
+    "current_spelling",
+    "flag_classes",
     "format_cores",
     "parse_cores",
-    "plain_argv",
+    "parse_flags",
     "to_argv",
 ]

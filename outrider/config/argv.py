@@ -1,4 +1,4 @@
-"""Configurations as arguments, and arguments that need more than a parser."""
+"""Configurations as arguments, and spellings of arguments that the parser does not know."""
 
 from __future__ import annotations
 
@@ -9,17 +9,38 @@ from typing import Any
 from outrider.config.common import ProcessConfig
 from outrider.errors import ConfigError
 
+# Source and format of self-speculation by the value of the earlier flag --self-draft.
+_SELF_DRAFT = {
+    "text": ("lookup", "auto"),
+    "int4": ("quantized", "int4"),
+    "int8": ("quantized", "int8"),
+}
 
-def plain_argv(argv: Sequence[str]) -> list[str]:
-    """Arguments with the algorithm's name as it is written here: in SGLang it may be in small letters, or nothing."""
-    flag = "--speculative-algorithm"
-    plain = list(argv)
-    for i, word in enumerate(plain):
-        if word == flag and i + 1 < len(plain):
-            plain[i + 1] = plain[i + 1].upper() or "NONE"
-        elif word.startswith(f"{flag}="):
-            plain[i] = f"{flag}={word.partition('=')[2].upper() or 'NONE'}"
-    return plain
+
+def current_spelling(argv: Sequence[str]) -> list[str]:
+    """The same arguments as the parser takes them.
+
+    The algorithm's name becomes upper case, an empty one NONE, as SGLang accepts both. `--self-draft VALUE` becomes a
+    source and a format of self-speculation.
+    """
+    current: list[str] = []
+    words = iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        name = flag.replace("_", "-")
+        if name not in ("--speculative-algorithm", "--self-draft"):
+            current.append(word)
+            continue
+        given = value if equals else next(words, None)
+        if name == "--speculative-algorithm":
+            values = [] if given is None else [given.upper() or "NONE"]
+            current += [f"{flag}={values[0]}"] if equals else [flag, *values]
+        elif given is None:
+            current.append("--self-speculation")
+        else:
+            source, number_format = _SELF_DRAFT.get(given, (given, "auto"))
+            current += [f"--self-speculation={source}", f"--self-speculation-format={number_format}"]
+    return current
 
 
 def parse_cores(text: str) -> list[int]:
@@ -44,7 +65,7 @@ def format_cores(cores: Sequence[int]) -> str:
 def to_argv(config: ProcessConfig) -> list[str]:
     """Flags that make this configuration: the fields that differ from their defaults.
 
-    Of several values of a field the first alone may begin with a dash, as where people write them.
+    Only the first of several values of a field may begin with a dash, as on a command line.
     """
     argv: list[str] = []
     for field in fields(config):
@@ -57,7 +78,7 @@ def to_argv(config: ProcessConfig) -> list[str]:
         else:
             several = isinstance(value, Sequence) and not isinstance(value, str)
             words = [str(one) for one in value] if several else [str(value)]
-            if words and words[0].startswith("-"):  # by itself it would read as a flag
+            if words and words[0].startswith("-"):  # the parser would take the word for a flag
                 argv.append(f"{flag}={words.pop(0)}")
             else:
                 argv.append(flag)

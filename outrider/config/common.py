@@ -1,10 +1,10 @@
-"""What several processes are told."""
+"""Flags that several processes have, and the types of their values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from outrider.errors import ConfigError
 
@@ -17,47 +17,94 @@ AUTO_CORES = "auto"
 
 
 @dataclass(frozen=True)
-class ProcessConfig:
-    """What every process has."""
+class CpuOptions:
+    """CPU cores of a process."""
+
+    topic: ClassVar[str] = "cores"
 
     cores: str | None = None
-    """CPU cores of this process, such as "0-3,6"; all by default. Its threads are as many. "auto" is its share of a
-    machine that target, draft and gateway have to themselves, as `outrider serve` divides it."""
+    """CPU cores of the process, such as "0-3,6", or "auto": the share that `outrider serve` would give it. The process
+    starts one thread a core. Default: all cores."""
     niceness: int = 0
-    """How far this process gives way to others on its cores, 0 to 19."""
-    log_level: LogLevel = "info"
-    """Least severe log lines that are shown."""
-    log_format: LogFormat = "text"
-    """Log lines for people (text), or one JSON object an event."""
+    """Scheduling niceness of the process, 0 to 19; a higher value gives way to other processes."""
 
 
 @dataclass(frozen=True)
-class ServiceConfig(ProcessConfig):
-    """What every process that serves has."""
+class LogOptions:
+    """Log lines of a process."""
+
+    topic: ClassVar[str] = "observability"
+
+    log_level: LogLevel = "info"
+    """Least severe level of the log lines that are written."""
+    log_format: LogFormat = "text"
+    """Format of log lines: text for people, or json with one object a line."""
+
+
+@dataclass(frozen=True)
+class TracingOptions:
+    """Traces of a process."""
+
+    topic: ClassVar[str] = "observability"
 
     otlp_traces_endpoint: str | None = None
-    """Where traces are sent by OTLP, such as http://127.0.0.1:4317; none are made by default. Needs outrider[otel]."""
+    """OTLP endpoint that traces are sent to, such as http://127.0.0.1:4317; needs outrider[otel]. Default: no
+    traces."""
 
 
 @dataclass(frozen=True)
-class SharedOptions:
-    """What the target and the draft service are told alike."""
+class ProcessConfig(LogOptions, CpuOptions):
+    """Flags of every process."""
+
+
+@dataclass(frozen=True)
+class ServiceConfig(TracingOptions, ProcessConfig):
+    """Flags of every process that serves requests."""
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Size of the batch, for the target and the draft service."""
+
+    topic: ClassVar[str] = "scheduling"
 
     max_running_requests: int = 48
-    """Most sessions that run together."""
+    """Maximum number of sessions in the running batch."""
+
+
+@dataclass(frozen=True)
+class DraftTreeOptions:
+    """Shape of draft trees, for the target and the draft service."""
+
+    topic: ClassVar[str] = "speculation"
+
     speculative_num_steps: int | None = None
-    """Depth of a draft: most draft tokens that one step can accept in a session. A drafter with a model grows exactly
-    SGLang's tree if this and the next two are set, and a tree that adapts if none is."""
+    """Depth of the draft tree: maximum number of draft tokens accepted per step and session. A model-based drafter
+    builds exactly SGLang's tree if this flag and the next two are set. Default: the depth adapts to the session."""
     speculative_eagle_topk: int | None = None
-    """Most children of a draft node, and nodes of a level that get children."""
+    """Maximum children of a draft node, and nodes expanded per tree level. Default: adaptive."""
     speculative_num_draft_tokens: int | None = None
-    """Rows verified per session and step, the root included; for a chain (--speculative-eagle-topk 1) its depth + 1."""
+    """Tokens verified per session and step, the root included; for a chain (--speculative-eagle-topk 1) the depth + 1.
+    Default: adaptive."""
+
+
+@dataclass(frozen=True)
+class PrefixCacheOptions:
+    """Prefix cache of the target and the draft service."""
+
+    topic: ClassVar[str] = "KV cache and memory"
+
     disable_radix_cache: bool = False
-    """Keep no KV pages for later sessions that begin with the same tokens."""
+    """Disable the prefix cache, which shares KV pages between sessions that begin with the same tokens."""
 
 
-def check_least(config: Any, least: Mapping[str, int]) -> None:
-    """Raise ConfigError for numbers below what they must be at least, by the names of their fields; None is none."""
+@dataclass(frozen=True)
+class SharedOptions(PrefixCacheOptions, DraftTreeOptions, BatchOptions):
+    """Flags that the target and the draft service share."""
+
+
+def check_minimum(config: Any, least: Mapping[str, int]) -> None:
+    """Raise ConfigError for a field below its minimum. least: minimum by field name. A field that is None passes."""
     for name, bound in least.items():
         value = getattr(config, name)
         if value is not None and value < bound:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -15,97 +15,175 @@ MtpState = Literal["auto", "normed", "raw"]
 FeatureDType = Literal["auto", "bfloat16", "float32", "float8_e4m3"]
 DraftAttentionBackend = Literal["auto", "plain", "cpu", "pallas"]
 
-# Drafters with a checkpoint of their own, and those of them that the target feeds.
+# Drafters with a checkpoint of their own, and those of them that read the target's hidden states.
 MODEL_ALGORITHMS = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 FED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
-# Those that can learn while they serve.
+# Drafters that can learn while they serve.
 ONLINE_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
-# Those that may come with the target's own checkpoint; EAGLE is another name of NEXTN there, as in SGLang.
+# Drafters that the target's own checkpoint may contain; EAGLE is another name of NEXTN there, as in SGLang.
 BUILT_IN_ALGORITHMS = ("EAGLE", "NEXTN")
 
 
 @dataclass(frozen=True)
-class DraftOptions:
-    """The draft service: proposes tokens ahead of the target."""
+class DrafterOptions:
+    """Which drafter proposes tokens."""
+
+    topic: ClassVar[str] = "speculation"
 
     speculative_algorithm: Algorithm = "AUTO"
-    """The drafter; AUTO is the EAGLE3 head that comes along for the model, beside NGRAM, if one does; else NGRAM."""
+    """Drafter. AUTO: the bundled EAGLE3 head beside NGRAM for the model that has one, else NGRAM. NONE: no drafter."""
     speculative_draft_model_path: Annotated[str | None, tyro.conf.arg(aliases=["--speculative-draft-model"])] = None
-    """Hugging Face id, local folder, or GGUF file of the draft; NGRAM needs none, NEXTN finds it in the target."""
-    draft_dtype: DType = "auto"
-    """Number format of the draft model; auto is bfloat16, but float32 on CPUs that lack the compiled kernels."""
-    speculative_draft_model_quantization: str | None = None
-    """Narrower weights than the draft's number format: int8 or fp8, a scale for each output; unquant for none. By
-    default int8 for the head that comes along, where compiled kernels of a CPU read it, and else none; with `serve`
-    what --quantization says (int8 for int4)."""
-    draft_device: str = "auto"
-    """Device of the draft model: auto, cpu, cuda, cuda:1, tpu, ..."""
-    draft_tp_size: int = 1
-    """Devices, from --draft-device on, that share every layer of the draft model."""
-    draft_feature_dtype: FeatureDType = "auto"
-    """Number format in which the target's hidden states travel to a head that feeds on them; auto is bfloat16."""
-    enable_multi_layer_eagle: bool = False
-    """NEXTN: draft with all MTP layers, each a token further, and not with the first alone; always so for MiMo-V2."""
-    speculative_mtp_feature: MtpState = "auto"
-    """NEXTN: the target's last state that it hands over, behind its final norm or before; auto is the model's own."""
-    speculative_mtp_own_state: MtpState = "auto"
-    """NEXTN: the state that a layer hands on to its next step, behind its final norm or before; auto is normed."""
-    speculative_token_map: str | None = None
-    """File of frequent token ids, as torch.save writes a list, which alone are proposed (FR-Spec); or its place on the
-    Hugging Face hub, REPOSITORY/FILE. Not for EAGLE3 and NGRAM."""
-    draft_attention_backend: DraftAttentionBackend = "auto"
-    """Kernels of the draft model: plain (XLA's operations), cpu (compiled C++, for products, too), pallas (attention on
-    GPUs and TPUs), or the best there are."""
-    draft_page_size: int = 16
-    """Size of a KV page of the draft's cache in tokens."""
-    draft_max_total_tokens: int | None = None
-    """Tokens in the draft's KV cache, over all sessions; by default what they can use, but no more than 65,536 and what
-    they write ahead, nor than a tenth of the memory holds, or the rest of --draft-mem-fraction-static."""
-    draft_mem_fraction_static: float | None = None
-    """Fraction of the memory of each of the draft's devices for its weights and KV cache."""
+    """Hugging Face id, local folder or GGUF file of the draft model; NGRAM needs none, NEXTN reads the target's
+    checkpoint."""
     speculative_ngram_beside: bool = False
-    """Let NGRAM draft beside a drafter with a model; what both propose merges in one tree."""
-    speculative_ngram_min_match_window_size: int = 1
-    """NGRAM: shortest suffix that is looked up, in tokens."""
-    speculative_ngram_max_match_window_size: int = 12
-    """NGRAM: longest suffix that is looked up, in tokens."""
-    speculative_ngram_min_bfs_breadth: int = 1
-    """NGRAM: children per node after the longest match."""
-    speculative_ngram_max_bfs_breadth: int = 10
-    """NGRAM: children per node after the shortest match."""
-    speculative_ngram_match_type: Literal["BFS", "PROB"] = "BFS"
-    """NGRAM: rank continuations by recency (BFS) or by frequency (PROB)."""
-    speculative_ngram_branch_length: int = 18
-    """NGRAM: length of the paths that are stored, in tokens."""
-    speculative_ngram_capacity: int = 10_000_000
-    """NGRAM: most nodes that are stored."""
-    speculative_ngram_insert_prompts: bool = True
-    """NGRAM: store prompts too, so that answers can copy from them; SGLang stores answers only."""
-    speculative_ngram_external_corpus_path: str | None = None
-    """NGRAM: texts to copy from as well: JSON lines with a "text" each, another text file, or a folder of such."""
-    speculative_ngram_external_sam_budget: int = 0
-    """NGRAM: draft nodes that are kept for the corpus, of --speculative-num-draft-tokens less one."""
-    speculative_ngram_external_corpus_max_tokens: int = 10_000_000
-    """NGRAM: most tokens of the corpus; a longer one is refused."""
-    online: bool = False
-    """EAGLE, EAGLE3, NEXTN: learn in the background from the sessions that are served. Texts stay what they are."""
-    online_share: float = 0.2
-    """Most of the draft device's time that learning while serving may take, above 0 and at most 0.9."""
-    online_learning_rate: float = 1e-4
-    """Learning rate while serving."""
-    online_bytes: int = 1 << 30
-    """Memory for the target's hidden states that are learnt from while serving, in bytes; the latest are kept."""
-    online_output: str | None = None
-    """Folder that what was learnt while serving is kept in, in the draft's own format; the next start goes on there."""
+    """Run NGRAM beside a model-based drafter and merge both proposals into one tree."""
+    speculative_token_map: str | None = None
+    """File of the only token ids that are proposed (FR-Spec), a list written by torch.save, or REPOSITORY/FILE on the
+    Hugging Face hub; not for EAGLE3 and NGRAM. Default: the whole vocabulary."""
 
 
 @dataclass(frozen=True)
-class DraftConfig(DraftOptions, SharedOptions, TlsOptions, ServiceConfig):
+class DraftModelOptions:
+    """How the draft model is computed."""
+
+    topic: ClassVar[str] = "draft model"
+
+    draft_dtype: DType = "auto"
+    """Number format of the draft model. auto: bfloat16; float32 on CPUs without the compiled kernels."""
+    speculative_draft_model_quantization: str | None = None
+    """Weight quantization of the draft model with one scale per output channel: int8, fp8, or unquant for none.
+    Default: int8 for the bundled head on CPUs with compiled kernels, else none; with `serve` that of --quantization
+    (int8 for int4)."""
+    draft_device: str = "auto"
+    """Device of the draft model: auto, cpu, cuda, cuda:1, tpu, ..."""
+    draft_tp_size: int = 1
+    """Tensor-parallel devices of the draft model, counted from --draft-device on."""
+    draft_attention_backend: DraftAttentionBackend = "auto"
+    """Kernels of the draft model: plain (XLA operations), cpu (compiled C++, matrix products included), pallas
+    (attention on GPUs and TPUs). auto: the fastest available."""
+    draft_feature_dtype: FeatureDType = "auto"
+    """Number format in which the target sends hidden states to a feature-based drafter. auto: bfloat16."""
+    enable_multi_layer_eagle: bool = False
+    """NEXTN: draft with all MTP layers, one token further each, instead of the first layer alone; always on for
+    MiMo-V2."""
+    speculative_mtp_feature: MtpState = "auto"
+    """NEXTN: whether the target's last hidden state is taken after its final norm (normed) or before it (raw). auto:
+    the model's own choice."""
+    speculative_mtp_own_state: MtpState = "auto"
+    """NEXTN: whether a layer passes its state to its next step after the final norm (normed) or before it (raw). auto:
+    normed."""
+
+
+@dataclass(frozen=True)
+class DraftCacheOptions:
+    """KV cache of the draft model."""
+
+    topic: ClassVar[str] = "KV cache and memory"
+
+    draft_page_size: int = 16
+    """Tokens per KV page of the draft model."""
+    draft_max_total_tokens: int | None = None
+    """Capacity of the draft model's KV cache in tokens, over all sessions. Default: what the sessions can use, at most
+    65,536 and their drafts, within a tenth of the memory or --draft-mem-fraction-static."""
+    draft_mem_fraction_static: float | None = None
+    """Fraction of each draft device's memory for weights and KV cache. Default: the cache has at most a tenth."""
+
+
+@dataclass(frozen=True)
+class NgramOptions:
+    """The NGRAM drafter."""
+
+    topic: ClassVar[str] = "NGRAM drafter"
+
+    speculative_ngram_min_match_window_size: int = 1
+    """Shortest suffix that is looked up, in tokens."""
+    speculative_ngram_max_match_window_size: int = 12
+    """Longest suffix that is looked up, in tokens."""
+    speculative_ngram_min_bfs_breadth: int = 1
+    """Children per node after the longest match."""
+    speculative_ngram_max_bfs_breadth: int = 10
+    """Children per node after the shortest match."""
+    speculative_ngram_match_type: Literal["BFS", "PROB"] = "BFS"
+    """Rank continuations by recency (BFS) or by frequency (PROB)."""
+    speculative_ngram_branch_length: int = 18
+    """Length of the stored paths, in tokens."""
+    speculative_ngram_capacity: int = 10_000_000
+    """Maximum number of stored nodes."""
+    speculative_ngram_insert_prompts: bool = True
+    """Store prompts, so that answers can copy from them; SGLang stores answers only."""
+    speculative_ngram_external_corpus_path: str | None = None
+    """Corpus to copy from as well: JSON lines with a "text" each, another text file, or a folder of such files.
+    Default: none."""
+    speculative_ngram_external_sam_budget: int = 0
+    """Draft nodes reserved for the corpus, out of --speculative-num-draft-tokens - 1."""
+    speculative_ngram_external_corpus_max_tokens: int = 10_000_000
+    """Maximum tokens of the corpus; a longer corpus is refused."""
+
+
+@dataclass(frozen=True)
+class OnlineOptions:
+    """Learning while serving."""
+
+    topic: ClassVar[str] = "online learning"
+
+    online: bool = False
+    """EAGLE, EAGLE3, NEXTN: train the draft model in the background on served sessions; generated text stays the
+    same."""
+    online_share: float = 0.2
+    """Maximum fraction of the draft device's time for online learning, above 0 and at most 0.9."""
+    online_learning_rate: float = 1e-4
+    """Learning rate of online learning."""
+    online_bytes: int = 1 << 30
+    """Memory for the hidden states that online learning reads, in bytes; the latest are kept."""
+    online_output: str | None = None
+    """Folder where online learning saves its weights and resumes from, in the draft's own format. Default: not
+    saved."""
+
+
+@dataclass(frozen=True)
+class DraftOptions(OnlineOptions, NgramOptions, DraftCacheOptions, DraftModelOptions, DrafterOptions):
     """The draft service: proposes tokens ahead of the target."""
 
+
+@dataclass(frozen=True)
+class DraftTargetOptions:
+    """The target model that the draft service drafts for."""
+
+    topic: ClassVar[str] = "model"
+
     model_path: Annotated[str | None, tyro.conf.arg(aliases=["--model"])] = None
-    """Hugging Face id, local folder, or GGUF file of the target, whose embedding and head fed drafters share."""
+    """Hugging Face id, local folder or GGUF file of the target model, whose embedding and LM head feature-based
+    drafters use."""
+
+
+@dataclass(frozen=True)
+class DraftListenOptions:
+    """Address of the draft service."""
+
+    topic: ClassVar[str] = "network"
+
     listen: str = "127.0.0.1:30020"
-    """Address of the gRPC service: host:port or unix:/path."""
+    """Address that the gRPC service listens on: host:port or unix:/path."""
+
+
+@dataclass(frozen=True)
+class NetworkCoreOptions:
+    """CPU cores of the draft service's network threads."""
+
+    topic: ClassVar[str] = "cores"
+
     network_cores: str | None = None
-    """CPU cores of the threads that speak with others, while the drafter computes on --cores; by default the same."""
+    """CPU cores of the network threads, while the drafter computes on --cores. Default: --cores."""
+
+
+@dataclass(frozen=True)
+class DraftConfig(
+    NetworkCoreOptions, DraftListenOptions, DraftTargetOptions, DraftOptions, SharedOptions, TlsOptions, ServiceConfig
+):
+    """The draft service: proposes tokens ahead of the target (JAX)."""
+
+    common: ClassVar[tuple[str, ...]] = (
+        "model_path", "speculative_algorithm", "speculative_draft_model_path", "draft_dtype", "draft_device",
+        "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens", "max_running_requests",
+        "listen",
+    )  # fmt: skip

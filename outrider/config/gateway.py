@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from outrider.config.common import ServiceConfig, check_least
+from outrider.config.common import ServiceConfig, check_minimum
 from outrider.config.tls import ServiceTlsOptions, TlsOptions
 from outrider.errors import ConfigError
 
@@ -15,68 +15,107 @@ GrpcFacade = Literal["vllm", "sglang"]
 
 
 @dataclass(frozen=True)
-class GatewayOptions(TlsOptions):
-    """The gateway: speaks OpenAI-style REST and gRPC with clients, and streams between the services."""
+class EndpointOptions:
+    """Ports of the gateway."""
+
+    topic: ClassVar[str] = "network"
 
     host: str = "127.0.0.1"
-    """Host that clients connect to."""
+    """Host that the gateway listens on."""
     port: int = 30000
     """Port of the REST service."""
     grpc_port: int = 30001
     """Port of the gRPC service."""
     gateway_workers: int = 1
-    """Processes that share both ports."""
-    served_model_name: str | None = None
-    """Name of the model in requests and answers; by default the model path."""
-    max_body_bytes: int = 4 << 20
-    """Largest request: body over REST, message over gRPC."""
-    api_key: tuple[str, ...] = ()
-    """Keys that clients must show one of, but for health and metrics; also those in OUTRIDER_API_KEY, with spaces
-    between them. Without any, every client is served."""
-    admin_api_key: str | None = None
-    """Key that routes which control the targets ask for; without one, they are open to every client."""
-    allowed_origins: tuple[str, ...] = ()
-    """Origins whose pages may ask from browsers (CORS), or *; none by default."""
-    request_timeout: float | None = None
-    """Seconds that any answer may take, from its request to its end; by default without limit."""
-    max_pending_requests: int = 4096
-    """Most generations under way, waiting ones included; further ones are refused with 503 and Retry-After."""
-    max_requests_per_key: int | None = None
-    """Most requests of one key under way; further ones are refused with 429 and Retry-After. By default unlimited."""
-    drain_timeout: float = 5.0
-    """Seconds that requests under way get to end when the gateway is told to stop; new ones are refused meanwhile."""
-    tool_call_parser: ToolCallParser = "auto"
-    """How the model writes calls of tools; auto looks at its chat template."""
-    reasoning_parser: ReasoningParser = "auto"
-    """How the model marks its reasoning: with <think> and </think>, of which deepseek-r1 leaves the first out; auto
-    looks at its chat template and at the prompt."""
-    sampling_defaults: Literal["model", "openai"] = "model"
-    """What requests have that leave temperature, top_p, top_k, min_p or repetition_penalty out: what the model's
-    generation_config.json says, or OpenAI's, a temperature of 1 and nothing cut off."""
-    grpc_facades: tuple[GrpcFacade, ...] = ("vllm",)
-    """Other engines' services that the gRPC port answers to, too, for routers made for those engines. A router that
-    finds several takes one of them; SGLang's has no seeds."""
-    enable_log_requests: bool = False
-    """Log a line for every answer that ends: how it ended, tokens, times and speculation; never texts."""
-    disable_vllm_metrics: bool = False
-    """Leave out of the metrics what is told under vLLM's names, too, which its dashboards read."""
-    disable_sglang_metrics: bool = False
-    """Leave out of the metrics what is told under SGLang's names, too, which its dashboards read."""
-    per_request_spec_decode_metrics: Literal["off", "summary", "detailed"] = "summary"
-    """What answers tell of their speculation and times, in the shapes of vLLM (`metrics`) and llama.cpp (`timings`)."""
-    disable_draft_self_test: bool = False
-    """Ask no questions when a draft with a model comes up, to see whether it knows the target."""
+    """Gateway processes that share both ports."""
     connect_timeout: float = 600.0
-    """Seconds to wait for the services at start-up."""
+    """Maximum time to wait for the services at start-up, in seconds."""
+
+
+@dataclass(frozen=True)
+class ApiKeyOptions:
+    """Clients that the gateway serves."""
+
+    topic: ClassVar[str] = "security"
+
+    api_key: tuple[str, ...] = ()
+    """API keys, one of which every request but health and metrics must carry; also read from OUTRIDER_API_KEY,
+    separated by spaces. Default: no key is needed."""
+    admin_api_key: str | None = None
+    """API key of the routes that control the targets. Default: no key is needed."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins that browsers may send requests from (CORS), or *. Default: none."""
+
+
+@dataclass(frozen=True)
+class AdmissionOptions:
+    """Limits of the gateway."""
+
+    topic: ClassVar[str] = "request limits"
+
+    max_pending_requests: int = 4096
+    """Maximum requests in progress, waiting ones included; further ones get 503 and Retry-After."""
+    max_requests_per_key: int | None = None
+    """Maximum requests in progress per API key; further ones get 429 and Retry-After. Default: no limit."""
+    max_body_bytes: int = 4 << 20
+    """Maximum size of a REST body or gRPC message, in bytes."""
+    request_timeout: float | None = None
+    """Maximum duration of a request, in seconds. Default: no limit."""
+    drain_timeout: float = 5.0
+    """Time that requests in progress have to finish when the gateway stops, in seconds; new requests are refused."""
+
+
+@dataclass(frozen=True)
+class ApiOptions:
+    """How the gateway reads requests and writes answers."""
+
+    topic: ClassVar[str] = "API"
+
+    served_model_name: str | None = None
+    """Name of the model in requests and answers. Default: the model path."""
+    tool_call_parser: ToolCallParser = "auto"
+    """Format in which the model writes tool calls. auto: found in the chat template."""
+    reasoning_parser: ReasoningParser = "auto"
+    """Format in which the model marks reasoning: qwen3 writes <think> and </think>, deepseek-r1 only </think>. auto:
+    found in the chat template and the prompt."""
+    sampling_defaults: Literal["model", "openai"] = "model"
+    """Values for temperature, top_p, top_k, min_p and repetition_penalty where a request has none: from the model's
+    generation_config.json (model), or temperature 1 without filters (openai)."""
+    grpc_facades: tuple[GrpcFacade, ...] = ("vllm",)
+    """Other engines' gRPC services that the gRPC port implements for their routers. A router uses one of them; SGLang's
+    has no seeds."""
+    disable_draft_self_test: bool = False
+    """Skip the requests that check, when a model-based drafter connects, whether it was trained for the target."""
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What the gateway reports about requests."""
+
+    topic: ClassVar[str] = "observability"
+
+    enable_log_requests: bool = False
+    """Log one line per finished request: finish reason, tokens, times and speculation; never texts."""
+    disable_vllm_metrics: bool = False
+    """Leave out the metrics under vLLM's names, which vLLM's dashboards read."""
+    disable_sglang_metrics: bool = False
+    """Leave out the metrics under SGLang's names, which SGLang's dashboards read."""
+    per_request_spec_decode_metrics: Literal["off", "summary", "detailed"] = "summary"
+    """Speculation and times in each answer, in the shape of vLLM (`metrics`) and llama.cpp (`timings`)."""
+
+
+@dataclass(frozen=True)
+class GatewayOptions(TlsOptions, ReportOptions, ApiOptions, AdmissionOptions, ApiKeyOptions, EndpointOptions):
+    """The gateway: REST and gRPC for clients, streams to the services."""
 
     def check(self) -> None:
-        """Raise ConfigError for numbers that cannot be or leave nobody served, and for keys that anybody has."""
+        """Raise ConfigError for a number out of range, ports that collide, or an empty key."""
         counts = ("gateway_workers", "max_body_bytes", "max_pending_requests", "max_requests_per_key")
-        check_least(self, dict.fromkeys(counts, 1))
+        check_minimum(self, dict.fromkeys(counts, 1))
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise ConfigError(f"--request-timeout must be more than 0, or left out, not {self.request_timeout}")
         for flag, port in (("--port", self.port), ("--grpc-port", self.grpc_port)):
-            # For 0 the system would take any that is free, which nobody learns of; for more, another, so much lower.
+            # The system replaces 0 by a free port that no client learns, and cuts higher numbers to 16 bits.
             if not 0 < port < 65536:
                 raise ConfigError(f"{flag} {port} is no port; choose one from 1 to 65535")
         if self.port == self.grpc_port:
@@ -88,19 +127,39 @@ class GatewayOptions(TlsOptions):
 
 
 @dataclass(frozen=True)
-class GatewayConfig(GatewayOptions, ServiceTlsOptions, ServiceConfig):
-    """The gateway: speaks OpenAI-style REST and gRPC with clients, and streams between the services."""
+class ServiceAddressOptions:
+    """Services that the gateway connects to."""
+
+    topic: ClassVar[str] = "network"
 
     target: tuple[str, ...] = ("127.0.0.1:30010",)
     """Addresses of target services."""
     draft: tuple[str, ...] = ()
-    """Addresses of draft services; without any, text is decoded plainly. Of several kinds, sessions go to the first one
-    that has a place."""
-    cache_threshold: float = 0.3
-    """Several replicas: part of a prompt that one must have been sent before to be preferred; 1 goes by load alone."""
-    balance_abs_threshold: int = 8
-    """Several replicas: sessions more than the least loaded has, with which one is no longer preferred ..."""
-    balance_rel_threshold: float = 1.5
-    """... if they are also that many times as many."""
+    """Addresses of draft services; of several kinds, a session goes to the first one with a free slot. Default: none,
+    plain decoding."""
     health_listen: str | None = None
-    """Address of a gRPC port for health checks alone, without TLS; by default none."""
+    """Address of an additional gRPC port for health checks alone, without TLS. Default: none."""
+
+
+@dataclass(frozen=True)
+class BalanceOptions:
+    """How sessions are divided among the replicas of a service."""
+
+    topic: ClassVar[str] = "load balancing"
+
+    cache_threshold: float = 0.3
+    """Fraction of a prompt that a replica must have received before to be preferred for it; 1: by load alone."""
+    balance_abs_threshold: int = 8
+    """Sessions above the least loaded replica at which a replica loses its preference, if the next flag holds too."""
+    balance_rel_threshold: float = 1.5
+    """Multiple of the least loaded replica's sessions at which a replica loses its preference."""
+
+
+@dataclass(frozen=True)
+class GatewayConfig(BalanceOptions, ServiceAddressOptions, GatewayOptions, ServiceTlsOptions, ServiceConfig):
+    """The gateway: REST and gRPC for clients, streams to the services."""
+
+    common: ClassVar[tuple[str, ...]] = (
+        "target", "draft", "host", "port", "grpc_port", "gateway_workers", "api_key", "max_pending_requests",
+        "served_model_name", "log_level",
+    )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -14,105 +14,167 @@ KVCacheDType = Literal["auto", "bf16", "bfloat16", "fp8_e5m2", "fp8_e4m3"]
 SchedulePolicy = Literal["fcfs", "lpm"]
 AttentionBackend = Literal["auto", "native", "triton", "torch_native"]
 Quantization = Literal["fp8", "int8", "int4"]
-SelfDraft = Literal["auto", "text", "head", "int4", "int8", "off"]
+SelfSpeculationSource = Literal["auto", "off", "lookup", "head", "quantized"]
+SelfSpeculationFormat = Literal["auto", "int4", "int8"]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The target model."""
+
+    topic: ClassVar[str] = "model"
+
+    model_path: Annotated[str, tyro.conf.arg(aliases=["--model"])] = DEFAULT_MODEL
+    """Hugging Face id, local folder or GGUF file of the model; "default" is SmolLM2-135M-Instruct."""
+    dtype: DType = "auto"
+    """Number format of the computation. auto: the checkpoint's; on a CPU without kernels for it, float32."""
+    quantization: Quantization | None = None
+    """Weight quantization: int8, int4, or fp8 (CUDA only, needs torchao). Default: the checkpoint's format."""
+    tp_size: Annotated[int, tyro.conf.arg(aliases=["--tensor-parallel-size", "--tp"])] = 1
+    """Tensor-parallel ranks, one process each: devices, or processes on a CPU."""
+    device: str = "auto"
+    """Device of the model: auto, cpu, cuda, cuda:1, ..."""
+    context_length: int | None = None
+    """Maximum tokens of prompt and answer together. Default: the model's."""
+    weight_version: str = "default"
+    """Label of the weights that every answer reports; a weight update may change it."""
+    trust_remote_code: bool = False
+    """Run the model code in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class AcceptanceOptions:
+    """Rules by which draft tokens are accepted."""
+
+    topic: ClassVar[str] = "speculation"
+
+    speculative_accept_threshold_single: float = 1.0
+    """Accept a draft token of at least this probability, whatever token was sampled; below 1 changes sampled text."""
+    speculative_accept_threshold_acc: float = 1.0
+    """Accept a draft token of probability p with probability p / threshold; below 1 changes sampled text."""
+    speculative_always: bool = False
+    """Make every step wait up to 10 s for the draft service and verify its whole proposal, to measure a drafter."""
+
+
+@dataclass(frozen=True)
+class SelfSpeculationOptions:
+    """Draft tokens made by the target process itself."""
+
+    topic: ClassVar[str] = "self-speculation"
+
+    self_speculation: SelfSpeculationSource = "auto"
+    """Draft source in the target process: prompt lookup alone (lookup), or with a local EAGLE-3 head (head) or a
+    quantized copy of the weights (quantized), used while measurements favour it. auto: on a CPU, for models larger than
+    its caches: the head of --self-speculation-head; else a quantized copy assisted by the bundled head; for int8 and
+    int4 weights the bundled head alone; off if `serve` has a --speculative-algorithm."""
+    self_speculation_format: SelfSpeculationFormat = "auto"
+    """Weight format of the quantized copy: int4 or int8. auto: int4."""
+    self_speculation_head: Annotated[str | None, tyro.conf.arg(aliases=["--self-draft-head"])] = None
+    """Folder of an EAGLE-3 head that drafts alone, or assists the quantized copy. Default: the bundled head for `head`
+    with the default model; no head for `quantized`."""
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """KV cache of the target."""
+
+    topic: ClassVar[str] = "KV cache and memory"
+
+    mem_fraction_static: float = 0.5
+    """Fraction of the device's memory for weights and KV cache."""
+    max_total_tokens: int | None = None
+    """Capacity of the KV cache in tokens, over all sessions. Default: what --mem-fraction-static holds."""
+    page_size: int = 16
+    """Tokens per KV page."""
+    kv_cache_dtype: KVCacheDType = "auto"
+    """Number format of the KV cache; narrower formats hold more tokens and are less exact. auto: that of the model's
+    keys."""
+    feature_cache_bytes: int = 1 << 30
+    """Host memory for hidden states of cached prefixes, in bytes; without them the target computes the prefix again
+    for a feature-based drafter."""
+
+
+@dataclass(frozen=True)
+class SchedulingOptions:
+    """What the target computes in a step, and for which sessions."""
+
+    topic: ClassVar[str] = "scheduling"
+
+    chunked_prefill_size: int | None = None
+    """Maximum tokens per step, over all sessions; longer prompts are computed in chunks. -1: no chunks. Default: 128
+    on CPUs, 2048 on CUDA."""
+    max_prefill_tokens: int = 16384
+    """Maximum prompt tokens per step, over all sessions; with --chunked-prefill-size -1 a longer prompt is computed
+    alone."""
+    max_queued_requests: int | None = None
+    """Maximum sessions that wait for admission; the target refuses further ones. Default: no limit."""
+    schedule_policy: SchedulePolicy = "fcfs"
+    """Order of waiting sessions: first come, first served (fcfs), or longest prefix match (lpm)."""
+    coalesce_seconds: Annotated[float, tyro.conf.arg(aliases=["--gather-seconds"])] = 0.016
+    """Window in which streamed tokens are coalesced into one chunk, in seconds. The first and last chunk, and tokens a
+    drafter waits for, are sent immediately."""
 
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """How the target computes."""
+    """Kernels and compiled steps of the target."""
+
+    topic: ClassVar[str] = "kernels"
 
     attention_backend: AttentionBackend = "auto"
-    """Attention kernels: native (compiled, CPU), triton (CUDA), torch_native (PyTorch's), or the best there is."""
+    """Attention kernels: native (compiled C++, CPU), triton (CUDA), torch_native (PyTorch). auto: the fastest
+    available."""
     deterministic: Annotated[bool, tyro.conf.arg(aliases=["--enable-deterministic-inference"])] = False
-    """Compute every row with the same bits in any batch and draft, so that no text can depend on them; costs speed."""
+    """Compute each token with the same bits in every batch and draft (batch invariance); costs speed."""
     disable_cuda_graph: bool = False
-    """Launch every kernel anew instead of replaying captured steps."""
+    """Launch every kernel separately instead of replaying captured CUDA graphs."""
     cuda_graph_max_bs: int | None = None
-    """Most sessions of a captured step; by default as many as may run."""
+    """Largest batch size captured as a CUDA graph. Default: --max-running-requests."""
     cuda_graph_bs: tuple[int, ...] | None = None
-    """Numbers of sessions to capture steps for; with --speculative-num-draft-tokens N also with N rows each."""
+    """Batch sizes captured as CUDA graphs; with --speculative-num-draft-tokens N also with N tokens per session."""
     disable_cuda_graph_padding: bool = False
-    """Replay captured steps of exactly the right size only."""
+    """Replay a CUDA graph only for exactly its batch size."""
     disable_overlap_schedule: bool = False
-    """Read each step before the next one is prepared; on CUDA the device else computes meanwhile."""
+    """Read each step before preparing the next one; by default the CUDA device computes meanwhile."""
     enable_torch_compile: bool = False
-    """Compile the layers for captured steps with torch.compile; takes minutes at start-up."""
+    """Compile the layers of captured steps with torch.compile; takes minutes at start-up."""
     torch_compile_max_bs: int = 32
-    """Most sessions of a compiled step."""
+    """Largest batch size compiled with --enable-torch-compile."""
 
 
 @dataclass(frozen=True)
-class TargetOptions(KernelOptions):
+class TargetOptions(
+    KernelOptions, SchedulingOptions, CacheOptions, SelfSpeculationOptions, AcceptanceOptions, ModelOptions
+):
     """The target service: verifies proposals with the large model."""
-
-    model_path: Annotated[str, tyro.conf.arg(aliases=["--model"])] = DEFAULT_MODEL
-    """Hugging Face id, local folder, or GGUF file of the model; "default" is SmolLM2-135M-Instruct."""
-    device: str = "auto"
-    """Device of the model: auto, cpu, cuda, cuda:1, ..."""
-    dtype: DType = "auto"
-    """Number format of the computation; auto is the checkpoint's, on a CPU float32 where no kernels serve it."""
-    quantization: Quantization | None = None
-    """Narrower weights than the checkpoint's: int8 or int4, or on CUDA, where the package torchao is needed, fp8."""
-    tp_size: Annotated[int, tyro.conf.arg(aliases=["--tensor-parallel-size", "--tp"])] = 1
-    """Devices that share every layer, each with a process of its own; on a CPU, processes."""
-    weight_version: str = "default"
-    """Label of the weights, told in every answer; a weight update may change it."""
-    trust_remote_code: bool = False
-    """Run model code that comes with the checkpoint."""
-    context_length: int | None = None
-    """Longest prompt plus answer in tokens; by default the model's."""
-    page_size: int = 16
-    """Size of a KV page in tokens."""
-    max_total_tokens: int | None = None
-    """Tokens in the KV cache, over all sessions; by default as many as the memory fraction holds."""
-    mem_fraction_static: float = 0.5
-    """Fraction of the device's memory for weights and KV cache."""
-    feature_cache_bytes: int = 1 << 30
-    """Host memory for hidden states of cached prefixes, in bytes; without them a head has prefixes computed again."""
-    kv_cache_dtype: KVCacheDType = "auto"
-    """Number format of the KV cache; auto is that of the model's keys. Narrower ones hold more tokens, less exactly."""
-    speculative_accept_threshold_single: float = 1.0
-    """Accept a draft token at least this probable, whatever was drawn; below 1 this changes sampled text."""
-    speculative_accept_threshold_acc: float = 1.0
-    """Accept draft tokens of probability p with probability p / threshold; below 1 this changes sampled text."""
-    speculative_always: bool = False
-    """Let every step wait for the drafter's answer, up to ten seconds, and verify all of it: to measure a drafter."""
-    self_draft: SelfDraft = "auto"
-    """Where measurements favour it, draft what a session's own text repeats, and with an EAGLE-3 head or a copy of the
-    weights in int4 or int8; `text` does without. Auto takes a head, if --self-draft-head names one; else a copy in int4
-    of weights wider than int8, for which the head guesses that comes along, and beside others that head alone. It is
-    for models on CPUs that are larger than caches, unless `outrider serve` was told a --speculative-algorithm."""
-    self_draft_head: str | None = None
-    """Folder of an EAGLE-3 head that drafts, or guesses for a copy in int4 or int8; by default `head` takes the one
-    that comes along for the default model, and a copy has none."""
-    chunked_prefill_size: int | None = None
-    """Tokens computed in one step, over all sessions; longer prompts are cut. By default 128 on CPUs and 2048 on CUDA;
-    -1 computes every prompt in one piece."""
-    max_prefill_tokens: int = 16384
-    """Prompt tokens computed in one step, over all sessions; without cutting, a longer prompt is computed alone."""
-    coalesce_seconds: Annotated[float, tyro.conf.arg(aliases=["--gather-seconds"])] = 0.016
-    """Window in which streamed tokens are coalesced into one chunk, in seconds. The first and last chunk, and tokens a
-    drafter waits for, are sent immediately."""
-    max_queued_requests: int | None = None
-    """Most sessions that wait for a place; further ones are refused. By default without limit."""
-    schedule_policy: SchedulePolicy = "fcfs"
-    """Which waiting session is next: first come, first served (fcfs), or longest prefix match (lpm), within limits."""
 
 
 @dataclass(frozen=True)
-class TargetConfig(TargetOptions, SharedOptions, TlsOptions, ServiceConfig):
-    """The target service: verifies proposals with the large model."""
+class TargetListenOptions:
+    """Address of the target service."""
+
+    topic: ClassVar[str] = "network"
 
     listen: str = "127.0.0.1:30010"
-    """Address of the gRPC service: host:port or unix:/path."""
+    """Address that the gRPC service listens on: host:port or unix:/path."""
+
+
+@dataclass(frozen=True)
+class TargetConfig(TargetListenOptions, TargetOptions, SharedOptions, TlsOptions, ServiceConfig):
+    """The target service: verifies proposals with the large model (PyTorch)."""
+
+    common: ClassVar[tuple[str, ...]] = (
+        "model_path", "dtype", "quantization", "tp_size", "device", "context_length", "self_speculation",
+        "mem_fraction_static", "max_running_requests", "listen",
+    )  # fmt: skip
 
     @property
     def fixed_tokens_per_session(self) -> int | None:
-        """Rows of a session in a step, the root included, where a flag says so; a chain has as many as it needs."""
-        rows, steps = self.speculative_num_draft_tokens, self.speculative_num_steps
-        return steps + 1 if rows is not None and steps and self.speculative_eagle_topk == 1 else rows
+        """Tokens of a session in a step, the root included, where flags fix it; a chain has its depth + 1."""
+        tokens, steps = self.speculative_num_draft_tokens, self.speculative_num_steps
+        return steps + 1 if tokens is not None and steps and self.speculative_eagle_topk == 1 else tokens
 
     @property
     def verifies_all_draft_tokens(self) -> bool:
-        """True if all hints are verified, whether they pay or not."""
+        """True if the target verifies all draft tokens, whether that is profitable or not."""
         return self.speculative_num_draft_tokens is not None or self.speculative_always

@@ -1,26 +1,29 @@
-"""Flags of TLS, for processes that listen and for those that connect."""
+"""TLS flags of processes that listen, and of processes that connect."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outrider.tls import ClientTls, ServerTls, client_tls, server_tls
 
 
 @dataclass(frozen=True)
 class TlsOptions:
-    """How a process that listens on TCP shows who it is, and who may connect."""
+    """TLS of the TCP ports that a process listens on."""
+
+    topic: ClassVar[str] = "security"
 
     ssl_certfile: str | None = None
-    """Certificate of the ports that this process listens on (PEM, with those that lead to its authority); they then
-    speak TLS alone. Unix domain sockets are never encrypted."""
+    """Certificate of the ports of this process (PEM, with the chain to its authority); the ports then accept TLS only.
+    Unix domain sockets are never encrypted. Default: no TLS."""
     ssl_keyfile: str | None = None
-    """Private key of the certificate (PEM, without a passphrase)."""
+    """Private key of --ssl-certfile (PEM, without a passphrase)."""
     ssl_ca_certs: str | None = None
-    """Certificates of authorities (PEM): clients must show one that they signed, so that TLS is mutual."""
+    """Authorities (PEM) that must have signed the clients' certificates (mutual TLS). Default: clients show none."""
     ssl_cert_reqs: int | None = None
-    """Whether clients must show certificates: 0 never, 1 if they have one (REST alone), 2 always; 2 by default where
-    --ssl-ca-certs is given."""
+    """Whether clients must show a certificate: 0 never, 1 optional (REST only), 2 always. Default: 2 with
+    --ssl-ca-certs, else 0."""
 
     def server_tls(self) -> ServerTls | None:
         """The files, read and checked; None without TLS. Raises ConfigError."""
@@ -29,17 +32,19 @@ class TlsOptions:
 
 @dataclass(frozen=True)
 class ServiceTlsOptions:
-    """How a process knows the services that it connects to, and what it shows them."""
+    """TLS of a process's connections to the services."""
+
+    topic: ClassVar[str] = "security"
 
     service_ssl_ca_certs: str | None = None
-    """Certificates of the authorities (PEM) that signed those of the services; connections then are TLS, but for
-    Unix domain sockets."""
+    """Authorities (PEM) that signed the services' certificates; connections then use TLS, except on Unix domain
+    sockets. Default: no TLS."""
     service_ssl_certfile: str | None = None
-    """Certificate shown to services that ask for one (PEM)."""
+    """Client certificate for services that require one (PEM)."""
     service_ssl_keyfile: str | None = None
-    """Private key of that certificate (PEM, without a passphrase)."""
+    """Private key of --service-ssl-certfile (PEM, without a passphrase)."""
     service_ssl_server_name: str | None = None
-    """Name in the services' certificates, where it is not the host of their addresses."""
+    """Host name expected in the services' certificates. Default: the host of the address."""
 
     def service_tls(self) -> ClientTls | None:
         """The files, read and checked; None without TLS. Raises ConfigError."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -14,80 +14,131 @@ TrainedAlgorithm = Literal["EAGLE", "EAGLE3", "NEXTN", "STANDALONE"]
 
 
 @dataclass(frozen=True)
-class TrainConfig(ServiceTlsOptions, ProcessConfig):
-    """Train a draft for a target: the target writes answers, and a head learns to foretell them."""
+class TrainedModelOptions:
+    """What is trained, and for which target."""
+
+    topic: ClassVar[str] = "model"
 
     model_path: Annotated[str, tyro.conf.arg(aliases=["--model"])] = DEFAULT_MODEL
-    """Hugging Face id, local folder, or GGUF file of the target; "default" is SmolLM2-135M-Instruct."""
+    """Hugging Face id, local folder or GGUF file of the target; "default" is SmolLM2-135M-Instruct."""
     algorithm: TrainedAlgorithm = "EAGLE3"
-    """What is trained: a head of a kind (NEXTN: an MTP layer), or a small decoder."""
+    """Kind of draft model: an EAGLE or EAGLE3 head, an MTP layer (NEXTN), or a small decoder (STANDALONE)."""
     initial: str | None = None
-    """Folder of an EAGLE or EAGLE3 head to go on from; what is said of its shape is not heeded then."""
+    """Folder of an EAGLE or EAGLE3 head to continue from, whose shape overrides the flags. Default: random weights."""
     output: str = "draft"
-    """Folder that the draft is written into, in its published format, with a report of the training."""
-    answers: str | None = None
-    """Folder of what the target wrote, which several trainings may share; by default OUTPUT.answers."""
+    """Folder for the draft model, in its published format, with a report of the training."""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Prompts and answers that the training learns from."""
+
+    topic: ClassVar[str] = "training data"
+
     data: tuple[str, ...] = ()
-    """Files of prompts, JSON lines: "prompt", "text", "turns" or "messages". Without any, the target asks itself."""
+    """Files of prompts, JSON lines with "prompt", "text", "turns" or "messages". Default: the target writes prompts."""
     data_limit: int | None = None
-    """Prompts taken of each file; by default all."""
-    free_prompts: int | None = None
-    """Conversations that the target begins, too, the user's turn included; by default none if there is data, and else
-    as many as are needed."""
-    free_openings: str | None = None
-    """File of first words that these conversations begin with in turn, a line each; by default those that come along,
-    which ask for tasks of many kinds."""
+    """Prompts read from each file. Default: all."""
+    answers: str | None = None
+    """Folder of the target's answers, which several trainings may share. Default: OUTPUT.answers."""
     tokens: int = 1_000_000
-    """Tokens that the target writes."""
+    """Tokens that the target generates."""
+    free_prompts: int | None = None
+    """Conversations in which the target also writes the user's first message. Default: none with --data, else as many
+    as --tokens needs."""
+    free_openings: str | None = None
+    """File of first words for these conversations, one opening a line. Default: bundled openings for many tasks."""
     temperature: tuple[float, ...] = (0.0, 1.0)
-    """Temperatures of the answers, in turn."""
+    """Temperatures of the answers, used in turn."""
     max_new_tokens: int = 256
-    """Tokens of an answer, at most."""
+    """Maximum tokens of an answer."""
     max_length: int = 1024
-    """Tokens of a prompt and its answer, at most; longer prompts are left out."""
+    """Maximum tokens of a prompt and its answer; longer prompts are left out."""
     max_running_requests: int = 64
-    """Answers that are written at a time."""
+    """Answers that the target generates at a time."""
     max_bytes: int = 32 << 30
-    """Largest size of what the target wrote, hidden states included, in bytes."""
+    """Maximum size of the target's answers on disk, hidden states included, in bytes."""
     target: str | None = None
-    """Address of a target service that runs already, host:port or unix:/path; by default one is started."""
+    """Address of a running target service, host:port or unix:/path. Default: the training starts one."""
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """The optimizer's schedule."""
+
+    topic: ClassVar[str] = "optimization"
+
     epochs: float = 2.0
-    """Times that the head sees every answer."""
+    """Passes over all answers."""
     steps: int | None = None
-    """Steps of the optimizer; by default as many as --epochs needs."""
+    """Optimizer steps. Default: as many as --epochs needs."""
     batch_tokens: int = 4096
-    """Tokens of answers that a step of the optimizer learns from, about."""
+    """Answer tokens per optimizer step, approximately."""
     learning_rate: float = 5e-4
-    """Highest learning rate; it warms up, and falls along a cosine."""
+    """Peak learning rate, with linear warm-up and cosine decay."""
     warmup: float = 0.03
-    """Part of the steps in which the learning rate rises."""
+    """Fraction of the steps in which the learning rate rises."""
     weight_decay: float = 0.01
-    """Decay of matrices (AdamW)."""
+    """Weight decay of matrices (AdamW)."""
     unroll: int = 6
-    """Tokens ahead that a head learns to look, from its own states behind the first."""
+    """Draft depth in training: tokens ahead, from the head's own states after the first."""
     unroll_decay: float = 0.8
-    """Part of the tokens from which the head looks a further one ahead, of those from which it looked so far."""
-    draft_vocab_size: int = 8192
-    """EAGLE3: tokens that the head can propose, the most frequent ones of the answers. EAGLE and NEXTN propose all, and
-    learn from these. STANDALONE learns all."""
-    intermediate_size: int | None = None
-    """Width of the draft's feed-forward part; by default the target's, of a STANDALONE one 8/3 of its own width."""
-    num_layers: int | None = None
-    """Decoder layers of the draft; by default 1, of a STANDALONE one 4. An EAGLE3 head of several is loaded by this
-    project and by vLLM, not by SGLang."""
-    hidden_size: int | None = None
-    """STANDALONE: width of the decoder; by default 256, or the target's if that is less."""
-    aux_layers: tuple[int, ...] | None = None
-    """Three layers of the target whose outputs the head is fed with, counted from 0; by default 1, L/2-1 and L-4."""
-    held_out: float = 0.02
-    """Part of the prompts that are kept for the evaluation."""
-    evaluate: int = 64
-    """Held-out answers on which the finished draft is replayed."""
+    """Fraction of the tokens at each depth that are trained at the next depth."""
     train_device: str = "auto"
     """Device of the training: auto, cpu, cuda, cuda:1, tpu, ..."""
     train_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of matrix products; auto is bfloat16. Weights and sums are float32."""
+    """Number format of matrix products. auto: bfloat16. Weights and sums are float32."""
     checkpoint_seconds: float = 120.0
-    """Seconds between checkpoints."""
+    """Time between checkpoints, in seconds."""
     seed: int = 0
-    """Seed of answers, of the order in which they are learnt, and of the head's first weights."""
+    """Seed of the answers, of their order and of the initial weights."""
+
+
+@dataclass(frozen=True)
+class ShapeOptions:
+    """Shape of the draft model."""
+
+    topic: ClassVar[str] = "draft model"
+
+    draft_vocab_size: int = 8192
+    """EAGLE3: tokens that the head can propose, the most frequent of the answers. EAGLE and NEXTN propose all tokens
+    and learn from these; STANDALONE learns all."""
+    intermediate_size: int | None = None
+    """Width of the feed-forward part. Default: the target's; for STANDALONE 8/3 of --hidden-size."""
+    num_layers: int | None = None
+    """Decoder layers. Default: 1, for STANDALONE 4. This project and vLLM load EAGLE3 heads of several layers, SGLang
+    does not."""
+    hidden_size: int | None = None
+    """STANDALONE: width of the decoder. Default: 256, or the target's if that is less."""
+    aux_layers: tuple[int, ...] | None = None
+    """Three target layers whose outputs the head reads, counted from 0. Default: 1, L/2-1 and L-4 of L layers."""
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """Evaluation of the draft model."""
+
+    topic: ClassVar[str] = "evaluation"
+
+    held_out: float = 0.02
+    """Fraction of the prompts held out for the evaluation."""
+    evaluate: int = 64
+    """Held-out answers that the evaluation replays through the draft engine."""
+
+
+@dataclass(frozen=True)
+class TrainConfig(
+    EvaluationOptions,
+    ShapeOptions,
+    OptimizerOptions,
+    DataOptions,
+    TrainedModelOptions,
+    ServiceTlsOptions,
+    ProcessConfig,
+):
+    """Train a draft model for a target on answers that the target generates."""
+
+    common: ClassVar[tuple[str, ...]] = (
+        "model_path", "algorithm", "output", "data", "tokens", "target", "epochs", "learning_rate", "train_device",
+        "draft_vocab_size",
+    )  # fmt: skip

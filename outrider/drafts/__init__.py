@@ -1,6 +1,6 @@
-"""Which drafter serves a model if nobody says: the head that comes along for it beside n-grams, or these alone.
+"""Bundled draft heads, and the drafter for --speculative-algorithm AUTO.
 
-A folder beside this file is an EAGLE-3 head of the default model, as `outrider train` writes it, with its report.
+A folder beside this file holds an EAGLE-3 head of the default model, as `outrider train` writes it, with its report.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ DEFAULT_HEAD = Path(__file__).with_name("smollm2-135m-instruct-eagle3")
 Options = TypeVar("Options", bound=DraftOptions)
 
 
-def has_head(model_path: str | None) -> bool:
-    """True if a head comes along for a model."""
+def has_bundled_head(model_path: str | None) -> bool:
+    """True if a draft head for the model is bundled."""
     return model_path == DEFAULT_MODEL and DEFAULT_HEAD.is_dir()
 
 
-def with_drafter(options: Options, model_path: str | None) -> Options:
-    """The same options with a drafter in the place of AUTO, and the head that comes along where none is named.
+def resolve_drafter(options: Options, model_path: str | None) -> Options:
+    """The same options with AUTO replaced by a drafter, and EAGLE3 without a draft model by the bundled head.
 
-    model_path: of the target. Raises ConfigError for a draft that is named without its algorithm.
+    AUTO is the bundled head beside NGRAM, or NGRAM alone. model_path: of the target. Raises ConfigError for a draft
+    model without an algorithm.
     """
     named = options.speculative_draft_model_path is not None
-    known = has_head(model_path) and not named
+    known = has_bundled_head(model_path) and not named
     if options.speculative_algorithm == "AUTO":
         if named:
-            raise ConfigError("--speculative-draft-model-path needs --speculative-algorithm, which says what it is")
-        beside = known or options.speculative_ngram_beside  # they know what a head does not: texts that repeat
+            raise ConfigError("--speculative-draft-model-path needs --speculative-algorithm; name the algorithm, too")
+        beside = known or options.speculative_ngram_beside  # n-grams find repeated text, which a head does not
         algorithm: Algorithm = "EAGLE3" if known else "NGRAM"
         options = replace(options, speculative_algorithm=algorithm, speculative_ngram_beside=beside)
     if options.speculative_algorithm == "EAGLE3" and known:

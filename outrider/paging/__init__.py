@@ -1,1 +1,1 @@
-"""Paged KV memory: who owns which page. Page ids are host integers; the pools themselves belong to the services."""
+"""Bookkeeping of paged KV memory. Page ids are host integers; the pools themselves belong to the services."""

@@ -1,8 +1,8 @@
-"""Pages of a KV pool: a free list, how many hold each page, and books that can be audited.
+"""Allocator of a KV pool's pages: a free list, a reference count for each page, and an audit.
 
-free    nobody's: leased again at will
-leased  held by one session, or shared by several
-cached  held by nobody, kept by the prefix cache (prefix.py) until its room is needed
+free    no session holds the page
+leased  one session holds the page, or several share it
+cached  no session holds the page; the prefix cache (prefix.py) keeps it until its room is needed
 
 free + leased + cached = total
 """
@@ -14,54 +14,54 @@ from collections.abc import Callable, Iterable, Sequence
 
 from outrider.errors import EngineFault
 
-# Page 0 belongs to nobody: padded rows read and write it, so that they can harm nobody.
+# Page 0 is never leased: padding reads and writes it, so that it cannot damage a session's pages.
 NULL_PAGE = 0
 
 
 class OutOfPages(Exception):
-    """The pool cannot cover a request for pages. The scheduler waits or preempts; users never see it."""
+    """The pool has too few pages for a lease. The scheduler waits or preempts; users never see this error."""
 
 
 class PageAllocator:
-    """Hands out pages 1 .. total_pages of a pool. One owner (the engine thread); not thread-safe."""
+    """Leases pages 1 .. total_pages of a pool. Owned by the engine thread; not thread-safe."""
 
     def __init__(self, total_pages: int, page_size: int) -> None:
-        """total_pages: usable pages, NULL_PAGE not counted. page_size: tokens a page."""
+        """total_pages: usable pages, without NULL_PAGE. page_size: tokens per page."""
         self.total_pages = total_pages
         self.page_size = page_size
-        # Asked for a number of pages when the free list is short; must drop as many cached ones, or all there are.
+        # Called with the number of pages that the free list lacks; must drop as many cached pages, or all of them.
         self.reclaim: Callable[[int], None] = lambda _: None
         self._free = list(range(total_pages, NULL_PAGE, -1))
         self._holders = [0] * (total_pages + 1)  # of each page
-        self._kept: set[int] = set()  # pages that the prefix cache knows, held or not
+        self._kept: set[int] = set()  # pages in the prefix cache, held or not
         self._leased = 0
         self._cached = 0
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be leased now; cached ones count, for they give way."""
+        """Number of pages that can be leased now, cached ones included."""
         return len(self._free) + self._cached
 
     @property
     def cached_pages(self) -> int:
-        """Pages that nobody holds and the prefix cache keeps."""
+        """Number of pages that only the prefix cache keeps."""
         return self._cached
 
     @property
     def leased_pages(self) -> int:
-        """Pages that somebody holds."""
+        """Number of pages that sessions hold."""
         return self._leased
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold a number of tokens."""
+        """Number of pages for a number of tokens."""
         return -(-tokens // self.page_size)
 
     def holders(self, page: int) -> int:
-        """How many hold a page."""
+        """Number of holders of a page."""
         return self._holders[page]
 
     def lease(self, count: int) -> list[int]:
-        """Take pages for one holder, all or none; cached ones are dropped as needed. Raises OutOfPages."""
+        """Lease pages for one holder, all or none; cached pages are dropped as needed. Raises OutOfPages."""
         if count > self.free_pages:
             raise OutOfPages(f"{count} pages wanted, {self.free_pages} of {self.total_pages} free")
         if count <= 0:
@@ -69,7 +69,7 @@ class PageAllocator:
         if count > len(self._free):
             self.reclaim(count - len(self._free))
             assert count <= len(self._free), "every cached page can be reclaimed"
-        pages = self._free[: -count - 1 : -1]  # ascending, so that neighbours in a text are neighbours in memory
+        pages = self._free[: -count - 1 : -1]  # ascending, so that consecutive tokens are close in memory
         del self._free[-count:]
         for page in pages:
             self._holders[page] = 1
@@ -77,7 +77,7 @@ class PageAllocator:
         return pages
 
     def share(self, page: int) -> None:
-        """Become one more holder of a page that is leased or cached."""
+        """Add a holder to a page that is leased or cached."""
         if not self._holders[page]:
             assert page in self._kept, "a free page is leased, not shared"
             self._cached -= 1
@@ -85,7 +85,7 @@ class PageAllocator:
         self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Stop holding pages. Raises EngineFault for a page that nobody holds."""
+        """Remove a holder from each page. Raises EngineFault for a page without holders."""
         for page in pages:
             holders = self._holders[page] - 1
             if holders < 0:
@@ -99,21 +99,21 @@ class PageAllocator:
                     self._free.append(page)
 
     def keep(self, page: int) -> None:
-        """Do not free a page that is held, once it is held no longer."""
-        assert self._holders[page], "what is kept is held at first"
+        """Keep a held page after its last holder releases it, for the prefix cache."""
+        assert self._holders[page], "a page is held when the prefix cache takes it"
         self._kept.add(page)
 
     def drop(self, page: int) -> None:
-        """Keep a page no longer; it is free once nobody holds it."""
+        """Stop keeping a page; it is free once it has no holder."""
         self._kept.remove(page)
         if not self._holders[page]:
             self._cached -= 1
             self._free.append(page)
 
     def check(self, expected_leased: int | None = None, tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Audit the books: free + leased + cached = total, nothing twice. Raises EngineFault.
+        """Audit the counts: free + leased + cached = total, no page twice. Raises EngineFault.
 
-        expected_leased: pages that are held. tables: the pages of every holder there is.
+        expected_leased: number of held pages. tables: the pages of every holder.
         """
         free = set(self._free)
         held = {page for page, holders in enumerate(self._holders) if holders}

@@ -1,17 +1,17 @@
 """Prefix cache: full pages of committed tokens, shared by the sessions that begin with the same tokens.
 
-A page of keys and values depends on all tokens up to its end and on nothing else, so the cache is a tree: a node is a
-page, its children are the pages that may follow, looked up by their very tokens. No two texts are ever taken for one.
+A page of keys and values depends only on the tokens up to its end, so the cache is a tree: a node is a page, and its
+children are the following pages, looked up by their tokens themselves. Different texts therefore never collide.
 
     namespace ─── page 0 ─┬─ page 1 ─── page 2      a path is the beginning of a text
                           └─ page 1'
 
-    lookup    when a session is admitted, and again while its prompt is computed: it holds what it finds, and reads it
-    insertion as pages fill up with committed tokens: they become the cache's, the session goes on holding them
-    eviction  of pages that nobody holds, when room is needed: the longest unused first, leaves before their parents
+    lookup    when a session is admitted, and while its prompt is computed: the session holds and reads found pages
+    insertion when a page is full of committed tokens: the cache keeps it, the session still holds it
+    eviction  of pages without holders, when room is needed: least recently used first, leaves before their parents
 
-Only full pages of committed tokens are shared; a session writes behind them, into pages of its own, so that no page
-need ever be copied. Sessions hold whole paths, hence a page that nobody holds has nothing held below it.
+Only full pages of committed tokens are shared; a session writes into pages of its own after them, so no page is ever
+copied. Sessions hold whole paths, so no page below a page without holders is held.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, KeysView, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -29,35 +29,36 @@ from outrider.errors import EngineFault
 from outrider.paging.allocator import NULL_PAGE, PageAllocator
 from outrider.paging.table import PageTable
 
-_LONGEST_NAME = 64  # characters of a namespace
-_PAGES_AT_ONCE = 64  # whose tokens are copied before they are looked up
+_MAX_NAME_LENGTH = 64  # characters of a namespace
+_PAGES_PER_COPY = 64  # pages whose tokens are copied to bytes at once for the lookup
 
 
 class PageObserver(Protocol):
-    """Keeps data of its own beside cached pages, such as hidden states. Called in the engine thread.
+    """Keeps data beside cached pages, such as hidden states. Called in the engine thread.
 
-    owner: whose table it is; index: a page's place in the table, so that it holds the tokens from index * page_size on
+    owner: id of the table's session; index: index of the page in the table, which holds tokens from index * page_size
+    on
     """
 
     def page_cached(self, owner: int, index: int, page: int) -> None:
-        """A page of an owner's table is the cache's from now on; if it knew the tokens, the table has its page now."""
+        """The cache keeps a page of an owner's table; it is the cache's older page if the cache had these tokens."""
         ...
 
     def page_offered(self, owner: int, index: int, page: int) -> bool:
-        """False if an owner must compute a page itself that the cache has."""
+        """False if an owner must compute a cached page itself."""
         ...
 
     def page_taken(self, owner: int, index: int, page: int) -> None:
-        """An owner's table took a page from the cache instead of computing it."""
+        """An owner's table took a cached page instead of computing it."""
         ...
 
     def page_dropped(self, page: int) -> None:
-        """A page is no longer the cache's; its owner, if there is one, goes on alone."""
+        """The cache no longer keeps a page; its holders keep it for themselves."""
         ...
 
 
 class _Node:
-    """A page of the cache. key: the bytes of its tokens, of a root its namespace; used: when it was let go last."""
+    """A cached page. key: the bytes of its tokens, or of a root's namespace; used: time of the last release."""
 
     __slots__ = ("children", "key", "page", "parent", "used")
 
@@ -70,34 +71,50 @@ class _Node:
 
 
 class PrefixCache:
-    """The trees, one a namespace. Texts of different namespaces (adapters, tenants) never share a page."""
+    """One tree for each namespace. Texts of different namespaces (adapters, tenants) never share a page."""
 
     def __init__(self, allocator: PageAllocator, *, enabled: bool = True) -> None:
-        """Takes over the allocator's `reclaim`. enabled: else nothing is ever found or inserted."""
+        """Sets the allocator's `reclaim`. enabled: False finds and inserts nothing."""
         self.allocator = allocator
         self.enabled = enabled
         self.observers: list[PageObserver] = []
-        self.epoch = 0  # counts flushes; tables of an older one share nothing more
+        self.epoch = 0  # number of flushes; tables from before a flush share no further pages
         self._roots: dict[str, _Node] = {}
         self._nodes: dict[int, _Node] = {}  # by page
-        self._leaves: list[tuple[int, int, _Node]] = []  # heap of (used, order, node); some are out of date
+        self._leaves: list[tuple[int, int, _Node]] = []  # heap of (used, order, node); may hold outdated entries
         self._clock = 0
         allocator.reclaim = self.evict
 
     def __len__(self) -> int:
-        """Pages that the cache knows, held or not."""
+        """Number of pages in the cache, held or not."""
         return len(self._nodes)
 
+    @property
+    def pages(self) -> KeysView[int]:
+        """Ids of the pages in the cache, held or not."""
+        return self._nodes.keys()
+
+    @property
+    def namespaces(self) -> KeysView[str]:
+        """Names of the trees."""
+        return self._roots.keys()
+
+    @property
+    def queued(self) -> int:
+        """Number of entries in the queue of eviction, outdated ones included."""
+        return len(self._leaves)
+
     def knows(self, node: _Node) -> bool:
-        """True if a node is still in its tree; if so, all before it are."""
+        """True if a node is still in its tree, and so are its ancestors."""
         return self._nodes.get(node.page) is node
 
     def find(
         self, namespace: str, tip: _Node | None, tokens: NDArray[np.uint32], owner: int = 0, index: int = 0
     ) -> list[_Node]:
-        """The path that follows a node, or the namespace's root, along tokens that begin behind it.
+        """The cached path after a node, or after the namespace's root, along the tokens that follow it.
 
-        As far as an owner may have it, whose page of that place is the first one's.
+        The path ends at the first page that the owner must compute itself. index: of the path's first page in the
+        owner's table
         """
         node = tip or self._roots.get(namespace)
         path: list[_Node] = []
@@ -111,11 +128,11 @@ class PrefixCache:
         return path
 
     def offers(self, node: _Node, owner: int, index: int) -> bool:
-        """True if an owner's table may have a page as that of a place."""
+        """True if an owner's table may take a cached page at an index."""
         return all(observer.page_offered(owner, index, node.page) for observer in self.observers)
 
     def insert(self, namespace: str, tip: _Node | None, key: bytes, page: int) -> _Node:
-        """The node of these tokens behind a node, or the namespace's root; made of `page` if there is none yet."""
+        """The child of a node, or of the namespace's root, for these tokens; created from `page` if it is new."""
         parent = tip or self._roots.setdefault(namespace, _Node(NULL_PAGE, namespace.encode(), None))
         node = parent.children.get(key)
         if node is None:
@@ -124,14 +141,14 @@ class PrefixCache:
         return node
 
     def let_go(self, tip: _Node) -> None:
-        """A table that ended in this node has released its pages."""
+        """Record that a table whose last shared page is this node has released its pages."""
         if self.knows(tip):
             self._clock += 1
             tip.used = self._clock
             self._offer(tip)
 
     def evict(self, count: int) -> None:
-        """Drop a number of pages that nobody holds, the longest unused first, leaves before their parents."""
+        """Drop a number of pages without holders, least recently used first, leaves before their parents."""
         while count and self._leaves:
             used, _, node = heapq.heappop(self._leaves)
             if used != node.used or not self._evictable(node):
@@ -143,14 +160,14 @@ class PrefixCache:
                 self._offer(parent)
 
     def forget(self, tip: _Node) -> None:
-        """Drop a path that cannot be trusted, up to where others hold it or branch off."""
+        """Drop an untrusted path from its end up to the first page with other holders or children."""
         node: _Node | None = tip
         while node is not None and self._evictable(node):
             self._drop(node)
             node = node.parent
 
     def flush(self) -> None:
-        """Forget everything, for instance because the weights have changed. What sessions hold stays theirs."""
+        """Drop all pages, for example after a change of weights. Sessions keep the pages that they hold."""
         self.epoch += 1
         nodes = list(self._nodes)
         self._nodes.clear()
@@ -158,10 +175,10 @@ class PrefixCache:
         self._leaves.clear()
         for page in nodes:
             self.allocator.drop(page)
-            self._tell_dropped(page)
+            self._notify_dropped(page)
 
     def check(self) -> None:
-        """Audit the trees against the allocator's books. Raises EngineFault."""
+        """Audit the trees against the allocator. Raises EngineFault."""
         offered = {node.page for used, _, node in self._leaves if used == node.used and self._evictable(node)}
         for page, node in self._nodes.items():
             parent = node.parent
@@ -180,10 +197,10 @@ class PrefixCache:
         return self.knows(node) and not node.children and not self.allocator.holders(node.page)
 
     def _offer(self, node: _Node) -> None:
-        """Note a node for eviction if it can be evicted now; otherwise a later release or eviction will."""
+        """Queue a node for eviction if it can be evicted now; if not, a later release or eviction queues it."""
         if not self._evictable(node):
             return
-        if len(self._leaves) > 2 * len(self._nodes) + 64:  # mostly out of date
+        if len(self._leaves) > 2 * len(self._nodes) + 64:  # most entries are outdated
             self._leaves = [entry for entry in self._leaves if entry[0] == entry[2].used and self._evictable(entry[2])]
             heapq.heapify(self._leaves)
         self._clock += 1
@@ -197,34 +214,34 @@ class PrefixCache:
         if parent.parent is None and not parent.children:
             del self._roots[parent.key.decode()]
         self.allocator.drop(node.page)
-        self._tell_dropped(node.page)
+        self._notify_dropped(node.page)
 
-    def _tell_dropped(self, page: int) -> None:
+    def _notify_dropped(self, page: int) -> None:
         for observer in self.observers:
             observer.page_dropped(page)
 
 
 class SharedTable(PageTable):
-    """A page table whose first pages may be the cache's; those behind them are its own.
+    """A page table whose first pages may be shared with the cache; the pages after them are its own.
 
     pages   0 ...... shared-1 | shared ........
             read only         | written
     """
 
     def __init__(self, cache: PrefixCache, namespace: str = "", owner: int = 0) -> None:
-        """owner: told to the cache's observers."""
+        """owner: id that the cache's observers receive."""
         super().__init__(cache.allocator)
         self.shared = 0
         self._cache = cache
-        self._namespace = _brief(namespace)
+        self._namespace = _bounded_name(namespace)
         self._owner = owner
-        self._tip: _Node | None = None  # of the last shared page
-        self._ahead: list[_Node] = []  # what was found behind it at the last look
-        self._epoch = cache.epoch  # when its first page came
+        self._tip: _Node | None = None  # node of the last shared page
+        self._ahead: list[_Node] = []  # nodes found after it by the last lookup
+        self._epoch = cache.epoch  # the cache's epoch at the first page
 
     @property
     def shares(self) -> bool:
-        """False if nothing can be found or inserted any more."""
+        """False if the table can neither find nor insert pages any more."""
         return self._cache.enabled and (not self._count or self._epoch == self._cache.epoch)
 
     def _extend(self, pages: Sequence[int]) -> None:
@@ -233,19 +250,20 @@ class SharedTable(PageTable):
         super()._extend(pages)
 
     def peek(self, tokens: NDArray[np.uint32]) -> tuple[int, int]:
-        """Pages that `attach` would take, and how many of them somebody holds already. Cheap to ask again."""
+        """Number of pages that `attach` would take, and how many of them have holders. Repeated calls are cheap."""
         path = self._find(tokens)
         return len(path), bisect_left(path, True, key=lambda node: not self._allocator.holders(node.page))
 
     def attach(self, tokens: NDArray[np.uint32], written: int) -> int:
-        """Hold the cache's pages that follow the shared ones. tokens: [n], from the first on, that may be taken.
+        """Take cached pages after the shared ones. tokens: [n], from the first one on, whose pages may be taken.
 
-        written: rows that the table holds; nothing is found while some of them are its own. Returns the tokens taken.
+        written: tokens whose KV the table holds; pages are taken only if all of them are shared. Returns the number of
+        tokens taken.
         """
         before = self.shared
         path = self._find(tokens) if written == before * self._allocator.page_size else []
         for node in path:
-            if not self._cache.offers(node, self._owner, self.shared):  # any more
+            if not self._cache.offers(node, self._owner, self.shared):  # an observer may have changed its answer
                 break
             self._allocator.share(node.page)
             if self.shared < self._count:
@@ -261,9 +279,9 @@ class SharedTable(PageTable):
         return (self.shared - before) * self._allocator.page_size
 
     def publish(self, tokens: NDArray[np.uint32]) -> None:
-        """Give full pages to the cache. tokens: [n], committed, from the first on, whose rows have been written.
+        """Give full pages to the cache. tokens: [n], committed, from the first one on, whose KV has been written.
 
-        Where the cache has a page of the same tokens already, the table holds that one from now on.
+        If the cache already has a page of the same tokens, the table holds that page from now on.
         """
         size = self._allocator.page_size
         if len(tokens) // size <= self.shared or not self.shares:
@@ -282,7 +300,7 @@ class SharedTable(PageTable):
         self._ahead = []
 
     def next_key(self, tokens: NDArray[np.uint32]) -> Hashable | None:
-        """Names the page behind the shared ones, equally for all tables that could share it; None if it is not full."""
+        """Key of the page after the shared ones, equal for all tables that can share it; None if it is not full."""
         size = self._allocator.page_size
         start = self.shared * size
         if not self.shares or start + size > len(tokens):
@@ -291,12 +309,12 @@ class SharedTable(PageTable):
         return before, tokens[start : start + size].tobytes()
 
     def truncate(self, tokens: int) -> None:
-        """Give back the pages behind those that hold a number of tokens; never shared ones."""
-        assert self._allocator.pages_for(tokens) >= self.shared, "committed tokens are not taken back"
+        """Release the pages after those of the first `tokens` tokens. Shared pages are never released here."""
+        assert self._allocator.pages_for(tokens) >= self.shared, "shared pages hold committed tokens"
         super().truncate(tokens)
 
     def release(self, *, trusted: bool = True) -> None:
-        """Give all pages back. trusted: False if what was shared must not be found again."""
+        """Release all pages. trusted: False also removes the shared pages from the cache."""
         tip, self._tip = self._tip, None
         self.shared, self._ahead = 0, []
         super().release()
@@ -318,18 +336,19 @@ class SharedTable(PageTable):
         return ahead
 
 
-def _brief(namespace: str) -> str:
-    """A name for a namespace that can be kept as long as its pages are: clients choose it, and its length."""
-    if len(namespace) <= _LONGEST_NAME:
+def _bounded_name(namespace: str) -> str:
+    """A name of bounded length for a namespace, because clients choose namespaces and the cache keeps them."""
+    if len(namespace) <= _MAX_NAME_LENGTH:
         return namespace
-    return "sha256:" + hashlib.sha256(namespace.encode()).hexdigest()  # longer than those that stay as they are
+    # Longer than any unchanged name, so it equals none of them.
+    return "sha256:" + hashlib.sha256(namespace.encode()).hexdigest()
 
 
 def page_keys(tokens: NDArray[np.uint32], page_size: int) -> Iterator[bytes]:
-    """The bytes of each full page's tokens."""
+    """The tokens of each full page, as bytes."""
     assert tokens.dtype == np.uint32
     width = page_size * tokens.itemsize
-    for start in range(0, len(tokens), _PAGES_AT_ONCE * page_size):
-        data = tokens[start : start + _PAGES_AT_ONCE * page_size].tobytes()
+    for start in range(0, len(tokens), _PAGES_PER_COPY * page_size):
+        data = tokens[start : start + _PAGES_PER_COPY * page_size].tobytes()
         for end in range(width, len(data) + 1, width):
             yield data[end - width : end]

@@ -1,9 +1,9 @@
-"""The page table of one session: a lease that grows, shrinks and comes home.
+"""The page table of one session: its lease of pages.
 
 Invariant between steps: the cache holds every committed token but the last.
 
     slots   0 ................ n-2 | n-1 | n ..........
-            committed, in cache    | root and draft rows of the step under way
+            committed, in cache    | root and draft tokens of the present step
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class PageTable:
 
     @property
     def page_size(self) -> int:
-        """Tokens a page."""
+        """Tokens per page."""
         return self._allocator.page_size
 
     @property
     def capacity(self) -> int:
-        """Tokens that the leased pages hold."""
+        """Capacity of the leased pages, in tokens."""
         return self._count * self._allocator.page_size
 
     def reserve(self, tokens: int) -> None:
-        """Lease what is missing to hold a number of tokens. Raises OutOfPages and changes nothing then."""
+        """Lease the missing pages for a number of tokens. Raises OutOfPages, and leases no page then."""
         missing = self._allocator.pages_for(tokens) - self._count
         if missing <= 0:
             return
@@ -54,7 +54,7 @@ class PageTable:
         self._count = end
 
     def truncate(self, tokens: int) -> None:
-        """Give back the pages behind those that hold a number of tokens."""
+        """Release the pages after those of the first `tokens` tokens."""
         keep = self._allocator.pages_for(tokens)
         if keep >= self._count:
             return
@@ -62,7 +62,7 @@ class PageTable:
         self._count = keep
 
     def release(self) -> None:
-        """Give all pages back."""
+        """Release all pages."""
         self._allocator.release(self.pages.tolist())
         self._count = 0
 

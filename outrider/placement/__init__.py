@@ -1,1 +1,1 @@
-"""CPU cores of each process, and the tree shapes that suit them."""
+"""Division of the machine: CPU cores of each process, and the shape of draft trees that fits them."""

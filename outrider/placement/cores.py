@@ -1,6 +1,6 @@
-"""Which process gets which CPU cores.
+"""CPU cores of each process.
 
-Thread pools that spin on shared cores ruin one another, so every process gets cores of its own where there are enough.
+Spinning thread pools slow one another down on shared cores, so each process has cores of its own if there are enough.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from outrider.config import MODEL_ALGORITHMS, ServeConfig, parse_cores
 from outrider.errors import ConfigError
 
-_NICENESS = 15  # of a draft that shares a core with the target: a thirtieth of it while both compute
+_NICENESS = 15  # of a draft service on a core of the target: a thirtieth of the core while both compute
 
 
 @dataclass(frozen=True)
 class CorePlan:
-    """Core numbers of each process. Sets overlap only on machines of fewer than four cores.
+    """Core numbers of each process. They overlap only on machines with fewer than four cores.
 
-    niceness: how far the draft gives way. shared: where the draft's network threads may run, beside its own cores.
+    niceness: scheduling niceness of the draft service. shared: further cores for its network threads.
     """
 
     target: tuple[int, ...]
@@ -30,23 +30,23 @@ class CorePlan:
 
     @property
     def together(self) -> bool:
-        """True if target and draft share a core."""
+        """True if target and draft service share a core."""
         return not set(self.target).isdisjoint(self.draft)
 
     @property
     def network(self) -> tuple[int, ...]:
-        """Cores of the draft's network threads."""
+        """Cores of the draft service's network threads."""
         return tuple(sorted({*self.draft, *self.shared}))
 
 
 def plan_cores(cores: Sequence[int], algorithm: str, workers: int = 1) -> CorePlan:
     """Divide cores among the processes.
 
-    From four cores on: the gateway one for each of its workers, a quarter at most; a drafter without a model one, a
-    draft model a quarter; the target the rest. Three cores: the target two; draft and gateway share the third. Two
-    cores: the target has both (measured: 150 tokens a second against 110 on a core of its own); a draft model has the
-    second whenever the target leaves it, and speaks from either, lest what it says waits until it has computed; the
-    others need little. One core: all share it.
+    Four cores or more: the gateway has one a worker, at most a quarter; a drafter without a model has one, a draft
+    model a quarter; the target has the rest. Three cores: the target has two; draft service and gateway share the
+    third. Two cores: the target has both (measured: 150 tokens/s, against 110 tokens/s on one core); a draft model
+    computes on the second one while the target does not, and its network threads use both, so that proposals do not
+    wait for the end of its computation. One core: all share it.
     """
     cores = tuple(cores)
     count = len(cores)
@@ -63,7 +63,7 @@ def plan_cores(cores: Sequence[int], algorithm: str, workers: int = 1) -> CorePl
 
 
 def choose_cores(config: ServeConfig) -> CorePlan:
-    """The plan for this machine, with what the user chose in its place. Raises ConfigError for cores it has not."""
+    """The plan for this machine and the user's flags. Raises ConfigError for cores that the process may not use."""
     usable = sorted(os.sched_getaffinity(0))
     cores = _checked(config.cores, usable) or usable
     plan = plan_cores(cores, config.draft.speculative_algorithm, config.gateway.gateway_workers)
@@ -71,7 +71,7 @@ def choose_cores(config: ServeConfig) -> CorePlan:
     draft = _checked(config.cores_draft, usable) or plan.draft
     gateway = _checked(config.cores_gateway, usable) or plan.gateway
     overlap = set(target) & set(draft)
-    # What the user chose for the draft is all that it gets.
+    # With --cores-draft the network threads stay on those cores, too.
     shared = plan.shared if overlap and config.cores_draft is None else ()
     return CorePlan(target, draft, gateway, plan.niceness if overlap else 0, shared)
 

@@ -1,8 +1,8 @@
-"""A process's own share of the machine, where nobody divides it: `--cores auto`.
+"""`--cores auto`: the share of the machine that `outrider serve` would give a process started without it.
 
-Three containers on one machine start each by itself. Each then works out the plan that `outrider serve` would make for
-all of them, and takes its part: cores, and for a draft on the target's cores the trees that suit it there. Whoever does
-not know what drafts believes that a model does.
+Three containers on one machine start independently. Each computes the plan of `outrider serve` for all three and takes
+its own part: cores, and, for a draft service on the target's cores, the tree shape for shared cores. Target and gateway
+do not know the drafter and assume a draft model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from outrider.config import AUTO_CORES, DraftConfig, GatewayConfig, TargetConfig, format_cores
-from outrider.drafts import with_drafter
+from outrider.drafts import resolve_drafter
 from outrider.placement.cores import CorePlan, plan_cores
 from outrider.placement.tree_shapes import draft_niceness, draft_tree
 
@@ -22,25 +22,25 @@ def _plan(algorithm: str = "EAGLE3", workers: int = 1) -> CorePlan:
 
 
 def share_of_target(config: TargetConfig) -> TargetConfig:
-    """The target's flags, with its cores in the place of "auto"."""
+    """The target's flags, with "auto" replaced by its cores."""
     return replace(config, cores=format_cores(_plan().target)) if config.cores == AUTO_CORES else config
 
 
 def share_of_gateway(config: GatewayConfig) -> GatewayConfig:
-    """The gateway's flags, with its cores in the place of "auto"."""
+    """The gateway's flags, with "auto" replaced by its cores."""
     if config.cores != AUTO_CORES:
         return config
     return replace(config, cores=format_cores(_plan(workers=config.gateway_workers).gateway))
 
 
 def share_of_draft(config: DraftConfig) -> DraftConfig:
-    """The draft's flags, with all that `outrider serve` would say of its cores in the place of "auto".
+    """The draft service's flags, with "auto" replaced by cores, niceness and tree shape as `outrider serve` sets them.
 
-    Raises ConfigError for a draft without its algorithm.
+    Raises ConfigError for a draft model without an algorithm.
     """
     if config.cores != AUTO_CORES:
         return config
-    algorithm = with_drafter(config, config.model_path).speculative_algorithm
+    algorithm = resolve_drafter(config, config.model_path).speculative_algorithm
     plan = _plan(algorithm)
     shape = draft_tree(config, algorithm, plan)
     own: dict[str, Any] = {} if shape is None else shape.flags()

@@ -1,1 +1,1 @@
-"""What every process does: lifecycle, CPU affinity, ports, child processes."""
+"""What every process needs from the operating system: lifecycle, CPU affinity, ports, child processes."""

@@ -1,8 +1,7 @@
-"""Where a process's threads run: those that compute on cores of their own, those that speak with others wherever one is
-free, and at once.
+"""CPU affinity and time slices of threads: compute threads keep their cores, network threads preempt them at once.
 
-A thread that wakes on a core where another one computes waits for the end of that one's slice, some milliseconds, which
-is longer than a round of drafting. One that asks for short slices is let in at once (Linux 6.12 and later).
+A thread that wakes on a busy core waits for the end of the running thread's time slice. That takes some milliseconds,
+longer than a drafting step. A thread with a short time slice preempts the running one at once (Linux 6.12 and later).
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import os
 import platform
 from collections.abc import Iterable
 
-_SHORT = 100_000  # nanoseconds: the shortest slice that can be asked for
-_USUAL = 0  # the system's
-_SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}  # numbers of the system call sched_setattr
+_NETWORK_SLICE = 100_000  # nanoseconds: the shortest time slice that Linux grants
+_DEFAULT_SLICE = 0  # the system's default
+_SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}  # system call numbers of sched_setattr
 
 
-class _Attributes(ctypes.Structure):
-    """struct sched_attr of Linux, in its first form."""
+class SchedAttributes(ctypes.Structure):
+    """struct sched_attr of Linux, in its first version."""
 
     _fields_ = (
         ("size", ctypes.c_uint32), ("policy", ctypes.c_uint32), ("flags", ctypes.c_uint64), ("nice", ctypes.c_int32),
@@ -27,27 +26,27 @@ class _Attributes(ctypes.Structure):
     )  # fmt: skip
 
 
-def speak_from(cores: Iterable[int] | None = None) -> None:
-    """The calling thread, and those that it starts, speak with others. cores: where they may run; None for no change.
+def run_network_on(cores: Iterable[int] | None = None) -> None:
+    """Give the calling thread, and the threads that it starts, short time slices for network work.
 
-    Where the system knows no slices, or grants none, they are as others are.
+    cores: CPU cores they may run on; None keeps the affinity. On systems without time slices only the affinity changes.
     """
     if cores is not None:
         os.sched_setaffinity(0, cores)
-    _ask_for_slices(_SHORT)
+    _set_slice(_NETWORK_SLICE)
 
 
-def compute_on(cores: Iterable[int]) -> None:
-    """The calling thread, and those that it starts, compute on these cores."""
+def run_compute_on(cores: Iterable[int]) -> None:
+    """Bind the calling thread, and the threads that it starts, to CPU cores, with default time slices."""
     os.sched_setaffinity(0, cores)
-    _ask_for_slices(_USUAL)
+    _set_slice(_DEFAULT_SLICE)
 
 
-def _ask_for_slices(nanoseconds: int) -> None:
+def _set_slice(nanoseconds: int) -> None:
     call = _SET_ATTRIBUTES.get(platform.machine())
     if call is None or platform.system() != "Linux":
         return
-    attributes = _Attributes(
-        size=ctypes.sizeof(_Attributes), nice=os.getpriority(os.PRIO_PROCESS, 0), runtime=nanoseconds
+    attributes = SchedAttributes(
+        size=ctypes.sizeof(SchedAttributes), nice=os.getpriority(os.PRIO_PROCESS, 0), runtime=nanoseconds
     )
     ctypes.CDLL(None).syscall(call, 0, ctypes.byref(attributes), 0)

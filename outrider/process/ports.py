@@ -1,4 +1,4 @@
-"""Ports and Unix domain sockets of this machine: one in use is named before anything is loaded."""
+"""Ports and Unix domain sockets of this machine. A process binds them first, so that a conflict is reported at once."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from pathlib import Path
 
 from outrider.errors import ConfigError
 
-_LONGEST_PATH = 107  # bytes of a Unix domain socket's path
-_ROOM = 48  # of which so many stay for a private folder below the one for such, and for names in it
+_MAX_PATH_BYTES = 107  # of a Unix domain socket's path
+_RESERVED_BYTES = 48  # of that path: for the name of a private folder and of a socket in it
+_BACKLOG = 2048  # connections that wait to be accepted
 
 
 def host_and_port(host: str, port: int) -> str:
-    """Both as an address; those of IPv6 have colons themselves."""
+    """An address of host and port; an IPv6 host is put into brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-_BACKLOG = 2048  # connections that wait to be taken
-
-
 def take_port(host: str, port: int, flag: str, *, shared: bool = False, listens: bool = False) -> socket.socket:
-    """A socket that is bound. shared: others may bind there, too. listens: it takes connections already.
+    """A socket bound to a port. shared: other sockets may bind it, too (SO_REUSEPORT). listens: the socket listens.
 
-    Of two processes that start at once both may bind a port, but one alone can listen there.
+    Two processes that start at the same time can both bind a port, but only one of them can listen on it.
 
-    flag: that chooses the port. Raises ConfigError for a port in use, and for a host that is no address.
+    flag: the flag that chooses the port, for messages. Raises ConfigError for a port in use, and for a host that is no
+    address.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -51,7 +50,7 @@ def take_port(host: str, port: int, flag: str, *, shared: bool = False, listens:
 
 
 def socket_path(address: str) -> str | None:
-    """Path of the Unix domain socket of a gRPC address; None unless that is "unix:path"."""
+    """Path of the Unix domain socket of a gRPC address; None unless the address is "unix:path"."""
     if not address.startswith("unix:"):
         return None
     path = address.removeprefix("unix:")
@@ -59,12 +58,12 @@ def socket_path(address: str) -> str | None:
 
 
 def check_socket_path(path: str) -> None:
-    """Raise ConfigError for a path where no Unix domain socket can be."""
+    """Raise ConfigError for a path that cannot be a Unix domain socket."""
     if not path:
         raise ConfigError("unix: names no path; write unix:/path")
-    if (size := len(os.fsencode(path))) > _LONGEST_PATH:
+    if (size := len(os.fsencode(path))) > _MAX_PATH_BYTES:
         raise ConfigError(
-            f"the path of a Unix domain socket has at most {_LONGEST_PATH} bytes, and {path} has {size}; choose another"
+            f"a Unix domain socket's path has at most {_MAX_PATH_BYTES} bytes, and {path} has {size}; choose another"
         )
     if not (folder := Path(path).parent).is_dir():
         raise ConfigError(f"there is no folder {folder} for the socket {path}; make it, or choose another path")
@@ -72,36 +71,36 @@ def check_socket_path(path: str) -> None:
 
 @contextlib.contextmanager
 def socket_folder(prefix: str) -> Iterator[Path]:
-    """A private folder for Unix domain sockets, gone with the context: where temporary files are, or below /tmp where
-    the path of that is too long.
+    """A private folder for Unix domain sockets, removed at the end. It is in the folder for temporary files, or in /tmp
+    if that folder's path is too long.
 
-    prefix: of its name, at most 17 letters. Raises ConfigError where no such folder can be made.
+    prefix: of the folder's name, at most 17 letters. Raises ConfigError if the folder cannot be created.
     """
     try:
         usual = tempfile.gettempdir()
-        above = usual if len(os.fsencode(usual)) <= _LONGEST_PATH - _ROOM else "/tmp"
+        above = usual if len(os.fsencode(usual)) <= _MAX_PATH_BYTES - _RESERVED_BYTES else "/tmp"
         made = tempfile.TemporaryDirectory(prefix=prefix, dir=above)
     except OSError as error:
         raise ConfigError(
-            f"no folder for sockets can be made ({error.strerror}); let TMPDIR name a folder that can be written, "
-            f"with a path of at most {_LONGEST_PATH - _ROOM} bytes"
+            f"no folder for sockets can be created ({error.strerror}); set TMPDIR to a writable folder "
+            f"with a path of at most {_MAX_PATH_BYTES - _RESERVED_BYTES} bytes"
         ) from None
     with made as folder:
         yield Path(folder)
 
 
 def refuse_used_socket(path: str) -> None:
-    """Raises ConfigError if a process listens at a Unix domain socket.
+    """Raise ConfigError if a process listens on a Unix domain socket.
 
-    Whoever binds there replaces the file, as one may be left behind by a process that has gone; nothing but this keeps
-    it from taking the place of one that is alive.
+    Binding replaces the file, which a dead process may have left behind; this check keeps it from replacing the socket
+    of a live process.
     """
-    with socket.socket(socket.AF_UNIX) as visitor:
-        visitor.setblocking(False)
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
         try:
-            visitor.connect(path)
+            probe.connect(path)
         except OSError as error:
-            # Too many wait to be let in; or it is of another kind, which is said only of one that is alive.
+            # EAGAIN: the backlog is full. EPROTOTYPE: a live socket of another type. Both have a process behind them.
             if error.errno not in (errno.EAGAIN, errno.EPROTOTYPE):
                 return
     raise ConfigError(f"another process listens at {path}; end it, or choose another address")

@@ -1,4 +1,4 @@
-"""What the three processes do alike around their work: logs, cores, the event loop, and exit codes."""
+"""The frame around a process's work: logs, CPU cores, the event loop, and exit codes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from outrider.telemetry import setup_logging
 Config = TypeVar("Config", bound=ProcessConfig)
 
 
-class Abandoned(Exception):
-    """The process was told to stop while a thread of it was at work that cannot be interrupted."""
+class LoadingAborted(Exception):
+    """The process must stop while one of its threads does work that cannot be interrupted."""
 
 
-def _all_said(config: Config) -> Config:
+def _unchanged(config: Config) -> Config:
     return config
 
 
@@ -31,20 +31,20 @@ def run(
     role: str,
     config: Config,
     serve: Callable[[Config], Coroutine[Any, Any, int]],
-    share: Callable[[Config], Config] = _all_said,
+    share: Callable[[Config], Config] = _unchanged,
 ) -> int:
     """Run a process to its end. Returns its exit code: 2 for flags, files or ports that do not fit, 1 for other errors.
 
-    Where `serve` raises Abandoned, the process ends here, with code 0.
+    If `serve` raises LoadingAborted, the process ends here with code 0.
 
-    share: puts the process's own share of the machine into its flags, where they leave that open. Numeric libraries
-    must not have been imported yet: they read the number of their threads when they are.
+    share: returns the configuration with "auto" cores replaced by the process's share of the machine. Numeric libraries
+    must not be imported yet, because they read the number of their threads at import.
     """
     return run_plainly(role, config, lambda whole: uvloop.run(serve(whole)), share)
 
 
 def run_plainly(
-    role: str, config: Config, work: Callable[[Config], int], share: Callable[[Config], Config] = _all_said
+    role: str, config: Config, work: Callable[[Config], int], share: Callable[[Config], Config] = _unchanged
 ) -> int:
     """As `run`, without an event loop around the work."""
     setup_logging(role, config.log_level, config.log_format)
@@ -57,23 +57,23 @@ def run_plainly(
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
-    except Abandoned:
+    except LoadingAborted:
         leave()
 
 
 def leave() -> NoReturn:
-    """End the process at once, as a stop does: the interpreter's own end would break into what its threads compute."""
+    """End the process at once with code 0: the interpreter's own shutdown would interrupt threads that compute."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)
 
 
 def take_cores(cores: str | None, niceness: int = 0) -> None:
-    """Put the process on its cores, with as many threads. Raises ConfigError for cores that it may not use."""
+    """Bind the process to CPU cores, with one thread a core. Raises ConfigError for cores that it may not use."""
     if not 0 <= niceness <= 19:
         raise ConfigError(f"--niceness must lie between 0 and 19, not {niceness}")
     if niceness:
-        _give_way(niceness)
+        _lower_priority(niceness)
     if cores is None:
         return
     wanted = parse_cores(cores)
@@ -84,9 +84,9 @@ def take_cores(cores: str | None, niceness: int = 0) -> None:
     os.environ["OMP_NUM_THREADS"] = os.environ["NPROC"] = str(len(wanted))  # for PyTorch and for XLA
 
 
-def _give_way(niceness: int) -> None:
+def _lower_priority(niceness: int) -> None:
     os.nice(niceness)
-    # Where the kernel groups processes by session, niceness counts among groups only if it is the group's own.
+    # With autogroups, the kernel compares the niceness of groups, one a session, so the group must have it, too.
     group = Path("/proc/self/autogroup")
     if group.exists():
         with contextlib.suppress(OSError):

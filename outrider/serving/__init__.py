@@ -1,1 +1,1 @@
-"""What both services do alike: sessions, scheduling, the engine loop, its streams and the gRPC server around them."""
+"""What both services share around their engines: sessions, scheduling, the engine loop and its messages."""

@@ -1,11 +1,11 @@
-"""Hidden states of the target for drafters that feed on them: what is asked for, rows as bytes, blocks of rows.
+"""Features: hidden states of the target for feature-based drafters, as specifications, blocks and rows of bytes.
 
-    specification   a drafter says which states it wants, fused by which layer, in which format
+    specification   layers, fusion and number format that a drafter reads
     block           consecutive rows of one session; row j belongs to the token at position j
     row             BFLOAT16, FLOAT32:  width numbers
-                    FLOAT8_E4M3:        a float32 scale, then width numbers of a byte; their product is meant
+                    FLOAT8_E4M3:        a float32 scale, then width numbers of one byte; value = number times scale
 
-All numbers are little-endian. Who relays blocks never looks inside.
+All numbers are little-endian. The gateway relays blocks without reading their rows.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from numpy.typing import NDArray
 
 from outrider.errors import InvalidRequest
 
-# Rows of a frame, in bytes: well below the largest message, so that commits are not held up behind features.
+# Maximum size of the rows in a frame: far below the largest message, so that features do not delay commits.
 FRAME_BYTES = 4 << 20
-# Rows that wait for a slow reader, in bytes; beyond this, new ones are dropped. A drafter sees the gap.
+# Maximum size of the rows that wait for a slow reader; further rows are dropped, and the drafter sees the gap.
 BACKLOG_BYTES = 256 << 20
 
-FLOAT8_MAX = 448.0  # largest finite number of e4m3
+FLOAT8_MAX = 448.0  # largest finite number in e4m3
 _SCALE_BYTES = 4
 
 
 class FeatureFormat(IntEnum):
-    """Number format of a row. The numbers are those of the wire."""
+    """Number format of a row. Values as in the protocol."""
 
     BFLOAT16 = 1
     FLOAT8_E4M3 = 2
@@ -40,16 +40,16 @@ class FeatureFormat(IntEnum):
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """Which hidden states a drafter wants.
+    """Hidden states that a drafter reads.
 
-    layers:  ascending; i is the residual stream entering the target's decoder layer i, and its number of layers is what
-             leaves the last one, before the final norm. Empty without `final`: EAGLE-3's {2, L/2, L-3} of L layers
-    final:   also the state after the final norm; it stands last
-    norm_epsilon: of the RMS norms that come with the fusion
+    layers:  ascending; i is the residual stream that enters the target's decoder layer i, L (the number of layers) the
+             output of the last layer, before the final norm. Empty without `final`: EAGLE-3's {2, L/2, L-3}
+    final:   also the state after the final norm, as the last one
+    norm_epsilon: of the RMS norms in the fusion
 
-    The states stand side by side. A fusion, if there is one, is applied to them before they leave the target: a
-    safetensors file with fc.weight [H, n * Ht], and as the drafter has them fc.bias [H], and either
-    fc_norm.0.weight [Ht], fc_norm.1.weight, ... (one for each state) or norm_before_fc.weight [n * Ht].
+    The states are concatenated. The target applies the fusion, if there is one, before it sends them: a safetensors
+    file with fc.weight [H, n * Ht] and, depending on the drafter, fc.bias [H], and either fc_norm.0.weight [Ht],
+    fc_norm.1.weight, ... (one for each state) or norm_before_fc.weight [n * Ht].
     """
 
     layers: tuple[int, ...] = ()
@@ -62,7 +62,7 @@ class FeatureSpec:
         return replace(self, format=layout)
 
     def id(self, fusion: bytes) -> int:
-        """Names the specification together with its fusion: equal for equal ones, never 0."""
+        """Hash of the specification and its fusion, 64 bits, never 0."""
         facts = (list(self.layers), self.final, int(self.format), self.norm_epsilon)
         digest = hashlib.sha256(repr(facts).encode() + fusion).digest()
         return int.from_bytes(digest[:8], "little") or 1
@@ -70,9 +70,9 @@ class FeatureSpec:
 
 @dataclass(frozen=True)
 class FeatureBlock:
-    """Rows of one session. first: position of the first one, in tokens. rows: [n, row bytes] uint8.
+    """Rows of one session. first: position of the first row, in tokens. rows: [n, row bytes] uint8.
 
-    spec_id: of the FeatureSpec that they were made for
+    spec_id: id of their FeatureSpec
     """
 
     session_id: int
@@ -82,13 +82,13 @@ class FeatureBlock:
 
 
 def row_bytes(width: int, layout: FeatureFormat) -> int:
-    """Bytes of a row of `width` numbers."""
+    """Size of a row of `width` numbers, in bytes."""
     sizes = {FeatureFormat.BFLOAT16: 2 * width, FeatureFormat.FLOAT32: 4 * width}
     return sizes.get(layout, _SCALE_BYTES + width)
 
 
 def decode(rows: NDArray[np.uint8], layout: FeatureFormat) -> NDArray[np.float32]:
-    """The numbers of rows. rows: [n, row bytes]. Returns [n, width]. Raises InvalidRequest for rows that are none."""
+    """The numbers of rows. rows: [n, row bytes]. Returns [n, width]. Raises InvalidRequest for an impossible size."""
     rows = np.ascontiguousarray(rows)
     size = rows.shape[1]
     if layout is FeatureFormat.FLOAT8_E4M3 and size > _SCALE_BYTES:
@@ -99,7 +99,7 @@ def decode(rows: NDArray[np.uint8], layout: FeatureFormat) -> NDArray[np.float32
         return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     if layout is FeatureFormat.FLOAT32 and size % 4 == 0:
         return rows.view(np.float32)
-    raise InvalidRequest(f"rows of {size} bytes are no rows of {layout.name}")
+    raise InvalidRequest(f"rows of {size} bytes cannot be rows in {layout.name}")
 
 
 @functools.cache
@@ -113,7 +113,7 @@ def _float8_values() -> NDArray[np.float32]:
 
 
 def cut(blocks: Sequence[FeatureBlock], limit: int = FRAME_BYTES) -> tuple[list[FeatureBlock], list[FeatureBlock]]:
-    """The first blocks, of `limit` bytes at most but a row at least, and the rest; a block is cut between rows."""
+    """Split blocks in two: the first `limit` bytes, but at least one row, and the rest. Blocks are cut between rows."""
     head: list[FeatureBlock] = []
     room = limit
     for index, block in enumerate(blocks):

@@ -1,7 +1,7 @@
-"""What the engine thread waits for: messages of other threads, and connections that it reads and writes itself.
+"""The engine thread's inbox: messages from other threads, and connections that the engine thread reads and writes.
 
-A frame that another thread reads reaches the engine by way of two wake-ups, each with its turn at the interpreter. One
-that the engine thread reads itself takes one.
+A frame that another thread reads takes two wake-ups to reach the engine, each of which waits for Python's global lock.
+A frame that the engine thread reads itself takes one.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _READ, _WRITE = select.POLLIN, select.POLLOUT
 
 
 class Inbox(Generic[Item]):
-    """A queue of one reader, who wakes up for connections, too. All but `put` is for the reader's thread."""
+    """A queue whose reader also wakes up for connections. All methods but `put` are for the reader's thread."""
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
-        self._asleep = False  # somebody who puts must ring
-        self._bell: tuple[socket.socket, socket.socket] | None = None
+        self._asleep = False  # the reader waits, so `put` must wake it
+        self._wake_pair: tuple[socket.socket, socket.socket] | None = None
         self._poll = select.poll()
         self._sources: dict[int, Callable[[int], None]] = {}
 
@@ -34,29 +34,29 @@ class Inbox(Generic[Item]):
         """Add an item; any thread may call."""
         self._items.append(item)
         if self._asleep:
-            self._ring()
+            self._wake()
 
-    def _ring(self) -> None:
-        assert self._bell is not None, "who sleeps has a bell"
-        with contextlib.suppress(OSError):  # it has been rung often enough, or the reader has gone
-            self._bell[1].send(b"\0")
+    def _wake(self) -> None:
+        assert self._wake_pair is not None, "only an open inbox waits"
+        with contextlib.suppress(OSError):  # the socket is full of wake-ups, or the reader has closed it
+            self._wake_pair[1].send(b"\0")
 
     def open(self) -> None:
-        """Begin to read."""
-        self._bell = here, there = socket.socketpair()
+        """Start to read: create the wake-up sockets."""
+        self._wake_pair = here, there = socket.socketpair()
         here.setblocking(False)
         there.setblocking(False)
-        self.watch(here.fileno(), lambda _: self._hush())
+        self.watch(here.fileno(), lambda _: self._drain_wake())
 
-    def _hush(self) -> None:
-        assert self._bell is not None, "an open inbox has a bell"
-        self._bell[0].recv(4096)
+    def _drain_wake(self) -> None:
+        assert self._wake_pair is not None, "an open inbox has wake-up sockets"
+        self._wake_pair[0].recv(4096)
 
     def close(self) -> None:
-        """The reader goes. Items may still be put, and taken out by `get` without waiting."""
-        if self._bell is not None:
-            bell, self._bell = self._bell, None
-            for end in bell:
+        """Stop reading. Items can still be put, and be taken by `get` without waiting."""
+        if self._wake_pair is not None:
+            pair, self._wake_pair = self._wake_pair, None
+            for end in pair:
                 end.close()
         self._sources.clear()
         self._poll = select.poll()
@@ -64,48 +64,49 @@ class Inbox(Generic[Item]):
     # --- connections ---
 
     def watch(self, file: int, call: Callable[[int], None], *, writes: bool = False) -> None:
-        """Let `get` call somebody when a connection can be read (writes: or written), with poll's events.
+        """Let `get` call a function, with poll's events, when a connection can be read.
 
-        Whoever is named for the same file later takes the place of the one before.
+        file: descriptor of the connection; a later call for the same file replaces the function. writes: also when the
+        connection can be written
         """
         self._poll.register(file, _READ | _WRITE if writes else _READ)
         self._sources[file] = call
 
     def forget(self, file: int) -> None:
-        """Watch a connection no more."""
+        """Stop watching a connection."""
         if self._sources.pop(file, None) is not None:
             self._poll.unregister(file)
 
     # --- waiting ---
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[list[int]]:
-        """While the reader does something that it would leave for a message: files, one of which can then be read."""
+    def message_files(self) -> Iterator[list[int]]:
+        """Descriptors, one of which becomes readable once a message arrives, for work that a message interrupts."""
         self._asleep = True
         try:
-            if self._items:  # something may have come before the bell could ring
-                self._ring()
+            if self._items:  # items that arrived before `_asleep` was set did not wake the reader
+                self._wake()
             yield list(self._sources)
         finally:
             self._asleep = False
 
     def get(self, seconds: float | None = 0.0) -> Item:
-        """The next item; waits so long for one, None for ever. Raises queue.Empty if none has come.
+        """The next item. seconds: maximum wait; None waits without limit. Raises queue.Empty if none arrives.
 
-        What watched connections have is heard first, so that it is not later than what another thread reads.
+        Watched connections are read first, so that their frames are not later than those of another thread.
         """
         until = None if seconds is None else time.monotonic() + seconds
-        self._look(0.0)
+        self._poll_sources(0.0)
         while not self._items:
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0.0:
                 raise queue.Empty
             self._asleep = True
-            self._look(0.0 if self._items else left)  # something may have come before the bell could ring
+            self._poll_sources(0.0 if self._items else left)  # an item may have arrived before `_asleep` was set
         return self._items.popleft()
 
-    def _look(self, seconds: float | None) -> None:
-        # In whole milliseconds, of which the first is waited for in full.
+    def _poll_sources(self, seconds: float | None) -> None:
+        # poll takes whole milliseconds; a wait above 0 is at least one.
         wait = None if seconds is None else round(max(1e3 * seconds, 1.0)) if seconds > 0.0 else 0
         found = self._poll.poll(wait)
         self._asleep = False

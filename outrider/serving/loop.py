@@ -1,13 +1,13 @@
 """The engine loop: one thread that alone owns the device, the pages and the sessions.
 
-    1. take every message that has arrived; wait for one if there is nothing to do, or while the engine has patience
-    2. hand it to the engine: open, close, receive
+    1. take every message that has arrived; wait for one if the engine is idle, or while it waits for draft tokens
+    2. pass it to the engine: open, close, receive
     3. let the engine take a step
-    4. publish what it says: at once if somebody waits for it, else together with the steps that follow
+    4. publish the step's output: at once if it is urgent, else coalesced with that of later steps
 
-The network lives in another thread and is reached through two calls: `submit` and the `publish` callback; connections
-that this thread reads and writes itself are watched by its `inbox`. What is not about sessions, such as new weights, is
-done by `call`, between two steps.
+The network thread uses two calls: `submit` and the `publish` callback. The `inbox` watches connections that the engine
+thread reads and writes itself. Work that is not about sessions, such as new weights, is done by `call`, between two
+steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from outrider.errors import EngineFault, OutriderError, Unavailable
-from outrider.process.cpu_affinity import compute_on
+from outrider.process.cpu_affinity import run_compute_on
 from outrider.serving.features import FeatureBlock
 from outrider.serving.inbox import Inbox
 from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
@@ -34,57 +34,57 @@ from outrider.speculation.proposal import Commit, Proposal
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-# Yields descriptors, one of which can be read once a message has come.
-Listen = Callable[[], AbstractContextManager[Sequence[int]]]
+# Returns a context with descriptors, one of which becomes readable once a message arrives.
+MessageWatch = Callable[[], AbstractContextManager[Sequence[int]]]
 
-_QUIET = 0.5  # seconds of rest before the books are audited, which takes longer than many a step
+AUDIT_SECONDS = 0.5  # of idleness before the pages are audited; an audit of the pages takes longer than many steps
 
 
 class Engine(ABC):
-    """What the loop drives. Called from one thread only; sessions that are not known are ignored.
+    """An engine that the loop drives. Called from one thread only; unknown sessions are ignored.
 
-    listen: for steps that can be left early, so that a message need not wait for their end; the loop sets it
+    message_files: for steps that end early when a message arrives; set by the loop
     """
 
-    listen: Listen = staticmethod(lambda: nullcontext(()))
+    message_files: MessageWatch = staticmethod(lambda: nullcontext(()))
 
     @abstractmethod
     def open(self, request: OpenSession) -> None:
-        """Take a session on, replacing one of the same id. Raises OutriderError for a request that cannot be served."""
+        """Open a session, replacing one with the same id. Raises OutriderError for a request that cannot be served."""
 
     @abstractmethod
     def close(self, session_id: int) -> None:
-        """Forget a session and free what it holds."""
+        """Remove a session and free its pages."""
 
     @abstractmethod
     def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
-        """Take what the other service said."""
+        """Take proposals of the draft service, or commits of the target."""
 
     def receive_features(self, blocks: Sequence[FeatureBlock]) -> None:  # noqa: B027  (most engines need none)
-        """Take hidden states of the target. The commits of their tokens have been received."""
+        """Take hidden states of the target. The commits of their tokens were received before."""
 
     @property
     @abstractmethod
     def idle(self) -> bool:
-        """True if a step would do nothing until a message arrives."""
+        """True if a step would have nothing to do until a message arrives."""
 
     @property
     def patience(self) -> float:
-        """Seconds that the next step may still be held for messages; asked again after each."""
+        """Seconds for which the next step is still held for messages; read again after each message."""
         return 0.0
 
     @property
-    def gathers(self) -> float:
-        """Seconds after something was said in which what is not urgent gathers."""
+    def coalesce_seconds(self) -> float:
+        """Coalescing window after an output was published, in seconds."""
         return 0.0
 
     @abstractmethod
     def step(self) -> StepOutput:
-        """One round of work."""
+        """Take one step."""
 
     @abstractmethod
     def load(self) -> EngineLoad:
-        """Sessions and pages at present."""
+        """The present load: sessions and pages."""
 
     @abstractmethod
     def check(self) -> None:
@@ -92,14 +92,14 @@ class Engine(ABC):
 
 
 class _Call:
-    """Work for the engine thread, and the future that tells what came of it."""
+    """Work for the engine thread, and the future of its result."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
         self.future: Future[Any] = Future()
 
     def run(self) -> None:
-        """Do it. Raises what is no OutriderError, and EngineFault: then the engine cannot go on."""
+        """Do the work. Raises EngineFault and any error that is no OutriderError: the engine cannot go on then."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:
@@ -110,72 +110,82 @@ class _Call:
                 raise
 
     def refuse(self) -> None:
-        """Nobody will do it."""
+        """Fail the future, because the engine has stopped."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(Unavailable("the engine has stopped; retry once the service is back"))
 
 
 class EngineLoop:
-    """Runs an engine in a thread of its own. `fault` holds the error that ended it, if one did."""
+    """Runs an engine in a thread of its own. fault: the error that ended the engine, or None."""
 
     engine: Engine
     _publish: Callable[[StepOutput], None]
 
-    def __init__(self, on_fault: Callable[[BaseException], None], cores: Sequence[int] | None = None) -> None:
-        """on_fault: called once, in the engine thread, if the engine dies. cores: where it computes."""
+    def __init__(
+        self,
+        on_fault: Callable[[BaseException], None],
+        cores: Sequence[int] | None = None,
+        audit_seconds: float = AUDIT_SECONDS,
+    ) -> None:
+        """on_fault: called once, in the engine thread, if the engine fails. cores: CPU cores of the engine thread.
+
+        audit_seconds: idle time before the pages are audited
+        """
+        self._audit_seconds = audit_seconds
         self._cores = cores
         self.fault: BaseException | None = None
         self._on_fault = on_fault
-        self._audited = False  # since the engine last became idle for good
+        self._audited = False  # since the engine became idle
         self._ended = False
-        self._spent = 0.0  # seconds in steps since one said something
-        self._held: StepOutput | None = None  # what is not urgent, until it is told
-        self._told = EngineLoad()  # the last load that was published
-        self._told_at = -math.inf  # when, by the clock of time.perf_counter
+        self._spent = 0.0  # seconds in steps since the last one with output
+        self._held: StepOutput | None = None  # coalesced output that is not published yet
+        self._last_load = EngineLoad()  # the load that was published last
+        self._published_at = -math.inf  # when, by the clock of time.perf_counter
         self.inbox: Inbox[Message | _Call | None] = Inbox()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, engine: Engine, publish: Callable[[StepOutput], None]) -> None:
-        """Start the thread; messages may have gathered before.
+        """Start the thread. Messages may have been submitted before.
 
-        publish: called after every step that said something, and with the load alone if that is another at rest.
+        publish: called with the output of steps, and with the load alone if it changes while the engine is idle
         """
         self.engine = engine
-        engine.listen = self.inbox.listening
+        engine.message_files = self.inbox.message_files
         self._publish = publish
         self._thread.start()
 
     def submit(self, message: Message) -> None:
-        """Hand a message to the engine; any thread may call."""
+        """Pass a message to the engine. Any thread may call."""
         self.inbox.put(message)
 
     def call(self, work: Callable[[], Result]) -> Future[Result]:
-        """Let the engine thread do some work between two steps; any thread may call.
+        """Let the engine thread do some work between two steps. Any thread may call.
 
-        The future fails with what the work raises. EngineFault, and whatever is no OutriderError, ends the engine.
+        The future fails with the error that the work raises. EngineFault, and any error that is no OutriderError, ends
+        the engine.
         """
         call = _Call(work)
         self.inbox.put(call)
-        if self._ended:  # perhaps too late to be read
+        if self._ended:  # the thread may have read its last message
             self._refuse_calls()
         return call.future
 
     def stop(self, timeout: float = 10.0) -> None:
-        """End the thread after its present step. timeout: seconds."""
+        """End the thread after its present step. timeout: maximum wait, in seconds."""
         self.inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout)
 
     def _run(self) -> None:
         if self._cores is not None:
-            compute_on(self._cores)
+            run_compute_on(self._cores)
         self.inbox.open()
         try:
             while self._take_messages():
                 if not self.engine.idle:
                     self._step()
         except BaseException as error:
-            log.exception("the engine failed; all of its sessions end")
+            log.exception("the engine failed, all its sessions end")
             self.fault = error
             self._on_fault(error)
         finally:
@@ -196,44 +206,44 @@ class EngineLoop:
         start = time.perf_counter()
         output = self.engine.step()
         self._spent += time.perf_counter() - start
-        if output.said:
+        if output.has_output:
             output.load = replace(output.load, step_microseconds=int(self._spent * 1e6 / output.steps))
             self._spent = 0.0
-            self._hold(output)
+            self._coalesce(output)
         if self._held is not None and (self._held.urgent or self._overdue()):
-            self._say_held()
+            self._publish_held()
 
-    def _hold(self, output: StepOutput) -> None:
+    def _coalesce(self, output: StepOutput) -> None:
         if self._held is not None and self._held.load.weight_version == output.load.weight_version:
             self._held.extend(output)
         else:
-            self._say_held()
+            self._publish_held()
             self._held = output
 
     def _overdue(self) -> bool:
-        return time.perf_counter() - self._told_at >= self.engine.gathers
+        return time.perf_counter() - self._published_at >= self.engine.coalesce_seconds
 
-    def _say_held(self) -> None:
+    def _publish_held(self) -> None:
         held, self._held = self._held, None
         if held is not None:
-            self._say(held)
+            self._publish_now(held)
 
-    def _say(self, output: StepOutput) -> None:
-        self._told, self._told_at = output.load, time.perf_counter()
+    def _publish_now(self, output: StepOutput) -> None:
+        self._last_load, self._published_at = output.load, time.perf_counter()
         self._publish(output)
 
-    def _say_load(self) -> None:
-        """Sessions may have gone since the last step: no step says so, for there is none."""
-        load = replace(self.engine.load(), step_microseconds=self._told.step_microseconds)
-        if load != self._told:
-            self._say(StepOutput(load=load))
+    def _publish_idle_load(self) -> None:
+        """Publish the load of an idle engine if sessions ended after the last step."""
+        load = replace(self.engine.load(), step_microseconds=self._last_load.step_microseconds)
+        if load != self._last_load:
+            self._publish_now(StepOutput(load=load))
 
     def _take_messages(self) -> bool:
-        """Handle everything in the inbox, waiting while there is reason to. False once the loop was told to stop."""
+        """Handle the messages in the inbox, waiting for one if need be. Returns False once `stop` was called."""
         while True:
             idle = self.engine.idle
             if idle:
-                self._say_held()
+                self._publish_held()
             self._audited = self._audited and idle
             try:
                 message = self._next_message(idle)
@@ -242,7 +252,7 @@ class EngineLoop:
                     return True
                 self.engine.check()
                 self._audited = True
-                self._say_load()
+                self._publish_idle_load()
                 continue
             if message is None:
                 return False
@@ -253,10 +263,10 @@ class EngineLoop:
                 self._handle(message)
 
     def _next_message(self, idle: bool) -> Message | _Call | None:
-        """Raises queue.Empty if there is none now, or none for as long as is worth waiting."""
+        """The next message. Raises queue.Empty if none arrives in the time that the engine can wait."""
         if not idle:
             return self.inbox.get(self.engine.patience)
-        return self.inbox.get(None if self._audited else _QUIET)
+        return self.inbox.get(None if self._audited else self._audit_seconds)
 
     def _handle(self, message: Message) -> None:
         failures: list[SessionFailure] = []
@@ -268,10 +278,10 @@ class EngineLoop:
                 raise
             except OutriderError as error:
                 why: OutriderError = error
-            except Exception:  # a bug that one request meets is no end of the others
+            except Exception:  # a bug that one request triggers must not end the others
                 log.exception("session %d cannot be opened", request.session_id)
-                why = EngineFault("the service failed to take the request on; see its log")
-            self.engine.close(request.session_id)  # also what it was to replace: nobody hears of that any more
+                why = EngineFault("the service failed to open the session; see its log")
+            self.engine.close(request.session_id)  # also the session that it was to replace
             failures.append(SessionFailure(request.session_id, why))
         if message.closes:
             self._close(message)
@@ -280,10 +290,10 @@ class EngineLoop:
         if message.features:
             self.engine.receive_features(message.features)
         if failures:
-            self._say(StepOutput(failures=failures, load=self.engine.load()))
+            self._publish_now(StepOutput(failures=failures, load=self.engine.load()))
 
     def _close(self, message: Message) -> None:
-        """Close sessions. What the same frame says of them goes before, for it can be learnt from."""
+        """Close sessions, after the commits of the same frame, which online learning reads."""
         closing = set(message.closes)
         if last := [commit for commit in message.commits if commit.session_id in closing]:
             self.engine.receive((), last)

@@ -1,4 +1,4 @@
-"""What crosses the border of an engine: messages in, step outputs out. Plain data, one object a session."""
+"""Messages to an engine and outputs of its steps, as plain data with one object for each session."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from outrider.serving.features import FeatureBlock
 from outrider.speculation.proposal import Commit, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
-MAX_LOGPROBS = 20  # as OpenAI has it
-_MOST_TOLD_BYTES = 48 << 20  # of a prompt's log-probabilities, which come in one frame
-_TOLD_BYTES, _TOLD_TOP_BYTES = 4, 8  # of a token, and of one of the likeliest beside it
+MAX_LOGPROBS = 20  # OpenAI's limit
+_MAX_PROMPT_LOGPROB_BYTES = 48 << 20  # of a prompt's log-probabilities, which are sent in one frame
+_LOGPROB_BYTES, _TOP_LOGPROB_BYTES = 4, 8  # of a token, and of one of its most likely alternatives
 MAX_GRAMMAR_LENGTH = 1 << 17  # characters
 
 
 class GrammarKind(IntEnum):
-    """What a grammar is written in. The numbers are those of the wire."""
+    """Language of a grammar. Values as in the protocol."""
 
     JSON_SCHEMA = 1
     REGEX = 2
@@ -29,15 +29,15 @@ class GrammarKind(IntEnum):
 
     @property
     def param(self) -> str:
-        """Name of a request's field that has one."""
+        """Name of the request field for a grammar of this kind."""
         return self.name.lower()
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a session's text must match as a whole. Raises InvalidRequest if it is too long.
+    """A grammar that a session's text must match as a whole. Raises InvalidRequest if it is too long.
 
-    text: a JSON schema; a regular expression; or a grammar in Lark's or in GBNF's notation
+    text: a JSON schema, a regular expression, or a grammar in Lark's or GBNF's notation
     """
 
     kind: GrammarKind
@@ -53,17 +53,17 @@ class Grammar:
 
 @dataclass(frozen=True)
 class OpenSession:
-    """Opens a session. tokens: [n] uint32, the prompt and then what is already committed; n >= prompt_length >= 1.
+    """Opens a session. tokens: [n] uint32, the prompt followed by the committed tokens; n >= prompt_length >= 1.
 
-    cache_salt: only sessions of the same salt share pages of the prefix cache
-    grammar: what the text must match; it then ends with an end-of-sequence token, ignore_eos or not
-    logprobs, prompt_logprobs: log-probabilities are told of new tokens and of the prompt's, and of this many of the
-        likeliest tokens beside each; None tells none. A session with committed tokens has been told its prompt's.
-    feature_spec: id of the FeatureSpec whose hidden states are wanted from position `features_from` on; 0 for none
-    drafting_paused: a draft need not work for it before a commit says that hints are wanted
-    priority: of sessions that wait, those with a lower number are admitted first
-    max_draft_tokens: draft nodes that a step may verify; None is as many as pay, 0 plain decoding
-    traceparent: W3C trace context of the request that wants its spans; empty for none
+    cache_salt: only sessions with equal salts share pages of the prefix cache
+    grammar: grammar of the text, which then ends with an end-of-sequence token, also with ignore_eos
+    logprobs, prompt_logprobs: number of most likely tokens reported with the log-probability of each new token, and of
+        each prompt token; None reports none. Those of the prompt are reported only without committed tokens.
+    feature_spec: id of the FeatureSpec whose hidden states are sent from position `features_from` on; 0 for none
+    drafting_paused: True if drafting is paused until a commit has a draft budget
+    priority: waiting sessions with lower numbers are admitted first
+    max_draft_tokens: maximum draft tokens that a step verifies; None is as many as is profitable, 0 plain decoding
+    traceparent: W3C trace context of the request, the parent of the session's spans; empty for no spans
     """
 
     session_id: int
@@ -83,7 +83,7 @@ class OpenSession:
     traceparent: str = ""
 
     def validate(self, vocab_size: int, max_tokens: int) -> None:
-        """Raise InvalidRequest unless the tokens are known and leave room for one more among max_tokens."""
+        """Raise InvalidRequest unless all tokens are in the vocabulary and fewer than max_tokens."""
         if not 1 <= self.prompt_length <= len(self.tokens):
             raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
         if int(self.tokens.max()) >= vocab_size:
@@ -98,18 +98,18 @@ class OpenSession:
             )
         for name in ("logprobs", "prompt_logprobs"):
             if not 0 <= (getattr(self, name) or 0) <= MAX_LOGPROBS:
-                raise InvalidRequest(f"at most {MAX_LOGPROBS} logprobs a token can be told", param=name)
+                raise InvalidRequest(f"at most {MAX_LOGPROBS} logprobs per token can be returned", param=name)
         if len(self.tokens) >= max_tokens:
             raise InvalidRequest(
                 f"the prompt has {len(self.tokens)} tokens, and the model's context of {max_tokens} leaves no room "
                 "for an answer; shorten it",
                 param="prompt",
             )
-        fitting = (_MOST_TOLD_BYTES // self.prompt_length - _TOLD_BYTES) // _TOLD_TOP_BYTES
+        fitting = (_MAX_PROMPT_LOGPROB_BYTES // self.prompt_length - _LOGPROB_BYTES) // _TOP_LOGPROB_BYTES
         if (self.prompt_logprobs or 0) > fitting:
             raise InvalidRequest(
-                f"log-probabilities of {self.prompt_length} prompt tokens and {self.prompt_logprobs} beside each are "
-                f"more than can be sent; ask for at most {max(fitting, 0)}",
+                f"{self.prompt_logprobs} log-probabilities for each of {self.prompt_length} prompt tokens are too many "
+                f"for one frame; ask for at most {max(fitting, 0)}",
                 param="prompt_logprobs",
             )
 
@@ -124,7 +124,7 @@ class SessionFailure:
 
 @dataclass(frozen=True)
 class DrafterStats:
-    """What a drafter promised and what came of it, since the start. Fields as in the wire's DrafterStats."""
+    """Draft tokens of a drafter and their acceptance since its start. Fields as in the protocol's DrafterStats."""
 
     name: str
     offered: int
@@ -135,7 +135,7 @@ class DrafterStats:
 
 @dataclass(frozen=True)
 class OnlineStats:
-    """What a draft has learnt while serving, since the start. Fields as in the wire's OnlineStats."""
+    """Progress of online learning since the start. Fields as in the protocol's OnlineStats."""
 
     steps: int = 0
     rows: int = 0
@@ -148,7 +148,7 @@ class OnlineStats:
 
 @dataclass(frozen=True)
 class DraftStats:
-    """What became of the draft tokens that a target received, since its start. Fields as in the wire's DraftStats."""
+    """Fate of the draft tokens that a target received. Fields as in the protocol's DraftStats."""
 
     received_tokens: int = 0
     unverified_tokens: int = 0
@@ -163,7 +163,7 @@ class DraftStats:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """State of an engine after a step. Fields as in the wire's EngineLoad."""
+    """State of an engine after a step. Fields as in the protocol's EngineLoad."""
 
     running_sessions: int = 0
     waiting_sessions: int = 0
@@ -184,10 +184,10 @@ class EngineLoad:
 
 @dataclass
 class StepOutput:
-    """What one step of an engine says: commits (target) or proposals (draft), and the sessions that failed.
+    """Output of one step: commits (target) or proposals (draft service), and failed sessions.
 
-    urgent: False if nobody waits for it but clients who read along; then it may be told with what comes next
-    steps: that it took, if the engine takes several at once
+    urgent: False if only clients that read a stream wait for it; such output may be coalesced with that of later steps
+    steps: number of steps, if the engine took several at once
     """
 
     commits: list[Commit] = field(default_factory=list)
@@ -199,7 +199,7 @@ class StepOutput:
     steps: int = 1
 
     def extend(self, later: StepOutput) -> None:
-        """Add what a later step says. Its load takes the place of this one's; both must be of the same weights."""
+        """Add the output of a later step, whose load replaces this one's. Both must have the same weight_version."""
         self.commits += later.commits
         self.proposals += later.proposals
         self.failures += later.failures
@@ -209,8 +209,8 @@ class StepOutput:
         self.urgent = self.urgent or later.urgent
 
     @property
-    def said(self) -> bool:
-        """True if there is anything to tell but the load."""
+    def has_output(self) -> bool:
+        """True if there is output besides the load."""
         return bool(self.commits or self.proposals or self.failures or self.features)
 
 

@@ -1,16 +1,16 @@
-"""Which sessions take part in a step, and with which tokens.
+"""The scheduler: which sessions take part in a step, and with which tokens.
 
-    1. publish   pages that have filled up since the last step go to the prefix cache
-    2. admit     sessions run while there is a place, and pages for all of their tokens
-    3. attach    whose next pages are in the cache by now takes them instead of computing them
+    1. publish   pages that filled up since the last step go to the prefix cache
+    2. admit     waiting sessions run while there are admission slots, and pages for all their tokens
+    3. attach    a session whose next pages are in the prefix cache takes them instead of computing them
     4. plan      first every running session that only needs its next token, then prompt chunks, within limits
 
-When pages run out, cached ones that nobody holds give way first; then the session that arrived last gives its own back
-and waits, so that nothing accepted is lost. What it computed stays in the cache as long as there is room.
+If pages run out, cached pages that no session holds are evicted first; then the session that was admitted last is
+preempted: it gives its pages back and waits, but keeps its tokens. Its pages stay in the cache while there is room.
 
-The prompt that has waited longest gets half of a step's room for prompts or more; what is left goes to the shortest
-ones, so that neither does a long prompt hold up short ones, nor do they starve it. Of several sessions whose next page
-is the same, one computes it, and the others take it one step later.
+The prompt that has waited longest gets at least half of a step's tokens for prompts; the rest goes to the shortest
+prompts. So a long prompt does not delay short ones, and they do not starve it. Of several sessions with the same next
+page, one computes it and the others take it one step later.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outrider.serving.waiting import WaitingQueue
 
 @dataclass
 class Chunk:
-    """Tokens start .. stop - 1 of a session, to be computed in this step."""
+    """Tokens start .. stop - 1 of a session, computed in this step."""
 
     session: Session
     start: int
@@ -46,12 +46,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a step, and the queue before it, may hold.
+    """Limits of a step, and of the queue of waiting sessions.
 
     max_running: sessions in a step. step_tokens: committed tokens computed in a step, over all sessions; None computes
-    every prompt in one piece. prefill_tokens: those of them that belong to prompts; a prompt that is not cut may be
-    longer if it is alone. max_queued: sessions that wait; None is without limit. scored_tokens: prompt tokens whose
-    logits are wanted, which take much memory.
+    every prompt in one step. prefill_tokens: prompt tokens among them; a whole prompt may be longer if it is alone.
+    max_queued: waiting sessions; None for no limit. scored_tokens: prompt tokens with log-probabilities, whose logits
+    take much memory.
     """
 
     max_running: int
@@ -63,19 +63,19 @@ class Limits:
 
 
 class Scheduler:
-    """Owns the sessions of an engine and the pages that they hold."""
+    """Owns the sessions of an engine and their pages."""
 
     def __init__(self, prefix: PrefixCache, limits: Limits) -> None:
         self.prefix = prefix
         self.limits = limits
         self.preemptions = 0
-        self.held = False  # nobody begins to run
+        self.held = False  # True: no session is admitted
         self._waiting = WaitingQueue(limits.policy)
         self._running: dict[int, Session] = {}  # in order of admission
 
     @property
     def allocator(self) -> PageAllocator:
-        """The books of the pages."""
+        """The allocator of the pages."""
         return self.prefix.allocator
 
     def __len__(self) -> int:
@@ -87,19 +87,19 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Sessions that hold pages."""
+        """Number of running sessions, which hold pages."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Sessions that wait for a place or for pages."""
+        """Number of sessions that wait for admission."""
         return len(self._waiting)
 
     def add(self, session: Session) -> None:
-        """Queue a session. Raises Overloaded if the queue is full; never for one that has begun, here or elsewhere."""
+        """Queue a session. Raises Overloaded if the queue is full; sessions that ran before, here or elsewhere, fit."""
         self._waiting.add(session)
         most = self.limits.max_queued
-        if most is not None and self.held:  # those for whom there will be places count as if they ran
+        if most is not None and self.held:  # sessions that free admission slots will take do not count as waiting
             most += self.limits.max_running - len(self._running)
         if most is None or len(self._waiting) <= most or session.begun:
             return
@@ -107,10 +107,10 @@ class Scheduler:
             self._admit()
         if len(self._waiting) > most and session.id not in self._running:
             self._waiting.remove(session)
-            raise Overloaded(f"{len(self._waiting)} requests wait already, which is the most that may; retry later")
+            raise Overloaded(f"{len(self._waiting)} requests wait already, which is the limit; retry later")
 
     def remove(self, session: Session, *, trusted: bool = True) -> None:
-        """Forget a session and free its pages. trusted: False if its rows must not be found in the cache."""
+        """Remove a session and free its pages. trusted: False keeps its KV out of the prefix cache."""
         if trusted:
             session.publish()
         session.evict(trusted=trusted)
@@ -118,7 +118,7 @@ class Scheduler:
             self._waiting.remove(session)
 
     def plan(self) -> list[Chunk]:
-        """Chunks of this step, with pages for their tokens reserved."""
+        """The chunks of this step, with pages leased for their tokens."""
         for session in self._running.values():
             session.publish()
         self._admit()
@@ -137,15 +137,15 @@ class Scheduler:
         for session, size in planned:
             if session.id in self._running and self.reserve(session, session.computed + size):
                 chunks.append(Chunk(session, session.computed, session.computed + size))
-        # A later reservation may have preempted a session that was planned before.
+        # A later reservation may have preempted a session that was planned earlier.
         return [chunk for chunk in chunks if chunk.session.id in self._running]
 
     def fits(self) -> bool:
-        """True if there are pages for all that running sessions have yet to compute, so that a plan preempts nobody."""
+        """True if there are pages for all pending tokens of running sessions, so that a plan preempts no session."""
         return self._missing(0) <= self.allocator.free_pages
 
     def reserve(self, session: Session, tokens: int) -> bool:
-        """Lease pages for a session's first tokens, preempting later arrivals. False if it had to go itself."""
+        """Lease pages for a session's first tokens, preempting later sessions. False if it was preempted itself."""
         while True:
             try:
                 session.table.reserve(tokens)
@@ -161,7 +161,7 @@ class Scheduler:
                 return True
 
     def reserve_spare(self, session: Session, tokens: int) -> bool:
-        """Lease pages for hints: only what is free, never at another session's cost."""
+        """Lease pages for draft tokens, only if they are free: never preempts a session."""
         try:
             session.table.reserve(tokens)
         except OutOfPages:
@@ -169,7 +169,7 @@ class Scheduler:
         return True
 
     def check(self) -> None:
-        """Audit the pages against what the sessions hold. Raises EngineFault."""
+        """Audit the allocator and the prefix cache against the sessions' pages. Raises EngineFault."""
         self.allocator.check(tables=[session.table.pages.tolist() for session in self])
         self.prefix.check()
 
@@ -191,12 +191,12 @@ class Scheduler:
             promised += pages_for(session.length + 1) - len(session.table.pages)
 
     def _missing(self, more: int) -> int:
-        """Pages for what running sessions have yet to compute, and for so many tokens more in each."""
+        """Pages that running sessions lack for their pending tokens. more: further tokens of each session."""
         pages_for = self.allocator.pages_for
         return sum(max(0, pages_for(s.length + more) - len(s.table.pages)) for s in self._running.values())
 
     def retract(self) -> int:
-        """Let all running sessions give their pages back and wait, to be computed anew. Returns how many did."""
+        """Preempt all running sessions, so that they are computed anew. Returns their number."""
         running = list(self._running.values())
         for session in reversed(running):
             self._preempt(session)
@@ -211,7 +211,7 @@ class Scheduler:
     # --- prompts ---
 
     def _portions(self, prompts: Sequence[Session], decoding: int) -> list[tuple[Session, int]]:
-        """How many tokens each prompt gets. prompts: in order of admission. decoding: tokens that others need."""
+        """Tokens of each prompt in this step. prompts: in order of admission. decoding: tokens of other sessions."""
         oldest, *others = prompts
         order = _first_of_each_page([oldest, *sorted(others, key=lambda session: session.pending)])
         if self.limits.step_tokens is None:
@@ -230,7 +230,7 @@ class Scheduler:
         return portions
 
     def _few_scored(self, portions: Sequence[tuple[Session, int]]) -> Iterator[tuple[Session, int]]:
-        """Cut the portions of prompts whose logits are wanted."""
+        """Limit the portions of prompts with log-probabilities."""
         room = self.limits.scored_tokens
         for session, size in portions:
             if room is None or session.scored == session.to_score:
@@ -240,7 +240,7 @@ class Scheduler:
                 room -= min(size, room)
 
     def _whole(self, order: Sequence[Session]) -> list[tuple[Session, int]]:
-        """Whole prompts, as many as fit, but at least the first."""
+        """As many whole prompts as fit, but at least the first."""
         room = self.limits.prefill_tokens
         portions: list[tuple[Session, int]] = []
         for session in order:
@@ -253,7 +253,7 @@ class Scheduler:
 
 
 def _first_of_each_page(order: Sequence[Session]) -> list[Session]:
-    """Leave out sessions whose next page an earlier one in this order is about to compute."""
+    """Sessions in this order, without those whose next page an earlier one computes in this step."""
     keys: set[Hashable] = set()
     first: list[Session] = []
     for session in order:

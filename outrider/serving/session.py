@@ -1,4 +1,4 @@
-"""A session as an engine holds it."""
+"""A session in an engine: tokens, lengths and pages."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from numpy.typing import NDArray
 from outrider.paging.prefix import PrefixCache, SharedTable
 from outrider.serving.messages import OpenSession
 
-UNBOUNDED = 1 << 30  # draft nodes in a step
+UNBOUNDED = 1 << 30  # draft tokens in a step: no limit
 
 
 class Session:
-    """Tokens, cache lengths and pages of one session; one owner, the engine thread.
+    """Tokens, cache lengths and pages of one session. Owned by the engine thread.
 
     Lengths, in tokens:   0 <= computed <= length;   prompt_length <= length
         tokens  0 ........ computed | ........ length-1 |
                 in the cache        | pending           |
 
-    Rows count as computed once their step is launched. Nothing is pending while the next token is being drawn.
+    Tokens count as computed once their step is launched. No token is pending while the next one is being sampled.
 
-    cached_tokens: prompt tokens that were found in the prefix cache when it began
-    opened_at, admitted_at, first_at: when it came, was first given pages, and committed first, in nanoseconds since
-        1970; 0 if that has not been
-    to_score: rows from the first on whose logits somebody asked for; scored: how many of them were computed
-    drafting_paused: its drafters were told last that no proposals are wanted
+    cached_tokens: prompt tokens that the prefix cache supplied at the first admission
+    opened_at, admitted_at, first_at: times of opening, first admission and first commit, in nanoseconds since 1970; 0
+        before that
+    to_score: prompt tokens, from the first on, whose logits are needed; scored: those of them that were computed
+    drafting_paused: True if the last commit to the drafters paused drafting
     """
 
     def __init__(self, request: OpenSession, prefix: PrefixCache) -> None:
@@ -48,7 +48,7 @@ class Session:
         self.scored = 0
         self.drafting_paused = False
         self.table = SharedTable(prefix, request.cache_salt, self.id)
-        self._began = False  # it has been evicted, or has committed something
+        self._began = False  # the session was evicted, or has committed a token
         self._tokens = np.empty(self.length + 256, dtype=np.uint32)
         self._tokens[: self.length] = request.tokens
 
@@ -59,15 +59,15 @@ class Session:
 
     @property
     def sharable(self) -> NDArray[np.uint32]:
-        """Tokens whose rows may come from the prefix cache: all but the last, whose row must be computed to go on.
+        """Tokens whose KV may come from the prefix cache: all but the last, which must be computed to go on.
 
-        While logits of the prompt are wanted, only those whose logits are known.
+        While logits of the prompt are missing, only the tokens whose logits are known.
         """
         return self._tokens[: self.length - 1 if self.scored == self.to_score else self.scored]
 
     @property
     def pending(self) -> int:
-        """Committed tokens that are not in the cache; 0 only while the next one is being drawn."""
+        """Committed tokens that are not in the cache; 0 only while the next one is being sampled."""
         return self.length - self.computed
 
     @property
@@ -77,16 +77,16 @@ class Session:
 
     @property
     def begun(self) -> bool:
-        """It has run before, here or elsewhere, so it has waited already."""
+        """True if the session ran before, here or elsewhere, so that it has already waited."""
         return self._began or self.new_tokens > 0
 
     @property
     def lacking(self) -> int:
-        """New tokens that must be committed before one may end the session; 0 or less if none."""
+        """New tokens that must be committed before a stop token may end the session; 0 or less if none."""
         return self.stop.min_tokens - self.new_tokens
 
     def tokens_with_room(self, count: int) -> int:
-        """Where the tokens lie in memory, with room for so many more behind them."""
+        """Memory address of the tokens, with room for `count` further ones."""
         self._make_room(self.length + count)
         return self._tokens.ctypes.data
 
@@ -103,33 +103,33 @@ class Session:
         self._began = True
 
     def expect(self) -> None:
-        """Count a token that is being drawn, so that its row can be planned while nobody knows which it is."""
+        """Count a token that is still being sampled, so that the next step can be planned before its id is known."""
         self.append(np.zeros(1, np.uint32))
 
     def unexpect(self) -> None:
-        """Count it no longer: it is about to be known."""
+        """Remove the expected token, before its id is appended."""
         self.length -= 1
 
     def attach(self) -> None:
-        """Take from the prefix cache what comes next."""
+        """Take the session's next pages from the prefix cache, if it has them."""
         if taken := self.table.attach(self.sharable, self.computed):
             self.computed += taken
             if not self._began:
                 self.cached_tokens = min(self.cached_tokens + taken, self.prompt_length)
 
     def score_anew(self) -> None:
-        """Want all logits of the prompt again, unless they were told: they are to be of the same weights."""
+        """Compute the prompt's logits again after a change of weights, unless they were already reported."""
         if self.length == self.opened_length:
             self.scored = 0
 
     def publish(self) -> None:
-        """Give pages that have filled up to the prefix cache. Every computed row must have been written."""
+        """Give full pages to the prefix cache. The KV of every computed token must have been written."""
         self.table.publish(self._tokens[: self.computed])
 
     def evict(self, *, trusted: bool = True) -> None:
-        """Give all pages back; the tokens stay and are computed again later.
+        """Release all pages; the tokens stay and are computed again later.
 
-        trusted: False if its rows must not be found again; otherwise, those that were published are.
+        trusted: False also removes the session's published pages from the prefix cache
         """
         self.table.release(trusted=trusted)
         self.computed = 0

@@ -1,11 +1,11 @@
-"""Sessions that wait for a place or for pages, and which of them is next.
+"""The queue of sessions that wait for admission.
 
     fcfs   first come, first served
-    lpm    the longest prefix match first: whose pages are in the prefix cache costs little and must not wait until they
-           are gone. Nobody is passed over more than a few times.
+    lpm    longest prefix match first: cached pages make a session cheap, and may be evicted while it waits; a session
+           is passed over at most MAX_PASSED_OVER times
 
-Of arrivals with different priorities, the policy chooses among those with the lowest number. A session that was
-preempted, or goes on from elsewhere, goes before all that have yet to begin.
+The policy chooses among the sessions with the lowest priority number. Sessions that were preempted, or that continue
+from another target, are admitted before all sessions that have not run yet.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator
 from outrider.config import SchedulePolicy
 from outrider.serving.session import Session
 
-# A session that so many later ones were admitted before is next.
-MOST_PASSED = 16
-# In a longer queue matches are not looked up: it would take longer than it saves.
-_MOST_MATCHED = 128
+# Number of later sessions that may be admitted before a session.
+MAX_PASSED_OVER = 16
+# Queue length above which prefix matches are not looked up, because the lookup takes longer than it saves.
+_MAX_MATCHED = 128
 
 
 class WaitingQueue:
@@ -27,10 +27,10 @@ class WaitingQueue:
 
     def __init__(self, policy: SchedulePolicy = "fcfs") -> None:
         self._policy = policy
-        self._returned: deque[Session] = deque()  # preempted, the earliest first; then those from elsewhere
+        self._returned: deque[Session] = deque()  # preempted ones, the earliest first; then those from other targets
         self._arrived: dict[int, Session] = {}  # by id
-        self._passed: dict[int, int] = {}  # by id: later sessions that were admitted before
-        self._ranked = 0  # arrivals that have a priority of their own
+        self._passed: dict[int, int] = {}  # by id: number of later sessions that were admitted before
+        self._ranked = 0  # arrivals with a priority other than 0
 
     def __len__(self) -> int:
         return len(self._returned) + len(self._arrived)
@@ -40,7 +40,7 @@ class WaitingQueue:
         yield from self._arrived.values()
 
     def add(self, session: Session) -> None:
-        """Queue a session. One that has begun elsewhere, or here before, has waited already."""
+        """Queue a session. A session that ran before, here or elsewhere, goes before those that did not."""
         if session.begun:
             self._returned.append(session)
             return
@@ -52,7 +52,7 @@ class WaitingQueue:
         self._returned.appendleft(session)
 
     def remove(self, session: Session) -> None:
-        """Forget a session, if it is here."""
+        """Remove a session, if it is in the queue."""
         if self._arrived.get(session.id) is session:
             del self._arrived[session.id]
             self._passed.pop(session.id, None)
@@ -69,12 +69,16 @@ class WaitingQueue:
             lowest = min(session.priority for session in arrived)
             arrived = [session for session in arrived if session.priority == lowest]
         first = next(iter(arrived))
-        if self._policy == "fcfs" or len(self._arrived) > _MOST_MATCHED or self._passed.get(first.id, 0) >= MOST_PASSED:
+        if (
+            self._policy == "fcfs"
+            or len(self._arrived) > _MAX_MATCHED
+            or self._passed.get(first.id, 0) >= MAX_PASSED_OVER
+        ):
             return first
         return max(arrived, key=lambda session: session.table.peek(session.sharable)[0])
 
     def take(self, session: Session) -> None:
-        """Take the next session out; those that came before it have been passed over, but by none that had its turn."""
+        """Remove the next session, and count it as passing over the earlier arrivals."""
         if self._policy == "lpm" and session.id in self._arrived:
             for earlier in self._arrived.values():
                 if earlier is session:

@@ -1,1 +1,1 @@
-"""Speculation in plain NumPy: noise, sampling, acceptance, trees and proposals. The oracle of both services."""
+"""Speculation in plain NumPy, the reference of both services: noise, sampling, acceptance, trees and proposals."""

@@ -1,8 +1,8 @@
-"""The verification rule: sample at every node, walk along the samples. The plain oracle of both services.
+"""The verification rule in plain NumPy: sample after every node, then walk along the samples.
 
-From the root, go to the child that carries the token sampled at the current row, as long as there is one; the last
-sample is the bonus token. As each row's sample is an exact draw from the target and does not look at the tree, the
-committed tokens are those of plain decoding, whatever the tree.
+From the root, go to the child whose token was sampled at the present node, as long as there is one; the last sample is
+the bonus token. Each sample follows the target's distribution and is independent of the tree, so the committed tokens
+are those of plain decoding for any tree.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 from outrider.speculation.sampling import SamplingParams, adjusted, sample
 from outrider.speculation.tree import TreeSlice
 
-_LEAST_ACCUMULATED = 1e-9
+_MIN_ACCUMULATED = 1e-9
 
 # Logits [V] of the next token, given a whole path.
 NextLogits = Callable[[list[int]], NDArray[np.floating]]
-# Which tokens may be drawn [V], given what follows the prompt.
+# Tokens that may be sampled [V], given the tokens after the prompt.
 Allowed = Callable[[list[int]], NDArray[np.bool_]]
 
 
 def accepted_path(draft: TreeSlice, sampled: NDArray[np.integer]) -> tuple[list[int], int]:
-    """Walk a draft along the target's samples.
+    """The accepted path of a draft tree.
 
-    draft: N nodes. sampled: [N + 1], the token drawn after the root (row 0) and after each node (row i + 1).
+    draft: N nodes. sampled: [N + 1], the token sampled after the root (index 0) and after node i (index i + 1).
     Returns the accepted nodes, as indices into the draft, and the bonus token.
     """
     children = {
@@ -45,10 +45,10 @@ def accepted_path(draft: TreeSlice, sampled: NDArray[np.integer]) -> tuple[list[
 
 @dataclass(frozen=True)
 class Thresholds:
-    """How far acceptance may depart from the model's distribution, for speed, in sampled text; 1 and 1 is not at all.
+    """Lossy acceptance of draft tokens in sampled text; with 1 and 1 acceptance is exact.
 
-    single:      a child at least as probable as this is accepted, whatever was drawn
-    accumulated: children that have the probability p together are accepted with the probability p / accumulated
+    single:      a child of at least this probability is accepted, whatever token was sampled
+    accumulated: children of total probability p are accepted with probability p / accumulated
     """
 
     single: float = 1.0
@@ -56,7 +56,7 @@ class Thresholds:
 
     @property
     def exact(self) -> bool:
-        """True if they change nothing."""
+        """True if acceptance is exact."""
         return self.single >= 1.0 and self.accumulated >= 1.0
 
     def relax(
@@ -66,12 +66,12 @@ class Thresholds:
         probabilities: NDArray[np.floating],
         coins: NDArray[np.floating],
     ) -> NDArray[np.int64]:
-        """The samples, some of which are replaced by a child's token. For sessions that are not greedy.
+        """The samples, some of them replaced by a child's token. For sessions that are not greedy.
 
-        sampled: [N + 1], drawn after the root and after each node; -1 where nothing could be.
-        probabilities: [N], that each node's token would be drawn after its parent. coins: [N + 1], uniform in [0, 1),
-        independent of the samples. A sample that a child carries stays, so a child of probability p is accepted in
-        p of all cases already; the coin adds what is missing to the threshold.
+        sampled: [N + 1], after the root and after each node; -1 where no token was allowed. probabilities: [N], of each
+        node's token after its parent. coins: [N + 1], uniform in [0, 1), independent of the samples. A sample that is a
+        child's token stays, which accepts a child of probability p with probability p; the coin adds the difference to
+        the threshold.
         """
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(draft.parents.tolist()):
@@ -86,28 +86,28 @@ class Thresholds:
         return relaxed
 
     def _choose(self, p: NDArray[np.floating], coin: float) -> int | None:
-        """The child that is accepted although another token was drawn. p: of each child."""
+        """Index of the child that is accepted although another token was sampled, or None. p: of each child."""
         likeliest, total = int(np.argmax(p)), float(p.sum())
         if not 0.0 < total < 1.0:
             return None
         if p[likeliest] >= self.single:
             return likeliest
-        extra = (min(1.0, total / max(self.accumulated, _LEAST_ACCUMULATED)) - total) / (1.0 - total)
+        extra = (min(1.0, total / max(self.accumulated, _MIN_ACCUMULATED)) - total) / (1.0 - total)
         if coin >= extra:
             return None
-        shares = np.cumsum(p)  # the last one may be a rounding below the total
+        shares = np.cumsum(p)  # the last one may be below the total by a rounding error
         last = int(np.searchsorted(shares, shares[-1]))
         return min(int(np.searchsorted(shares / total, coin / extra, side="right")), last)
 
 
-def draw(
+def sample_next(
     next_logits: NextLogits,
     path: list[int],
     params: SamplingParams,
     prompt_length: int,
     allowed: Allowed | None = None,
 ) -> int:
-    """The token after a path on a model given as a function. For tests."""
+    """Sample the token after a path, with a model given as a function. For tests."""
     tokens = np.array(path, dtype=np.int64)
     logits = next_logits(path)
     if params.adjusts:
@@ -118,15 +118,15 @@ def draw(
 def verify(
     next_logits: NextLogits, path: list[int], draft: TreeSlice, params: SamplingParams, prompt_length: int | None = None
 ) -> list[int]:
-    """One verification step on a model given as a function: the tokens that it commits. For tests.
+    """The tokens that one verification step commits, with a model given as a function. For tests.
 
-    prompt_length: tokens of the path that are the prompt; all by default.
+    prompt_length: length of the prompt in the path; by default the whole path.
     """
     rows = [path]
     for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
         rows.append([*rows[parent + 1], token])
     prompt_length = len(path) if prompt_length is None else prompt_length
-    sampled = np.array([draw(next_logits, row, params, prompt_length) for row in rows])
+    sampled = np.array([sample_next(next_logits, row, params, prompt_length) for row in rows])
     accepted, bonus = accepted_path(draft, sampled)
     return [*draft.tokens[accepted].tolist(), bonus]
 
@@ -134,8 +134,8 @@ def verify(
 def decode(
     next_logits: NextLogits, prompt: list[int], params: SamplingParams, steps: int, allowed: Allowed | None = None
 ) -> list[int]:
-    """Plain decoding on a model given as a function: the new tokens. For tests."""
+    """The new tokens of plain decoding, with a model given as a function. For tests."""
     path = list(prompt)
     for _ in range(steps):
-        path.append(draw(next_logits, path, params, len(prompt), allowed))
+        path.append(sample_next(next_logits, path, params, len(prompt), allowed))
     return path[len(prompt) :]

@@ -1,14 +1,14 @@
-"""Coupled noise: a pure function of (seed, position, token) that every service computes to the same bits.
+"""Coupled noise: a pure function of (seed, position, token) with the same bits in every service.
 
-Gumbel-max sampling draws token argmax_v(log p(v) + g(seed, position, v)). A drafter that ranks by the same g proposes
-the target's own sample whenever its distribution is close ("Gumbel-max coupling", Daliri et al., arXiv 2408.07978).
+Gumbel-max sampling takes the token argmax_v(log p(v) + g(seed, position, v)). A drafter that ranks tokens by the same g
+proposes the target's own sample if its distribution is close ("Gumbel-max coupling", Daliri et al., arXiv 2408.07978).
 
     (seed, position)  -- Philox4x32-10 on the host -->  key: two 32-bit words
     (key, token)      -- 32-bit integer mixing on the device -->  32 random bits
     bits              -- u = (bits + 0.5) / 2^32, g = -ln(-ln u) -->  float32 in [-3.14, 22.9]
 
-This module is the NumPy form. PyTorch, JAX and C++ repeat `token_bits` in their own integer operations; the tests hold
-all of them to the same bits.
+This module is the NumPy implementation. PyTorch, JAX and C++ implement `token_bits` with their own integer operations;
+tests compare their bits.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ _PHILOX_W0, _PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
 _LOW32 = U64(0xFFFFFFFF)
 _SHIFT32 = U64(32)
 
-# Constants of the token mixer, shared by every implementation. Two rounds of a 32-bit finalizer ("lowbias32", found by
-# hash-prospector), one key word before each: a bijection of the token for every key.
+# Constants of the token mixer, shared by all implementations: two passes of a 32-bit finalizer ("lowbias32", found by
+# hash-prospector), each after one key word is mixed in; a bijection of the token for every key.
 TOKEN_STEP = 0x9E3779B1
 MIX_A = 0x7FEB352D
 MIX_B = 0x846CA68B
 
-# The noise lies in [GUMBEL_MIN, GUMBEL_MAX]: a token whose log-probability is more than the range below the best one
-# can never be drawn.
+# Range of the noise: a token whose log-probability is below the best one by more than the range is never sampled.
 GUMBEL_MIN = -3.1366
 GUMBEL_MAX = 22.8741
 
-_NO_TOKEN = 0xFFFFFFFF  # no vocabulary is as large
+_NO_TOKEN = 0xFFFFFFFF  # larger than any token id
 
 
 def position_keys(seed: int, positions: NDArray[np.integer]) -> NDArray[np.uint32]:
-    """Keys of absolute positions under a seed, by Philox4x32-10 (Salmon et al., SC 2011).
+    """Keys of absolute positions for a seed, by Philox4x32-10 (Salmon et al., SC 2011).
 
     positions: [n] non-negative. Returns [n, 2] uint32.
     """
@@ -75,12 +74,12 @@ def token_bits(keys: NDArray[np.uint32], tokens: NDArray[np.integer]) -> NDArray
 
 
 def coins(seed: int, positions: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Uniform numbers in (0, 1), one a position, independent of the noise of tokens. positions: [n]. Returns [n]."""
+    """Uniform numbers in (0, 1) for positions, independent of the tokens' noise. positions: [n]. Returns [n]."""
     return (token_bits(position_keys(seed, positions), np.array(_NO_TOKEN)).astype(np.float64) + 0.5) * 2.0**-32
 
 
 def gumbel_from_bits(bits: NDArray[np.uint32]) -> NDArray[np.float32]:
-    """Standard Gumbel noise of random bits, computed in float64 and rounded to float32."""
+    """Standard Gumbel noise from random bits, computed in float64 and rounded to float32."""
     u = (bits.astype(np.float64) + 0.5) * 2.0**-32
     return (-np.log(-np.log(u))).astype(np.float32)
 

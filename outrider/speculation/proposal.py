@@ -1,8 +1,8 @@
-"""The nouns that the services exchange: proposals up, commits down. Structs of arrays, one row a session.
+"""The types that the services exchange: proposals to the target, commits from it.
 
 A *path* is the token sequence from the session's first token on; its *length* counts tokens; its *hash* is a rolling
 64-bit hash of the tokens. A *node* is a path below the *root*, which is the last committed token. Parent and token give
-a node's id on every side, so that merging proposals is idempotent and free of order.
+a node's id in every process, so that merging proposals is idempotent and free of order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EMPTY = 0x6A09E667F3BCC909
 
 
 class FinishReason(IntEnum):
-    """Why a session ended; RUNNING if it goes on. The numbers are those of the wire."""
+    """Why a session ended; RUNNING if it goes on. Values as in the protocol."""
 
     RUNNING = 0
     STOP = 1
@@ -64,9 +64,9 @@ def extend_hash(path: int, token: int) -> int:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Scored nodes below one anchor of one session.
+    """Scored draft tokens below one anchor of one session.
 
-    anchor_length, anchor_hash: the path that ends in the anchor, which is a committed token or a known node.
+    anchor_length, anchor_hash: the path that ends in the anchor, which is a committed token or a known draft token
     tokens:     [N] uint32
     parents:    [N] int32, index of an earlier node of this proposal; -1 is the anchor
     log_scores: [N] float32, estimated log-probability that the node is accepted once its parent is; at most 0
@@ -78,16 +78,16 @@ class Proposal:
     tokens: NDArray[np.uint32]
     parents: NDArray[np.int32]
     log_scores: NDArray[np.float32]
-    committed_length: int = 0  # what the drafter knew of
+    committed_length: int = 0  # committed length that the drafter knew
 
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Natural-log probabilities of n tokens in a row: those of the model, before temperature, penalties and filters.
+    """Natural-log probabilities of n consecutive tokens, before temperature, penalties and filters.
 
-    first:      absolute position of the first of them
+    first:      absolute position of the first token
     values:     [n] float32
-    top_tokens: [n, k] uint32, the k likeliest tokens at each position, best first
+    top_tokens: [n, k] uint32, the k most likely tokens at each position, best first
     top_values: [n, k] float32
     """
 
@@ -101,12 +101,12 @@ class Logprobs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the numbers."""
+        """Size of the arrays, in bytes."""
         return self.values.nbytes + self.top_tokens.nbytes + self.top_values.nbytes
 
     @classmethod
     def joined(cls, parts: Sequence[Logprobs]) -> Logprobs:
-        """Several runs of tokens that follow one another, as one."""
+        """Concatenate parts whose tokens are consecutive."""
         if len(parts) == 1:
             return parts[0]
         return cls(
@@ -117,31 +117,31 @@ class Logprobs:
         )
 
     def until(self, count: int) -> Logprobs:
-        """The first ones."""
+        """Those of the first `count` tokens."""
         return Logprobs(self.first, self.values[:count], self.top_tokens[:count], self.top_values[:count])
 
     def behind(self, count: int) -> Logprobs:
-        """Without the first ones."""
+        """Those of all but the first `count` tokens."""
         return Logprobs(self.first + count, self.values[count:], self.top_tokens[count:], self.top_values[count:])
 
 
-UNLIMITED_DRAFT = 0xFFFFFFFF  # nodes: as many as there are
+UNLIMITED_DRAFT = 0xFFFFFFFF  # draft budget without a limit, in tokens
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What one verification step committed in one session.
+    """Tokens that one verification step committed in one session.
 
     base_length: committed length before the step
-    tokens:      [n] uint32: the accepted path, then the bonus token (cut short where the session finished); none where
-                 the commit only tells, while a prompt is read, that no hints are wanted
+    tokens:      [n] uint32: the accepted path, then the bonus token (cut where the session finished); empty if the
+                 commit only pauses drafting while the prompt is computed
     root_hash:   path hash after the commit
-    verified, accepted: draft nodes in the step, and those of them on the accepted path; without any, the tokens are
-                 those of as many steps
-    cached_tokens: prompt tokens that came from the prefix cache; told with a session's first commit alone
+    verified, accepted: draft tokens that the step verified, and those that were accepted; if verified is 0, each token
+                 had a step of its own
+    cached_tokens: prompt tokens that the prefix cache supplied; set in a session's first commit
     draft_budget: draft tokens that the next step can verify with profit; 0 pauses drafting for the session
-    logprobs:    of the tokens, where the session asked for them
-    prompt_logprobs: of the prompt's tokens but the first, where the session asked; with the first commit alone
+    logprobs:    of the tokens, if the session asked for them
+    prompt_logprobs: of the prompt's tokens except the first, if the session asked for them; in its first commit
     """
 
     session_id: int
@@ -157,11 +157,11 @@ class Commit:
     draft_budget: int = UNLIMITED_DRAFT
 
 
-def joined(commits: Sequence[Commit]) -> list[Commit]:
-    """The same, with a session's that follow one another as one where no hints were wanted in between.
+def merge_commits(commits: Sequence[Commit]) -> list[Commit]:
+    """The same commits, with consecutive ones of a session merged while its drafting was paused.
 
-    A drafter that rests is told of many at once. What was verified and accepted is added up; log-probabilities, which
-    concern no drafter, are left out.
+    A drafter then handles one long commit instead of many. Verified and accepted counts are summed; log-probabilities,
+    which drafters do not read, are dropped.
     """
     last: dict[int, list[Commit]] = {}
     runs: list[list[Commit]] = []

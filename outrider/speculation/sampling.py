@@ -1,16 +1,16 @@
-"""How a token is drawn from logits: the rules, in NumPy, that both services follow.
+"""The sampling rules of both services, in plain NumPy.
 
-    logits -> penalties, bias -> what the grammar allows -> no stop token before min_tokens
-           -> / temperature -> top_k -> top_p (of what top_k left) -> min_p -> argmax(log p + noise)
+    logits -> penalties, bias -> grammar -> no stop token before min_tokens
+           -> / temperature -> top_k -> top_p (of the rest after top_k) -> min_p -> argmax(log p + noise)
 
-Penalties look at the token's own path, drafted tokens included: repetition_penalty at the prompt and what follows it,
-presence and frequency only at what follows it. For a token that occurs `count` times behind the prompt
+Penalties depend on the token's own path, draft tokens included: repetition_penalty on the whole path, presence and
+frequency penalties on the path after the prompt. For a token that occurs `count` times after the prompt
 
-    x -> x / repetition_penalty if x > 0 else x * repetition_penalty           if it occurs anywhere
+    x -> x / repetition_penalty if x > 0 else x * repetition_penalty           if it occurs anywhere in the path
     x -> x + (bias - frequency_penalty * count - presence_penalty * (count > 0))
 
-in float64, rounded to float32 once. min_tokens does not hold where a grammar allows nothing but stop tokens. At
-temperature 0 the token is the argmax and no noise is used. Ties go to the lowest token id.
+in float64, rounded once to float32. min_tokens is ignored where a grammar allows only stop tokens. At temperature 0 the
+token is the argmax, without noise. Ties go to the lowest token id.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ MAX_BIASED_TOKENS = 1024
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a session's tokens are drawn. Raises InvalidRequest if out of range.
+    """Sampling parameters of a session. Raises InvalidRequest if one is out of range.
 
     top_k 0, top_p 1, min_p 0, presence_penalty 0, frequency_penalty 0 and repetition_penalty 1 are off.
-    logit_bias: pairs of a token id and what is added to its logit
+    logit_bias: pairs of a token id and the bias of its logit
     """
 
     temperature: float = 1.0
@@ -82,7 +82,7 @@ class SamplingParams:
 
     @property
     def counts(self) -> bool:
-        """True if a token's logit depends on how often it occurs behind the prompt."""
+        """True if a token's logit depends on the number of its occurrences after the prompt."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
@@ -91,18 +91,18 @@ class SamplingParams:
         return self.counts or self.repetition_penalty != 1.0 or bool(self.logit_bias)
 
     def shift(self, bias: float, count: int) -> float:
-        """What is added to the logit of a token of this bias that occurs `count` times behind the prompt."""
+        """Sum added to the logit of a token with this bias and `count` occurrences after the prompt."""
         return bias - self.frequency_penalty * count - self.presence_penalty * (count > 0)
 
     @property
     def greedy(self) -> bool:
-        """True if tokens are the argmax and no noise is used."""
+        """True if tokens are the argmax, without noise."""
         return self.temperature < GREEDY_BELOW
 
 
 @dataclass(frozen=True)
 class StopConditions:
-    """When a session ends by itself; lengths count new tokens. Raises InvalidRequest if out of range."""
+    """When a session ends by itself; lengths in new tokens. Raises InvalidRequest if one is out of range."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -131,9 +131,9 @@ def log_softmax(logits: NDArray[np.floating]) -> NDArray[np.float64]:
 
 
 def logprobs(logits: NDArray[np.floating], tokens: NDArray[np.integer], first: int, top: int) -> Logprobs:
-    """What a session is told of tokens and the `top` likeliest ones. logits: [n, V], as the model gave them.
+    """Log-probabilities of tokens and of the `top` most likely ones. logits: [n, V], unchanged from the model.
 
-    tokens: [n]; first: absolute position of the first.
+    tokens: [n]; first: absolute position of the first token
     """
     log_p = log_softmax(logits).astype(np.float32)
     best = np.argsort(-log_p, axis=-1, kind="stable")[:, :top]
@@ -142,7 +142,7 @@ def logprobs(logits: NDArray[np.floating], tokens: NDArray[np.integer], first: i
 
 
 def filtered_log_probs(logits: NDArray[np.floating], params: SamplingParams) -> NDArray[np.float64]:
-    """Log-probabilities that tokens are drawn from, not normalised after filtering; removed tokens are -inf.
+    """Log-probabilities that tokens are sampled from, not normalised after filtering; removed tokens are -inf.
 
     logits: [V]; params must not be greedy. Returns [V] float64.
     """
@@ -151,10 +151,10 @@ def filtered_log_probs(logits: NDArray[np.floating], params: SamplingParams) -> 
     keep = np.ones(len(order), dtype=bool)  # in descending order of probability
     if params.top_k:
         keep[params.top_k :] = False
-    # Relative to the likeliest, so that no rounding of a norm decides how many of equals are kept.
+    # Relative to the most likely token, so that equal tokens are kept or removed together in spite of rounding.
     p = np.where(keep, np.exp(log_p[order] - log_p[order[0]]), 0.0)
     if params.top_p < 1.0:
-        before = np.cumsum(p) - p  # mass of the likelier tokens
+        before = np.cumsum(p) - p  # mass of the more likely tokens
         keep &= before < params.top_p * p.sum()
     if params.min_p > 0.0:
         keep &= p >= params.min_p * p[0]
@@ -182,7 +182,7 @@ def sample(
 ) -> int:
     """The token at an absolute position, given the logits of the token before it, after penalties and bias.
 
-    logits: [V]; allowed: [V], the tokens that may be drawn; all by default.
+    logits: [V]; allowed: [V], True for tokens that may be sampled; by default all.
     """
     if allowed is not None:
         logits = np.where(allowed, logits, -np.inf)

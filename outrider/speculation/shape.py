@@ -1,8 +1,8 @@
-"""The shape of explicit trees: three flags of SGLang, with its meaning, set together or not at all.
+"""The shape of explicit trees: three flags with SGLang's meaning, all set or none.
 
 --speculative-num-steps S           levels of the tree
---speculative-eagle-topk K          nodes of a level that are expanded, and children that each of them is given
---speculative-num-draft-tokens N    rows verified a session and step: the root and the N - 1 best of all candidates
+--speculative-eagle-topk K          expanded nodes per level, and children of each of them
+--speculative-num-draft-tokens N    tokens verified per session and step: the root and the N - 1 best candidates
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _STEPS, _TOPK, _ROWS = "--speculative-num-steps", "--speculative-eagle-topk", "-
 
 @dataclass(frozen=True)
 class TreeShape:
-    """An explicit tree. steps: levels; topk: breadth; rows: verified, the root included."""
+    """An explicit tree. steps: levels; topk: breadth; rows: verified tokens, the root included."""
 
     steps: int
     topk: int
@@ -24,16 +24,16 @@ class TreeShape:
 
     @property
     def candidates(self) -> int:
-        """Nodes that the best are chosen among."""
+        """Number of candidate nodes, of which the best are verified."""
         return self.topk + (self.steps - 1) * self.topk**2
 
     @property
     def expansions(self) -> int:
-        """Nodes that are expanded, the root aside."""
+        """Number of expanded nodes, without the root."""
         return (self.steps - 1) * self.topk
 
     def flags(self) -> dict[str, int]:
-        """The three flags, as configurations name them."""
+        """The three flags, by the names of configuration fields."""
         return {
             "speculative_num_steps": self.steps,
             "speculative_eagle_topk": self.topk,
@@ -42,9 +42,9 @@ class TreeShape:
 
 
 def explicit_shape(steps: int | None, topk: int | None, rows: int | None) -> TreeShape | None:
-    """The shape that the three flags name; None if none is set. A chain has as many rows as it needs, whatever is said.
+    """The shape that the three flags set; None if none is set. A chain (topk 1) has steps + 1 tokens for any `rows`.
 
-    Raises ConfigError if some are set and others not, or the tree cannot have so many nodes.
+    Raises ConfigError if only some flags are set, or if the tree has fewer candidates than `rows` - 1.
     """
     flags = {_STEPS: steps, _TOPK: topk, _ROWS: rows}
     missing = [flag for flag, value in flags.items() if value is None]
@@ -53,7 +53,7 @@ def explicit_shape(steps: int | None, topk: int | None, rows: int | None) -> Tre
     if missing:
         raise ConfigError(
             f"{' and '.join(sorted(flags.keys() - set(missing)))} fix the tree together with {' and '.join(missing)}; "
-            "set all three, or none for trees that adapt"
+            "set all three, or none for adaptive trees"
         )
     assert steps is not None
     assert topk is not None

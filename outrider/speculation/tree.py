@@ -1,7 +1,7 @@
-"""The speculation tree of one session: every hint known below the committed path.
+"""The draft tree of one session: all draft tokens below the committed path.
 
-Both sides keep one. The target merges proposals into its tree and verifies the best nodes; a drafter grows its own
-copy. A commit moves the root down and forgets the siblings, so what was drafted ahead is already the next proposal.
+Both services keep one. The target merges proposals into its tree and verifies the best nodes; a drafter grows its own
+copy. A commit moves the root down and drops the siblings; the nodes that remain are already the next proposal.
 
     committed path   t0 t1 ... t(n-1)          length n; t(n-1) is the root
     nodes                        └── a ── b     a node of depth d is the token at absolute position n - 1 + d
@@ -22,12 +22,12 @@ from outrider.speculation.proposal import Proposal, extend_hash, path_hashes
 
 ROOT = -1
 _DEAD = -2
-_LEAST_SCORE = -1e4  # of an edge; sums of it stay exact enough
+_MIN_LOG_SCORE = -1e4  # of an edge, so that sums along a path stay precise
 
 
 @dataclass(frozen=True)
 class TreeSlice:
-    """The nodes chosen for one verification step, parents before children.
+    """The nodes selected for one verification step, parents before children.
 
     tokens:  [N] uint32
     parents: [N] int32, index into this slice; ROOT is the root
@@ -44,7 +44,7 @@ class TreeSlice:
         return len(self.tokens)
 
     def head(self, count: int) -> TreeSlice:
-        """The first nodes; their parents are among them."""
+        """The first `count` nodes, which include their parents."""
         if count >= len(self):
             return self
         return TreeSlice(self.tokens[:count], self.parents[:count], self.depths[:count], self.path_scores[:count])
@@ -55,14 +55,14 @@ EMPTY_SLICE = TreeSlice(np.empty(0, np.uint32), _NO_NODES, _NO_NODES, np.empty(0
 
 
 class SpeculationTree:
-    """Nodes below the root, as parallel lists; index i is a node, ROOT the last committed token.
+    """Nodes below the root, as parallel lists; index i is a node, ROOT is the last committed token.
 
     token, parent: ints; hash: 64-bit path hash; log_score: of the edge, at most 0; path_score: sum of log_scores from
-    the root; depth: 1 for the root's children. Parents stand before their children.
+    the root; depth: 1 for the root's children. Parents precede their children.
     """
 
     def __init__(self, committed: NDArray[np.integer], capacity: int = 256) -> None:
-        """committed: [n] token ids, n >= 1. capacity: most nodes that are kept."""
+        """committed: [n] token ids, n >= 1. capacity: maximum number of nodes."""
         self.capacity = capacity
         self._hashes = np.empty(max(64, 2 * len(committed)) + 1, dtype=np.uint64)
         self._hashes[: len(committed) + 1] = path_hashes(committed)
@@ -70,7 +70,7 @@ class SpeculationTree:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all nodes."""
+        """Remove all nodes."""
         self.token: list[int] = []
         self.parent: list[int] = []
         self.hash: list[int] = []
@@ -94,11 +94,11 @@ class SpeculationTree:
         return self.root_hash if node == ROOT else self.hash[node]
 
     def children_of(self, node: int) -> list[int]:
-        """Children of a node, or of the root, in the order in which they came."""
+        """Children of a node, or of the root, in order of insertion."""
         return self.root_children if node == ROOT else self.children[node]
 
     def path_tokens(self, node: int) -> list[int]:
-        """Tokens from below the root down to the node, the node included."""
+        """Tokens of the path from the root to a node, without the root, with the node."""
         tokens = []
         while node != ROOT:
             tokens.append(self.token[node])
@@ -106,7 +106,7 @@ class SpeculationTree:
         return tokens[::-1]
 
     def add(self, parent: int, token: int, log_score: float) -> int | None:
-        """Add a child, or raise the score of the one that is there. Returns its index; None if the tree is full."""
+        """Add a child, or raise the score of an existing one. Returns its index; None if the tree is full."""
         path = extend_hash(self.hash_of(parent), token)
         node = self._index.get(path)
         if node is not None:
@@ -128,9 +128,9 @@ class SpeculationTree:
         return node
 
     def add_leaves(self, parent: int, tokens: Sequence[int], log_scores: Sequence[float]) -> range:
-        """Add children of a node that has none, as far as there is room. Scores above 0 count as 0.
+        """Add children to a node without any, up to the tree's capacity. Scores above 0 count as 0.
 
-        Returns their indices. Equal tokens must not be among them.
+        tokens: distinct. Returns the indices of the added nodes.
         """
         first = len(self.token)
         count = min(len(tokens), self.capacity - first)
@@ -159,19 +159,19 @@ class SpeculationTree:
             pending.extend(self.children[node])
 
     def merge(self, proposal: Proposal) -> int:
-        """Merge a proposal; late, repeated and foreign ones are harmless. Returns how many of its nodes are now known.
+        """Merge a proposal. Returns the number of its nodes that are in the tree now.
 
-        Nodes on the committed path are walked along; nodes beside it, and all of a proposal whose anchor is not known
-        here, are dropped.
+        Late, repeated and unknown proposals are harmless: nodes on the committed path are skipped; nodes beside it, and
+        proposals with an unknown anchor, are dropped.
         """
-        # A place is a node >= 0, or a committed length L as -L - 3, or _DEAD; the root's place is ROOT.
+        # A place is a node >= 0, a committed length L as -L - 3, ROOT for the root, or _DEAD for dropped nodes.
         anchor = self._find(proposal.anchor_length, proposal.anchor_hash)
         if anchor == _DEAD:
             return 0
         places: list[int] = []
         known = 0
-        # fmax and fmin take the number where the other is none.
-        scores = np.fmin(np.fmax(proposal.log_scores, _LEAST_SCORE), 0.0)
+        # fmax and fmin ignore NaN.
+        scores = np.fmin(np.fmax(proposal.log_scores, _MIN_LOG_SCORE), 0.0)
         columns = (proposal.tokens.tolist(), proposal.parents.tolist(), scores.tolist())
         for token, parent, log_score in zip(*columns, strict=True):
             place = anchor if parent < 0 else places[parent]
@@ -199,9 +199,9 @@ class SpeculationTree:
         return ROOT if length + 1 == self.length else -(length + 1) - 3
 
     def commit(self, tokens: NDArray[np.integer]) -> list[int]:
-        """Move the root down along committed tokens and forget what is no longer below it.
+        """Move the root down along committed tokens, and remove the nodes that are not below it.
 
-        tokens: [n]. Returns, for each surviving node in its new order, its old index.
+        tokens: [n]. Returns the old index of each remaining node, in the new order.
         """
         node: int | None = ROOT
         for token in tokens.tolist():
@@ -228,7 +228,7 @@ class SpeculationTree:
         return kept
 
     def retain(self, nodes: Sequence[int]) -> None:
-        """Forget all nodes but these, which are renumbered in their order: parents before children."""
+        """Remove all nodes but these, which are renumbered in the given order: parents before children."""
         self._rebuild(ROOT, nodes)
 
     def _rebuild(self, root: int, kept: Sequence[int]) -> None:
@@ -247,10 +247,11 @@ class SpeculationTree:
         least_score: float = -math.inf,
         admits: Callable[[int], bool] | None = None,
     ) -> TreeSlice:
-        """The most probable nodes that hang together, best first.
+        """The most probable nodes whose parents are selected, too, best first.
 
-        Limits are in nodes, levels, nodes a parent, and natural-log path probability. admits: tells of a node whose
-        parent was chosen whether it may be; all by default.
+        max_nodes, max_depth, max_children: limits in nodes, levels and nodes per parent. least_score: minimum
+        natural-log path probability. admits: returns False for nodes that must not be selected; called for nodes whose
+        parent is selected
         """
         if max_nodes <= 0 or not self.token:
             return EMPTY_SLICE

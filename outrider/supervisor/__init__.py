@@ -1,1 +1,1 @@
-"""`outrider serve`: the three processes on one machine, started together and kept alive."""
+"""`outrider serve` and its helpers: the supervisor of the three processes, health checks, the machine's facts."""

@@ -1,11 +1,11 @@
 """The life of `outrider serve`.
 
-1. refuse what can be seen to be wrong: ports in use, cores that are not there, a drafter without its model
-2. prepare the checkpoints: the first run converts or fetches them
-3. start target, draft and gateway, each on its cores, joined by private Unix domain sockets
-4. wait until all are healthy, say where the system is reached
-5. keep them alive until a signal comes, or one cannot even start
-6. stop them: the gateway first, so that no request is cut by a service that went away
+1. check the flags: ports in use, missing cores, a drafter without its model
+2. prepare the checkpoints: the first run downloads or converts them
+3. start target, draft service and gateway on their cores, connected by private Unix domain sockets
+4. wait until all are healthy, then show the system's addresses
+5. restart processes that end, until a signal arrives or a process cannot start
+6. stop them, the gateway first, so that no request loses its service
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError, EngineFault
 from outrider.placement.cores import CorePlan, choose_cores
 from outrider.placement.tree_shapes import draft_niceness, draft_tree, tree_shape
-from outrider.process.interpreter import python
 from outrider.process.ports import host_and_port, socket_folder, take_port
+from outrider.process.python_command import python_command
 from outrider.supervisor.display import Display, first_curl
-from outrider.supervisor.drafting import choose_drafters
-from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, stop_and_hurry, supervise
+from outrider.supervisor.drafter_choice import choose_drafters
+from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, stop_and_kill_events, supervise
 from outrider.telemetry import setup_logging
 
-_GLANCE = 0.5  # seconds between two looks at how far the processes are
+_POLL_SECONDS = 0.5  # between two updates of the start-up's progress
 
 
 @dataclass(frozen=True)
 class Processes:
-    """The configurations of the three processes; no draft without a drafter."""
+    """The configurations of the three processes. draft: None without a draft service."""
 
     target: TargetConfig
     draft: DraftConfig | None
@@ -56,7 +56,7 @@ class Processes:
 
 
 def serve(config: ServeConfig) -> int:
-    """Serve until a signal. Returns the exit code. Raises ConfigError and EngineFault for what cannot start."""
+    """Serve until a signal. Returns the exit code. Raises ConfigError or EngineFault if a process cannot start."""
     setup_logging("serve", config.log_level, config.log_format)
     config = choose_drafters(config)
     check_flags(config)
@@ -74,13 +74,13 @@ def serve(config: ServeConfig) -> int:
 
 
 def check_flags(config: ServeConfig) -> None:
-    """Refuse early what would fail late. Raises ConfigError."""
+    """Raise ConfigError for flags that would fail only after the models are loaded."""
     draft, gateway = config.draft, config.gateway
     own_model = draft.speculative_algorithm in MODEL_ALGORITHMS
     own_model = own_model and draft.speculative_algorithm not in BUILT_IN_ALGORITHMS
     if own_model and draft.speculative_draft_model_path is None:
         raise ConfigError(
-            f"{draft.speculative_algorithm} drafts with a model of its own; name it with --speculative-draft-model-path"
+            f"{draft.speculative_algorithm} needs a draft model; name one with --speculative-draft-model-path"
         )
     tree_shape(config.shared, draft.speculative_algorithm)
     gateway.server_tls()
@@ -90,34 +90,34 @@ def check_flags(config: ServeConfig) -> None:
 
 
 def prepare_models(config: ServeConfig, display: Display) -> None:
-    """Fetch and convert what the services will load, with progress shown by whoever does it. Raises ConfigError."""
+    """Download and convert the models of the services. Raises ConfigError."""
     target, draft = config.target.model_path, config.draft.speculative_draft_model_path
     display.line(f"preparing {checkpoint.display_name(target)}")
     folder = checkpoint.resolve(target)
     if config.draft.speculative_algorithm in MODEL_ALGORITHMS and draft is not None and draft != target:
         display.line(f"preparing {checkpoint.display_name(draft)}")
         other = checkpoint.resolve(draft, torch_files=True)
-        if config.draft.speculative_algorithm == "STANDALONE":  # others have the target's tokens
+        if config.draft.speculative_algorithm == "STANDALONE":  # other drafters use the target's tokens
             check_same(of_checkpoint(other, draft), of_checkpoint(folder, target))
 
 
 def draft_quantization(config: ServeConfig) -> str | None:
-    """As in SGLang, a draft's weights are as narrow as the target's unless it is said; here not below 8 bits."""
-    said, target = config.draft.speculative_draft_model_quantization, config.target.quantization
-    if said is not None or target is None or config.draft.speculative_algorithm not in MODEL_ALGORITHMS:
-        return said
+    """Quantization of the draft model: by default that of the target, as in SGLang, but at least 8 bits."""
+    chosen, target = config.draft.speculative_draft_model_quantization, config.target.quantization
+    if chosen is not None or target is None or config.draft.speculative_algorithm not in MODEL_ALGORITHMS:
+        return chosen
     return "int8" if target == "int4" else target
 
 
 def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
-    """The three configurations. runtime: a private folder for sockets."""
+    """The configurations of the three processes. runtime: a private folder for sockets."""
     shared = asdict(config.shared)
-    told = {name: getattr(config, name) for name in ("log_level", "log_format", "otlp_traces_endpoint")}
+    observed = {name: getattr(config, name) for name in ("log_level", "log_format", "otlp_traces_endpoint")}
     flags, algorithm = config.shared, config.draft.speculative_algorithm
     shape = tree_shape(flags, algorithm)
     target = TargetConfig(
         **asdict(config.target), **(shared if shape is None else shared | {"speculative_num_draft_tokens": shape.rows}),
-        **told, cores=format_cores(cores.target),
+        **observed, cores=format_cores(cores.target),
         listen=config.listen_target or f"unix:{runtime}/target.sock",
     )  # fmt: skip
     draft = None
@@ -126,14 +126,14 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
         if shape is None and (suited := draft_tree(flags, algorithm, cores)) is not None:
             shared |= suited.flags()
         draft = DraftConfig(
-            **own, **shared, **told, cores=format_cores(cores.draft),
+            **own, **shared, **observed, cores=format_cores(cores.draft),
             niceness=draft_niceness(flags, algorithm, cores),
             network_cores=format_cores(cores.network) if cores.shared else None,
             model_path=config.target.model_path if _draft_reads_target(config.draft) else None,
             listen=config.listen_draft or f"unix:{runtime}/draft.sock",
         )  # fmt: skip
     gateway = GatewayConfig(
-        **asdict(config.gateway), **told, cores=format_cores(cores.gateway),
+        **asdict(config.gateway), **observed, cores=format_cores(cores.gateway),
         target=(target.listen,), draft=(draft.listen,) if draft else (),
         health_listen=f"unix:{runtime}/gateway.sock" if config.gateway.ssl_certfile else None,
     )  # fmt: skip
@@ -141,16 +141,16 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
 
 
 def _draft_reads_target(draft: DraftOptions) -> bool:
-    """True if the drafter takes something out of the target's checkpoint: weights, or the tokenizer for a corpus."""
+    """True if the drafter reads the target's checkpoint: weights, or the tokenizer for a corpus."""
     fed = draft.speculative_algorithm in FED_ALGORITHMS
     return fed or draft.speculative_ngram_external_corpus_path is not None
 
 
 def make_children(processes: Processes, display: Display) -> list[Child]:
-    """The children, not started, the gateway last."""
+    """The child processes, not started yet, the gateway last."""
 
     def child(name: str, config: ProcessConfig, address: str) -> Child:
-        return Child(name, python("-um", "outrider", name, *to_argv(config)), address, display.line)
+        return Child(name, python_command("-um", "outrider", name, *to_argv(config)), address, display.line)
 
     children = [child("target", processes.target, processes.target.listen)]
     if processes.draft is not None:
@@ -161,40 +161,40 @@ def make_children(processes: Processes, display: Display) -> list[Child]:
 
 
 def base_url(gateway: GatewayConfig) -> str:
-    """URL at which this machine reaches the gateway."""
+    """URL of the gateway on this machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(gateway.host, gateway.host)
     scheme = "https" if gateway.ssl_certfile else "http"
     return f"{scheme}://{host_and_port(host, gateway.port)}"
 
 
 async def _run(processes: Processes, display: Display) -> int:
-    stop, hurry = stop_and_hurry(display.close)
+    stop, kill = stop_and_kill_events(display.close)
     children = make_children(processes, display)
-    loser = await supervise(children, _announce(processes, children, display), stop, hurry)
-    if loser is None:
+    failed = await supervise(children, _announce(processes, children, display), stop, kill)
+    if failed is None:
         return 0
-    message = f"the {loser.name} process does not start: {loser.reason}"
-    raise ConfigError(message) if loser.gave_up == EXIT_MISCONFIGURED else EngineFault(message)
+    message = f"the {failed.name} process does not start: {failed.reason}"
+    raise ConfigError(message) if failed.gave_up == EXIT_MISCONFIGURED else EngineFault(message)
 
 
 async def _announce(processes: Processes, children: Sequence[Child], display: Display) -> None:
-    """Wait until all are ready, then say so."""
+    """Show the progress of the start-up until all processes are ready, then the system's addresses."""
     waiting = {asyncio.create_task(child.wait_ready()) for child in children}
     while waiting:
         display.starting({child.name: None if child.ready else child.progress for child in children})
-        done, waiting = await asyncio.wait(waiting, timeout=_GLANCE, return_when=asyncio.FIRST_COMPLETED)
+        done, waiting = await asyncio.wait(waiting, timeout=_POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
-    display.ready(_facts(processes), first_curl(base_url(processes.gateway)))
+    display.ready(summary(processes), first_curl(base_url(processes.gateway)))
 
 
-def _facts(processes: Processes) -> list[tuple[str, str]]:
-    """What a user wants to know first."""
+def summary(processes: Processes) -> list[tuple[str, str]]:
+    """Addresses, model, drafter and cores of the system, as names and values."""
     target, draft, gateway = processes.target, processes.draft, processes.gateway
-    itself = "none" if target.self_draft == "off" else "the target itself, where it can and that pays"
-    drafter: str = draft.speculative_algorithm if draft else itself
+    alone = "none" if target.self_speculation == "off" else "self-speculation in the target, where it is faster"
+    drafter: str = draft.speculative_algorithm if draft else alone
     if draft is not None and draft.speculative_draft_model_path == str(DEFAULT_HEAD):
-        drafter += ", the head that comes along"
+        drafter += ", the bundled head"
     elif draft is not None and draft.speculative_draft_model_path is not None:
         drafter += f" {checkpoint.display_name(draft.speculative_draft_model_path)}"
     cores = f"target {target.cores}, draft {draft.cores if draft else '-'}, gateway {gateway.cores}"

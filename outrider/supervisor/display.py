@@ -1,4 +1,4 @@
-"""What a user sees while the processes start, and once they are ready."""
+"""Terminal output of `outrider serve`: progress of the start-up, then the system's addresses."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from rich.panel import Panel
 from rich.status import Status
 from rich.table import Table
 
-from outrider.telemetry import say
+from outrider.telemetry import write_line
 
 
 class Display:
-    """A status line on a terminal; plain lines elsewhere. Goes to standard error, like the logs."""
+    """A status line on a terminal, plain lines elsewhere. Written to standard error, like the logs."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False)
         self._status: Status | None = None
         self._start = time.monotonic()
-        self._said = ""
+        self._last_text = ""
 
     def line(self, text: str) -> None:
-        """Pass on a line that a process wrote, as it is."""
+        """Write a line of a process's output unchanged."""
         if self._status is None:
-            say(text)
+            write_line(text)
         else:
             self.console.out(text, highlight=False)
 
     def progress(self, text: str) -> None:
-        """Say what is being waited for."""
+        """Show what the start-up waits for."""
         if not self.console.is_terminal:
             self.line(text)
             return
@@ -41,15 +41,15 @@ class Display:
         self._status.update(text)
 
     def starting(self, states: Mapping[str, str | None]) -> None:
-        """Say which processes are ready (None), and how far the others are. Says nothing twice."""
+        """Show the state of each process: None if it is ready, else its progress. Unchanged states are not repeated."""
         words = {name: "ready" if state is None else state or "…" for name, state in states.items()}
         text = "starting: " + ", ".join(f"{name} {state}" for name, state in words.items())
-        if text != self._said:
-            self._said = text
+        if text != self._last_text:
+            self._last_text = text
             self.progress(text)
 
     def ready(self, facts: Sequence[tuple[str, str]], curl: str) -> None:
-        """Take the status line away and show where the system is reached."""
+        """Replace the status line by facts about the ready system and a first command."""
         self.close()
         table = Table.grid(padding=(0, 2))
         for name, value in facts:
@@ -63,13 +63,13 @@ class Display:
         self.line(f"\nTry:\n  {curl}\n\nCtrl-C ends it.")
 
     def close(self) -> None:
-        """Take the status line away."""
+        """Remove the status line."""
         if self._status is not None:
             self._status.stop()
             self._status = None
 
 
 def first_curl(url: str) -> str:
-    """A command that asks the first question."""
+    """A shell command that sends a first request."""
     body = '{"model": "default", "messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
     return shlex.join(["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body])

@@ -1,4 +1,4 @@
-"""What this machine has: versions, devices, cores, caches, models."""
+"""`outrider doctor`: versions, devices, cores, caches and models of this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKAGES = {
     "target": ("torch", "transformers"),
 }
 _LARGE = ("torch", "transformers", "jax")
-# Asked in processes of their own: importing both libraries takes seconds and would reserve memory of the devices.
+# Run in child processes: importing both libraries takes seconds and would reserve device memory.
 _DEVICES = {
     "torch": "import torch; n = torch.cuda.device_count(); "
     "print(', '.join(torch.cuda.get_device_name(i) for i in range(n)) or 'cpu')",
@@ -33,7 +33,7 @@ _DEVICES = {
 
 
 def report() -> list[tuple[str, str]]:
-    """Versions, devices, cores, caches and models of this machine, as names and facts."""
+    """Versions, devices, cores, caches and models of this machine, as names and values."""
     facts = [("outrider", f"{__version__}, Python {platform.python_version()}, {platform.platform()}")]
     for part, packages in _PACKAGES.items():
         facts.append((part, ", ".join(f"{name} {_version(name)}" for name in packages)))
@@ -57,7 +57,7 @@ def _version(package: str) -> str:
 
 
 def _compiled() -> str:
-    """Whether Python keeps what it compiles of the largest libraries, or has to do it again at each start."""
+    """Whether Python caches the compiled modules of the largest libraries, or compiles them again at each start."""
     specs = [spec for name in _LARGE if (spec := importlib.util.find_spec(name)) and spec.origin]
     files = [Path(importlib.util.cache_from_source(str(spec.origin))) for spec in specs]
     lacking = [spec.name for spec, file in zip(specs, files, strict=True) if not file.exists()]
@@ -67,7 +67,7 @@ def _compiled() -> str:
     if not sys.dont_write_bytecode and all(os.access(folder, os.W_OK) for folder in folders):
         return f"{', '.join(lacking)}: when first imported"
     why = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else "its folder cannot be written to"
-    return f"{', '.join(lacking)}: at every start, for seconds, as {why}; python -m compileall does it once for all"
+    return f"{', '.join(lacking)}: at every start, for seconds, because {why}; run python -m compileall once"
 
 
 def _answer(question: str) -> str:

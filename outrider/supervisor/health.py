@@ -1,4 +1,4 @@
-"""Is a service up, and if not, how far is it? gRPC health of an address, or HTTP /health of a URL."""
+"""Health checks: gRPC health of an address, or HTTP /health of a URL."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from outrider.transport.rpc import PROGRESS
 async def is_healthy(
     address: str,
     seconds: float = 2.0,
-    tell: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[str], None] = lambda _: None,
     tls: ClientTls | None = None,
 ) -> bool:
-    """True if the service serves. address: "host:port", "unix:/path" or "http(s)://host:port". seconds: to wait.
+    """True if a service is healthy.
 
-    tell: called with how far a start-up is, in words, if the service says so. tls: for gRPC, and for https, which
-    without it trusts what the system does
+    address: "host:port" or "unix:/path" of a gRPC service, or "http(s)://host:port". seconds: maximum wait.
+    on_progress: called with the progress of the start-up, as text, if the service reports it. tls: for gRPC and https;
+    https without it uses the system's authorities
     """
     if address.startswith(("http://", "https://")):
         return await asyncio.to_thread(_http_health, address, seconds, tls)
@@ -33,18 +34,18 @@ async def is_healthy(
             answer = await call
             for name, value in await call.trailing_metadata():
                 if name == PROGRESS:
-                    tell(str(value))
+                    on_progress(str(value))
         except grpc.aio.AioRpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def _http_health(base_url: str, timeout: float, tls: ClientTls | None) -> bool:
-    # Straight to the service: a proxy of the environment has no business between two local processes.
+    # No proxy of the environment: both processes are local.
     https = urllib.request.HTTPSHandler(context=None if tls is None else tls.context())
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
     try:
         with opener.open(base_url.rstrip("/") + "/health", timeout=timeout) as answer:
             return bool(answer.status == 200)
-    except (OSError, http.client.HTTPException):  # such as a port that speaks something else
+    except (OSError, http.client.HTTPException):  # for example, the port has another protocol
         return False

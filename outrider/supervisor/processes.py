@@ -1,10 +1,11 @@
-"""Child processes that are kept alive.
+"""Child processes that are restarted when they end.
 
-start ──► wait for its end ──► code 2 in its first life, or before it ever was ready? ──yes──► refused: everything ends
+start ──► wait for its end ──► code 2 in the first run, or before it was ever ready? ──yes──► give up: everything ends
   ▲                                         │ no
-  └───────── wait, twice as long as before ─┘        (the first wait again after a life of 30 s)
+  └───── wait twice as long as last time ───┘        (back to the first wait after a run of 30 s)
 
-A process may be ready before it knows that it cannot go on, as a gateway is that meets a draft of another vocabulary.
+A process can be ready before it finds a wrong configuration: a gateway that meets a draft service of another
+vocabulary.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from outrider.process.leash import leashed
+from outrider.process.parent_death import tied_to_parent
 from outrider.supervisor.health import is_healthy
 
 log = logging.getLogger(__name__)
 
 EXIT_MISCONFIGURED = 2
 MAX_FAILED_STARTS = 5
-GRACE_SECONDS = 10.0  # for a process to end by itself
+GRACE_SECONDS = 10.0  # for a process to end after SIGTERM
 POLL_SECONDS = 0.1
-_LONGEST_LINE = 1 << 20  # bytes; longer ones are dropped
-_ERROR = re.compile(r"(outrider: )?error: ")  # how processes of ours begin the line that says why they end
+_MAX_LINE_BYTES = 1 << 20  # longer lines are dropped
+_ERROR = re.compile(r"(outrider: )?error: ")  # beginning of the line in which a process of Outrider reports its error
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Backoff:
     reset_after: float = 30.0
 
     def waits(self) -> Iterator[float]:
-        """Each twice the one before, up to the longest."""
+        """Waits that double up to the longest."""
         wait = self.first
         while True:
             yield wait
@@ -50,29 +51,29 @@ class Backoff:
 
 
 @contextlib.asynccontextmanager
-async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
-    """A pipe for what a process writes: where to read it, and the descriptor to write to, which the caller closes.
+async def _output_pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
+    """A pipe for a process's output: its reader, and the descriptor of its writing end, which the caller closes.
 
-    With a pipe that asyncio makes, a process has not ended for it before all have who hold that pipe.
+    With asyncio's own pipes, a process counts as ended only after all processes that hold the pipe have ended.
     """
-    end, entrance = os.pipe()
-    output = asyncio.StreamReader(_LONGEST_LINE)
+    reading_end, writing_end = os.pipe()
+    output = asyncio.StreamReader(_MAX_LINE_BYTES)
     reading, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(output), os.fdopen(end, "rb", 0)
+        lambda: asyncio.StreamReaderProtocol(output), os.fdopen(reading_end, "rb", 0)
     )
     try:
-        yield output, entrance
+        yield output, writing_end
     finally:
         reading.close()
 
 
 @dataclass(eq=False)
 class Child:
-    """One process by name, started again whenever it dies.
+    """A named process that is restarted whenever it ends.
 
-    address: where its health is asked. on_line: called with every line that it writes, without the line's end.
-    extra_grace: seconds that it gets to end by itself beyond those of all. reason: why its last life ended, in its own
-    words: the error that it named, or else its last line
+    address: for health checks. on_line: called with every line of its output, without the line end. extra_grace:
+    seconds beyond GRACE_SECONDS that it has to end. reason: why it ended last: the error that it reported, else its
+    last line
     """
 
     name: str
@@ -90,32 +91,33 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Id of the process that runs at present."""
+        """Id of the running process; None if none runs."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def keep_alive(self) -> None:
-        """Start it, again and again, until it is told to end, or gives up: `gave_up` then is its exit code."""
+        """Start and restart the process until `end` is called, or until it gives up: `gave_up` is then its exit
+        code."""
         waits = self.backoff.waits()
-        for life in itertools.count(1):
+        for attempt in itertools.count(1):
             started = time.monotonic()
-            code = await self._live()
+            code = await self._run_once()
             if self._ending.is_set():
                 return
-            refused = code == EXIT_MISCONFIGURED and (life == 1 or not self.ready)
-            if refused or (life == MAX_FAILED_STARTS and not self.ready):
+            refused = code == EXIT_MISCONFIGURED and (attempt == 1 or not self.ready)
+            if refused or (attempt == MAX_FAILED_STARTS and not self.ready):
                 self.gave_up = code
                 return
             if time.monotonic() - started >= self.backoff.reset_after:
                 waits = self.backoff.waits()
             wait = next(waits)
-            log.warning("the %s process ended with code %d; it starts again in %.1f s", self.name, code, wait)
+            log.warning("the %s process ended with code %d, restarting it in %.1f s", self.name, code, wait)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), wait)
                 return
 
     async def wait_ready(self) -> None:
-        """Return once its health was good."""
-        while self.pid is None or not await is_healthy(self.address, tell=self._note):  # noqa: ASYNC110 - it does not call
+        """Return once a health check has succeeded."""
+        while self.pid is None or not await is_healthy(self.address, on_progress=self._note):  # noqa: ASYNC110 - by polling
             await asyncio.sleep(POLL_SECONDS)
         self.ready = True
 
@@ -123,28 +125,28 @@ class Child:
         self.progress = progress
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Send it a signal; it is not started again."""
+        """Send the process a signal and do not restart it."""
         self._ending.set()
         if self.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    async def _live(self) -> int:
-        """One life, from start to end. Returns the exit code, negative for a signal."""
-        async with _pipe() as (output, entrance):
+    async def _run_once(self) -> int:
+        """Run the process from start to end. Returns the exit code, negative for a signal."""
+        async with _output_pipe() as (output, writing_end):
             try:
-                # A session of its own, so that Ctrl-C reaches the supervisor alone, which ends the processes in order.
+                # In a session of its own, so that Ctrl-C reaches only the supervisor, which stops processes in order.
                 self._process = process = await asyncio.create_subprocess_exec(
-                    *leashed(self.command), stdin=asyncio.subprocess.DEVNULL, stdout=entrance,
+                    *tied_to_parent(self.command), stdin=asyncio.subprocess.DEVNULL, stdout=writing_end,
                     stderr=asyncio.subprocess.STDOUT, start_new_session=True,
                 )  # fmt: skip
             finally:
-                os.close(entrance)
-            if self._ending.is_set():  # while it was being started
+                os.close(writing_end)
+            if self._ending.is_set():  # set while the process was starting
                 self.end()
             relay = asyncio.create_task(self._relay(output))
             code = await process.wait()
-            # What it started may hold the pipe open, so the pipe's end is waited for a moment only.
+            # Its own children may hold the pipe open, so wait only a moment for the end of the output.
             await asyncio.wait([relay], timeout=1.0)
             relay.cancel()
             return code
@@ -160,47 +162,47 @@ class Child:
                 return
             line = raw.decode(errors="replace").rstrip()
             if line:
-                # Behind its error, libraries may still complain of the end that it brings.
+                # After the process's error, libraries may still write lines about the shutdown.
                 error = _ERROR.match(line)
                 if error is not None or not named:
                     self.reason, named = line[error.end() :] if error else line, error is not None
-                with contextlib.suppress(OSError):  # a full disk: the line is lost, the child need not wait for ever
+                with contextlib.suppress(OSError):  # a full disk: drop the line rather than block the child
                     self.on_line(line)
 
 
-def stop_and_hurry(tell: Callable[[], None] = lambda: None) -> tuple[asyncio.Event, asyncio.Event]:
-    """What SIGINT, SIGTERM and SIGHUP set: the first one an event to stop, a second one another to hurry.
+def stop_and_kill_events(on_signal: Callable[[], None] = lambda: None) -> tuple[asyncio.Event, asyncio.Event]:
+    """Two events for SIGINT, SIGTERM and SIGHUP: the first signal sets `stop`, a second one `kill`.
 
-    SIGHUP, as a terminal sends that is closed, is ignored where it was before, by `nohup`.
+    SIGHUP, which a closing terminal sends, stays ignored under `nohup`.
 
-    tell: called each time
+    on_signal: called at each signal
     """
-    stop, hurry = asyncio.Event(), asyncio.Event()
+    stop, kill = asyncio.Event(), asyncio.Event()
 
-    def on_signal() -> None:
+    def handle() -> None:
         if stop.is_set():
-            hurry.set()
+            kill.set()
         stop.set()
-        tell()
+        on_signal()
 
     hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
     for number in (signal.SIGINT, signal.SIGTERM, *hangup):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    return stop, hurry
+        asyncio.get_running_loop().add_signal_handler(number, handle)
+    return stop, kill
 
 
 async def supervise(
     children: Sequence[Child],
     starting: Coroutine[None, None, None],
     stop: asyncio.Event,
-    hurry: asyncio.Event,
+    kill: asyncio.Event,
     *,
     together: bool = False,
 ) -> Child | None:
-    """Run children until `stop`, or until one gives up, which is then returned.
+    """Run children until `stop` is set, or until a child gives up. Returns the child that gave up, or None.
 
-    starting: runs beside them and may return at any time. hurry: kills what does not end at once. The last child is
-    ended first, then the others together; or all together.
+    starting: runs beside them and may return at any time. kill: when set, children that still run are killed.
+    together: stop all children at once; by default the last one stops first, then the others.
     """
     lives = {child: asyncio.create_task(child.keep_alive()) for child in children}
     start = asyncio.create_task(starting)
@@ -216,24 +218,24 @@ async def supervise(
         stopping.cancel()
         for group in (children,) if together else (children[-1:], children[:-1]):
             grace = GRACE_SECONDS + max((child.extra_grace for child in group), default=0.0)
-            await _end({child: lives[child] for child in group}, grace, hurry)
+            await _end({child: lives[child] for child in group}, grace, kill)
     for life in lives.values():
         life.result()
     return next((child for child in children if child.gave_up is not None), None)
 
 
-async def _end(lives: Mapping[Child, asyncio.Task[None]], grace: float, hurry: asyncio.Event) -> None:
-    """Ask children to end; kill what is left after `grace` seconds, or as soon as `hurry` is set."""
+async def _end(lives: Mapping[Child, asyncio.Task[None]], grace: float, kill: asyncio.Event) -> None:
+    """Send children SIGTERM; kill those that run after `grace` seconds, or as soon as `kill` is set."""
     if not lives:
         return
     for child in lives:
         child.end()
     ended = asyncio.create_task(asyncio.wait(lives.values()))
-    hurried = asyncio.create_task(hurry.wait())
-    await asyncio.wait([ended, hurried], timeout=grace, return_when=asyncio.FIRST_COMPLETED)
-    hurried.cancel()
+    killing = asyncio.create_task(kill.wait())
+    await asyncio.wait([ended, killing], timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+    killing.cancel()
     for child in lives:
         if child.pid is not None:
-            log.warning("the %s process (%d) did not end when it was asked to; it is killed", child.name, child.pid)
+            log.warning("killing the %s process (%d), which did not end after SIGTERM", child.name, child.pid)
             child.end(signal.SIGKILL)
     await ended

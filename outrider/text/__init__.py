@@ -1,1 +1,1 @@
-"""Prompts as a model expects them: chat template and tokenizer."""
+"""A model's text side, from the files of its checkpoint: tokenizer, special tokens and chat templates."""

@@ -1,4 +1,4 @@
-"""The special tokens of a tokenizer by the names that templates know them by, such as bos_token."""
+"""Special tokens of a tokenizer, by the names that chat templates use, such as bos_token."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_OWN = ("extra_special_tokens", "model_specific_special_tokens")  # names that one model alone has
+_OWN = ("extra_special_tokens", "model_specific_special_tokens")  # names of a single model
 
 
 def special_tokens(settings: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, str]:
-    """What `transformers` finds in tokenizer_config.json and, where that does not list added tokens, beside it.
+    """The special tokens that `transformers` finds: in tokenizer_config.json and, if that lists no added tokens, beside
+    it.
 
-    beside: special_tokens_map.json, in which older checkpoints have them; empty if there is none
+    beside: special_tokens_map.json of older checkpoints; empty without one
     """
     found: dict[str, Any] = {}
     for source in (settings,) if "added_tokens_decoder" in settings else (settings, beside):
@@ -25,6 +26,6 @@ def special_tokens(settings: Mapping[str, Any], beside: Mapping[str, Any]) -> di
 
 
 def _content(token: Any) -> str | None:
-    """A special token stands as text or as an object with its content."""
+    """The text of a special token, which is a string or an object with its content."""
     content = token.get("content") if isinstance(token, Mapping) else token
     return content if isinstance(content, str) else None

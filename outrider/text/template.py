@@ -1,4 +1,4 @@
-"""Chat templates: Jinja in a sandbox, with the extras that published templates use."""
+"""Chat templates: Jinja in a sandbox, with the extensions that published templates use."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from outrider.errors import ConfigError, InvalidRequest
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant said, for training; here it is rendered as it stands."""
+    """`{% generation %}`, which marks the assistant's text for training; its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The block's body."""
+        """Parse the block's body."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
-    """Renders conversations as the model was trained on them."""
+    """Renders conversations in the format that the model was trained on."""
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str], with_tools: str | None = None) -> None:
-        """source: None if the model has no template. special_tokens: such as bos_token. Raises ConfigError.
+        """source: the template, None without one. special_tokens: by name, such as bos_token. Raises ConfigError.
 
-        with_tools: a template of its own for conversations with tools, if the model has one
+        with_tools: a separate template for conversations with tools, or None
         """
         self.source, self.with_tools = source, with_tools or source
         self._special_tokens = special_tokens
@@ -52,29 +52,29 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False, **options: Any
     ) -> str:
-        """The prompt of a conversation, ending where the assistant speaks. Raises InvalidRequest.
+        """The prompt of a conversation, up to the assistant's next message. Raises InvalidRequest.
 
-        continue_final_message: it ends with the last message's text, which the answer goes on from
+        continue_final_message: end the prompt with the last message's text, which the answer continues
         """
         template = self._with_tools if options.get("tools") else self._template
         if template is None:
             raise InvalidRequest("the model has no chat template; use /v1/completions", param="messages")
-        # Published templates ask `tools is not none`, which an undefined name would answer wrongly.
+        # Published templates test `tools is not none`, which is true for an undefined name.
         defaults = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special_tokens}
         try:
             text = template.render(**(defaults | options | {"messages": messages}))
-        except Exception as error:  # templates are programs, and fail as programs do
+        except Exception as error:  # templates are programs and raise errors of any type
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
         return _until_end_of(messages[-1]["content"], text) if continue_final_message else text
 
 
 def _until_end_of(content: str, text: str) -> str:
-    """The text up to the end of what the last message says; many templates strip it. Raises InvalidRequest."""
+    """The text up to the end of the last message's content, which many templates strip. Raises InvalidRequest."""
     for wanted in (content, content.strip()):
         if wanted and (place := text.rfind(wanted)) >= 0:
             return text[: place + len(wanted)]
     raise InvalidRequest(
-        "the chat template leaves nothing of the last message to go on from", param="continue_final_message"
+        "the chat template drops the last message, so it cannot be continued", param="continue_final_message"
     )
 
 
@@ -85,7 +85,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers has it, whose order of arguments is this one."""
+    """The filter `tojson` with the arguments of transformers, in their order."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""A model's tokenizer, rebuilt from the files of its checkpoint."""
+"""A model's tokenizer, from the files of its checkpoint."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from outrider.text.special import special_tokens
 from outrider.text.template import ChatTemplate
 
 TEMPLATES = "additional_chat_templates/"
-"""Folder of a checkpoint with chat templates beside chat_template.jinja, one a file that its name names."""
+"""Folder of a checkpoint with further chat templates, one named file for each."""
 
-LONG_TEXT = 4096  # characters, or tokens, from which on the way from one to the other takes long
+LONG_TEXT = 4096  # characters or tokens above which encoding or decoding takes long
 
 
 class Tokenizer:
-    """Text to tokens and back, and the chat template."""
+    """Encodes and decodes text, and renders conversations."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        """files: content by path in the checkpoint's folder; tokenizer.json is needed. Raises ConfigError."""
+        """files: content by path in the checkpoint's folder, at least tokenizer.json. Raises ConfigError."""
         if "tokenizer.json" not in files:
             raise ConfigError("the target's checkpoint has no tokenizer.json; save its tokenizer in that format")
         self.content = load_settings(files, "tokenizer.json")
         settings = load_settings(files, "tokenizer_config.json")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
-        except Exception as error:  # the library raises bare Exceptions
+        except Exception as error:  # the library raises plain Exception
             raise ConfigError(f"the target's tokenizer.json cannot be read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -41,9 +41,9 @@ class Tokenizer:
         self.template = ChatTemplate(sources.get("default"), special, sources.get("tool_use"))
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Tokens of a raw prompt, with a begin token if the tokenizer puts one before texts, but never two.
+        """Tokens of a raw prompt, with one begin token if the tokenizer adds one, never two.
 
-        special: False adds no token of its own
+        special: False adds no special tokens
         """
         if not special:
             return self.encode_rendered(text)
@@ -55,11 +55,11 @@ class Tokenizer:
         return tokens[1:] if tokens[:2] == [self._begin, self._begin] else tokens
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Tokens of text that a template made, or of a part of it."""
+        """Tokens of text from a chat template, or of a part of it."""
         return self._ids(text, special=False)
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
-        # Other threads go on while the library tokenizes batches, and stand still while it tokenizes a text by itself.
+        # The library releases Python's global lock for a batch, but not for a single text.
         if len(text) >= LONG_TEXT:
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
         else:
@@ -75,16 +75,16 @@ class Tokenizer:
         return tokens
 
     def decode(self, tokens: Sequence[int], *, verbatim: bool = False) -> str:
-        """The text of tokens, without special ones. verbatim: with them."""
+        """The text of tokens. verbatim: include special tokens."""
         ids = list(tokens)
-        if len(ids) >= LONG_TEXT:  # as in _ids
+        if len(ids) >= LONG_TEXT:  # see _ids
             (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=not verbatim)
             return str(text)
         return str(self._tokenizer.decode(ids, skip_special_tokens=not verbatim))
 
 
 def load_settings(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """A file's JSON object; empty if there is no such file. Raises ConfigError."""
+    """The JSON object in a file; empty without the file. Raises ConfigError."""
     try:
         content = json.loads(files.get(name, b"{}"))
     except ValueError as error:
@@ -95,7 +95,7 @@ def load_settings(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _template_sources(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name: one for all conversations is "default", and "tool_use" is for those with tools."""
+    """Chat templates by name: "default" for all conversations, "tool_use" for those with tools."""
     paths = {"default": "chat_template.jinja"} | {
         path.removeprefix(TEMPLATES).removesuffix(".jinja"): path for path in files if path.startswith(TEMPLATES)
     }
@@ -103,7 +103,7 @@ def _template_sources(files: Mapping[str, bytes], settings: Mapping[str, Any]) -
     if "default" in found:
         return found
     source = settings.get("chat_template")
-    if source is None:  # of models that see images too, beside their processor
+    if source is None:  # multimodal models have it beside their processor
         source = load_settings(files, "chat_template.json").get("chat_template")
     if isinstance(source, list):
         return {entry["name"]: entry["template"] for entry in source} | found

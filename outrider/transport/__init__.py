@@ -1,1 +1,1 @@
-"""Bidirectional streams: the gRPC server, streams over a Unix socket, outgoing queues."""
+"""Bidirectional streams between processes: the gRPC server, streams over Unix sockets, and unsent output."""

@@ -1,4 +1,4 @@
-"""What an engine's streams have yet to say, and to which of them a step's output goes."""
+"""Unsent output of an engine's streams, and the routing of a step's output to them."""
 
 from __future__ import annotations
 
@@ -13,54 +13,59 @@ from outrider.speculation.proposal import Commit, FinishReason
 
 log = logging.getLogger(__name__)
 
-_TOLD_BYTES = 16 << 20  # of log-probabilities in a frame with more than one commit: frames have a bound
+_MAX_LOGPROB_BYTES = 16 << 20  # of log-probabilities in a frame with several commits: the size of a frame is limited
 
 
 class Outbox:
-    """What a stream has yet to say: a frame for each label of the weights that it was computed with."""
+    """Unsent output of a stream: one frame for each version of the weights."""
 
     def __init__(self, ready: Callable[[], None]) -> None:
-        """ready: called whenever there is something to take."""
+        """ready: called whenever there is output to take."""
         self._frames = deque([StepOutput()])
-        self._features: list[FeatureBlock] = []  # they go behind all commits
-        self._backlog = 0  # bytes of features
+        self._features: list[FeatureBlock] = []  # sent after all commits
+        self._backlog = 0  # bytes of features that are not sent yet
         self._ready = ready
-        self.full = False  # there is something to take
+        self.full = False  # there is output to take
 
     def add(self, output: StepOutput) -> None:
-        """Add what a step says."""
+        """Add a step's output."""
         last = self._frames[-1]
         if last.load.weight_version not in ("", output.load.weight_version):
             last = StepOutput()
             self._frames.append(last)
-        last.extend(replace(output, features=[]))  # they have a limit
+        last.extend(replace(output, features=[]))  # features have a limit of their own
         for block in output.features:
             if self._backlog + block.rows.nbytes <= BACKLOG_BYTES:
-                self._keep(block)
+                self._keep_features(block)
                 continue
-            log.warning("a peer is too slow for its features; those of session %d are dropped", block.session_id)
+            log.warning("features of session %d are dropped, because the peer reads too slowly", block.session_id)
             if block.first == 0:
-                # By it a reader knows the beginning of a session that was opened anew, and sees the gap behind it.
-                self._keep(replace(block, rows=block.rows[:1].copy()))
+                # The first row marks a session that was opened again, so that the reader sees the gap after it.
+                self._keep_features(replace(block, rows=block.rows[:1].copy()))
         self._fill()
 
-    def _keep(self, block: FeatureBlock) -> None:
+    def _keep_features(self, block: FeatureBlock) -> None:
         self._features.append(block)
         self._backlog += block.rows.nbytes
 
     def fail(self, failures: Sequence[SessionFailure]) -> None:
-        """Add failures that no step has told."""
+        """Add failures that are not part of a step's output."""
         self._frames[-1].failures += failures
         self._fill()
+
+    @property
+    def unsent_features(self) -> Sequence[FeatureBlock]:
+        """Features that no frame has taken yet."""
+        return self._features
 
     def _fill(self) -> None:
         self.full = True
         self._ready()
 
     def take(self) -> StepOutput:
-        """The next frame's content. Many features take several frames, and so do many log-probabilities."""
+        """The content of the next frame. Many features, or many log-probabilities, are split over several frames."""
         output = self._frames.popleft()
-        if later := _behind(output.commits):
+        if later := _deferred(output.commits):
             self._frames.appendleft(replace(output, commits=later))
             return StepOutput(commits=output.commits[: -len(later)], load=output.load)
         if not self._frames:
@@ -71,56 +76,56 @@ class Outbox:
         return output
 
 
-def _behind(commits: list[Commit]) -> list[Commit]:
-    """Commits that have to wait for the next frame, as those before them fill one."""
+def _deferred(commits: list[Commit]) -> list[Commit]:
+    """Commits that do not fit into this frame because of the log-probabilities before them."""
     size = 0
     for place, commit in enumerate(commits):
-        for told in (commit.logprobs, commit.prompt_logprobs):
-            size += told.nbytes if told is not None else 0
-        if place and size > _TOLD_BYTES:
+        for logprobs in (commit.logprobs, commit.prompt_logprobs):
+            size += logprobs.nbytes if logprobs is not None else 0
+        if place and size > _MAX_LOGPROB_BYTES:
             return commits[place:]
     return []
 
 
 class Routes:
-    """Which stream owns which session. One owner, the thread that writes the streams."""
+    """The stream that owns each session. Used only by the thread that writes the streams."""
 
     def __init__(self) -> None:
         self._owners: dict[int, Outbox] = {}
         self._outboxes: set[Outbox] = set()
 
     def __len__(self) -> int:
-        """How many streams there are."""
+        """Number of streams."""
         return len(self._outboxes)
 
     def enter(self, outbox: Outbox) -> None:
-        """A stream begins."""
+        """Add a stream."""
         self._outboxes.add(outbox)
 
     def leave(self, outbox: Outbox) -> list[int]:
-        """A stream has ended. Returns the sessions that it leaves behind."""
+        """Remove a stream. Returns the ids of the sessions that it owned."""
         self._outboxes.discard(outbox)
         orphans = [session_id for session_id, owner in self._owners.items() if owner is outbox]
         for session_id in orphans:
             del self._owners[session_id]
         if orphans:
-            log.info("a stream ended; its %d sessions are closed", len(orphans))
+            log.info("a stream ended, %d sessions are closed", len(orphans))
         return orphans
 
     def note(self, message: Message, outbox: Outbox) -> None:
-        """A stream has sent a message: sessions begin and end."""
+        """Record the sessions that a stream's message opens and ends."""
         for request in message.opens:
             self._owners[request.session_id] = outbox
-        # A draft is told of a session's end by its last commit.
+        # A draft service learns of a session's end from its last commit.
         ended = (c.session_id for c in message.commits if c.finish_reason != FinishReason.RUNNING)
         for session_id in (*message.closes, *ended):
             self._owners.pop(session_id, None)
 
     def route(self, output: StepOutput) -> None:
-        """Hand what a step says to the streams whose sessions it is about; what is about no session of theirs is left
-        out, and a load alone is everybody's.
+        """Give a step's output to the streams that own its sessions; output of unowned sessions is dropped. Output that
+        has only the engine's load goes to all streams.
         """
-        if not output.said:
+        if not output.has_output:
             for outbox in self._outboxes:
                 outbox.add(output)
             return

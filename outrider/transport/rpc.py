@@ -1,19 +1,18 @@
 """The gRPC server around an engine: health, reflection, errors as statuses, signals.
 
-Start-up order: bind the port (health says NOT_SERVING), build the engine, then say SERVING. An engine that dies
-ends the process, so that whoever supervises it starts it anew.
+Start-up order: bind the port (health reports NOT_SERVING), build the engine, then report SERVING. An engine fault ends
+the process, so that its supervisor restarts it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,9 +23,10 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import ConfigError, OutriderError
-from outrider.process.cpu_affinity import compute_on, speak_from
+from outrider.process.cpu_affinity import run_compute_on, run_network_on
+from outrider.process.garbage_collection import frozen_heap
 from outrider.process.ports import check_socket_path, refuse_used_socket, socket_path
-from outrider.process.process import Abandoned
+from outrider.process.process import LoadingAborted
 from outrider.serving.loop import Engine, EngineLoop
 from outrider.tls import ServerTls
 from outrider.transport.frame_socket import MAX_MESSAGE_BYTES
@@ -40,7 +40,7 @@ CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # by itself a minute, and the longer of the two counts
+    ("grpc.http2.ping_timeout_ms", 10_000),  # default a minute; the longer of this and keepalive_timeout_ms applies
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -54,22 +54,22 @@ SERVER_OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
-_SHARES = "grpc.so_reuseport"
+_REUSE_PORT = "grpc.so_reuseport"
 
 
 PROGRESS = "outrider-progress"
-"""Trailing metadata of a health check: how far the start-up is, in words."""
+"""Key of a health check's trailing metadata: progress of the start-up, as text."""
 
 
 class _Health(HealthServicer):  # type: ignore[misc]
-    """Says beside the status how far the start-up is."""
+    """Reports the progress of the start-up beside the status."""
 
     progress = ""
 
     async def Check(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> health_pb2.HealthCheckResponse:
-        """As of HealthServicer."""
+        """Answer a health check, with the progress in the trailing metadata."""
         if self.progress:
             context.set_trailing_metadata(((PROGRESS, self.progress),))
         answer: health_pb2.HealthCheckResponse = await super().Check(request, context)
@@ -80,8 +80,8 @@ class GrpcServer:
     """A grpc.aio server with health and reflection. Use: add services to `server`, `start`, `set_serving`, `stop`."""
 
     def __init__(self, *, shared: bool = False) -> None:
-        """shared: other processes may listen on the same port."""
-        self.server = grpc.aio.server(options=[*SERVER_OPTIONS, (_SHARES, int(shared))])
+        """shared: True to let other processes listen on the same port (SO_REUSEPORT)."""
+        self.server = grpc.aio.server(options=[*SERVER_OPTIONS, (_REUSE_PORT, int(shared))])
         self.health = _Health()
         add_HealthServicer_to_server(self.health, self.server)
         self._names: tuple[str, ...] = ("",)
@@ -94,7 +94,7 @@ class GrpcServer:
         if (path := socket_path(address)) is not None:
             check_socket_path(path)
             refuse_used_socket(path)
-        # gRPC would take any port for 0, and a lower one for those above.
+        # gRPC replaces 0 by any free port, and cuts higher numbers to 16 bits.
         elif (port := address.rpartition(":")[2]).isdecimal() and not 0 < int(port) < 65536:
             raise ConfigError(f"cannot listen on {address}: {port} is no port; choose one from 1 to 65535")
         self._names = ("", *service_names)
@@ -114,30 +114,19 @@ class GrpcServer:
         await self.server.start()
 
     async def set_serving(self, serving: bool) -> None:
-        """What the health service answers."""
+        """Set the status that the health service reports."""
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
             await self.health.set(name, status)
 
-    def tell(self, progress: str) -> None:
-        """How far the start-up is, in a few words, for whoever asks for its health. Any thread may call."""
+    def set_progress(self, progress: str) -> None:
+        """Set the progress that health checks report, a few words. Any thread may call."""
         self.health.progress = progress
 
     async def stop(self, grace: float = 2.0) -> None:
-        """Stop; calls under way get `grace` seconds."""
+        """Stop the server. grace: seconds that calls in progress have to end."""
         await self.health.enter_graceful_shutdown()
         await self.server.stop(grace)
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Spare Python's collector the objects that exist now: the libraries' 400,000 hold up everything for 0.2 s."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @contextlib.asynccontextmanager
@@ -146,14 +135,14 @@ async def statuses(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator
     try:
         yield
     except OutriderError as error:
-        await context.abort(error.status.grpc, details(error.message), _come_back(error.retry_after))
+        await context.abort(error.status.grpc, details(error.message), _retry_metadata(error.retry_after))
 
 
-_DETAILS_BYTES = 4000  # a peer takes 8 KiB of a call's metadata; beyond, it tells that instead of the status
+_DETAILS_BYTES = 4000  # a gRPC peer accepts 8 KiB of metadata; above, it reports that error instead of the status
 
 
 def details(message: str) -> str:
-    """A message as a status can have it: cut where it would be too long, as with a name of the caller's in it."""
+    """An error message as the details of a status, cut to the length that gRPC can send (4,000 encoded bytes)."""
     size = 0
     for place, letter in enumerate(message):
         size += 1 if " " <= letter <= "~" and letter != "%" else 3 * len(letter.encode(errors="replace"))
@@ -163,16 +152,16 @@ def details(message: str) -> str:
 
 
 RETRY_AFTER = "retry-after"
-"""Trailing metadata of a refusal: seconds after which it is worth asking again."""
+"""Key of a refusal's trailing metadata: seconds after which the client may retry."""
 
 
-def _come_back(seconds: int | None) -> tuple[tuple[str, str], ...]:
-    # gRPC's own retries, where a client has them switched on, heed the second.
+def _retry_metadata(seconds: int | None) -> tuple[tuple[str, str], ...]:
+    # gRPC's own retries, if the client enables them, read the second entry.
     return () if seconds is None else ((RETRY_AFTER, str(seconds)), ("grpc-retry-pushback-ms", str(1000 * seconds)))
 
 
 def stop_on_signals() -> asyncio.Event:
-    """An event that SIGINT and SIGTERM set."""
+    """Returns an event that SIGINT and SIGTERM set."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -180,10 +169,10 @@ def stop_on_signals() -> asyncio.Event:
     return stop
 
 
-async def _built(build: Callable[[], Engine], stop: asyncio.Event) -> Engine:
-    """The engine, built in a thread of its own. Raises Abandoned if the process is told to stop before it is there."""
+async def _build_in_thread(build: Callable[[], Engine], stop: asyncio.Event) -> Engine:
+    """Build the engine in a thread of its own. Raises LoadingAborted if `stop` is set before the engine is built."""
     future: Future[Engine] = Future()
-    future.set_running_or_notify_cancel()  # from here on nothing can be cancelled but the wait
+    future.set_running_or_notify_cancel()  # from here on only the wait can be cancelled, not the thread
 
     def run() -> None:
         try:
@@ -197,8 +186,8 @@ async def _built(build: Callable[[], Engine], stop: asyncio.Event) -> Engine:
         waits: set[asyncio.Future[Any]] = {engine, stopping}
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if not engine.done():
-            log.info("stopping; what was being loaded is left")
-            raise Abandoned
+            log.info("stopping before the model is loaded")
+            raise LoadingAborted
         return engine.result()
     finally:
         stopping.cancel()
@@ -217,14 +206,14 @@ async def serve_engine(
 ) -> int:
     """Serve an engine until a signal or a fault. Returns the process's exit code.
 
-    Raises Abandoned if the signal comes before the engine is there: nothing can interrupt the thread that builds it.
+    Raises LoadingAborted if a signal arrives before the engine is built: the building thread cannot be interrupted.
 
-    build: makes the engine, warmed up; called in a thread of its own once the port is bound. register: adds the service
-    to the server and returns the full names of what it added. network_cores: of the threads that speak with others; the
-    engine stays on those that the process has now
+    build: returns the engine, warmed up; called in a thread of its own once the port is bound. register: adds the
+    service to the server and returns the full names of what it added. network_cores: CPU cores of the network threads;
+    the engine stays on the present cores of the process
     """
     own = sorted(os.sched_getaffinity(0))
-    speak_from(network_cores)
+    run_network_on(network_cores)
     stop = stop_on_signals()
     network = asyncio.get_running_loop()
 
@@ -232,7 +221,7 @@ async def serve_engine(
         network.call_soon_threadsafe(stop.set)
 
     def build_there() -> Engine:
-        compute_on(own)
+        run_compute_on(own)
         return build()
 
     loop = EngineLoop(on_fault=end, cores=own)
@@ -240,22 +229,22 @@ async def serve_engine(
     server = GrpcServer()
     await server.start(address, register(server, hub, loop), tls)
     try:
-        await hub.pipes.open(address)
-        engine = await _built(build_there, stop)
+        await hub.acceptor.open(address)
+        engine = await _build_in_thread(build_there, stop)
     except BaseException:
-        await hub.pipes.close()
+        await hub.acceptor.close()
         await server.stop(grace=0.0)
         raise
-    with uncollected():
+    with frozen_heap():
         loop.start(engine, hub.publish)
-        server.tell("")
+        server.set_progress("")
         await server.set_serving(True)
         log.info("ready on %s%s", address, " (TLS)" if tls is not None else "")
         await stop.wait()
         log.info("stopping")
         await server.set_serving(False)
         hub.close()
-        await hub.pipes.close()
+        await hub.acceptor.close()
         await server.stop()
         await asyncio.to_thread(loop.stop)
     return 1 if loop.fault else 0

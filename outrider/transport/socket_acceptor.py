@@ -1,4 +1,4 @@
-"""Where connections for frames come in (frame_socket.py), and how each finds the call that it belongs to."""
+"""Accepts connections for frames (frame_socket.py) and pairs each with its gRPC call."""
 
 from __future__ import annotations
 
@@ -14,27 +14,33 @@ import grpc
 
 from outrider.errors import Unavailable
 from outrider.process.ports import refuse_used_socket
-from outrider.transport.frame_socket import METADATA, PATIENCE, TOKEN_BYTES, FrameSocket, socket_beside
+from outrider.transport.frame_socket import PAIRING_SECONDS, TOKEN_BYTES, TOKEN_METADATA, FrameSocket, socket_beside
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 100  # connections that wait to be taken
-_PAUSE = 1.0  # seconds after a failure to take one
+_BACKLOG = 100  # connections that wait to be accepted
+_RETRY_SECONDS = 1.0  # after a failure to accept a connection
 
 
 class SocketAcceptor:
-    """Takes connections, and finds the one that belongs to a call. Lives in the network thread."""
+    """Accepts connections and pairs them with calls. Runs in the network thread."""
 
     def __init__(self) -> None:
-        self._met: dict[str, asyncio.Future[FrameSocket]] = {}  # by token; either side may come first
+        self._connections: dict[str, asyncio.Future[FrameSocket]] = {}  # by token; either side may arrive first
         self._server: asyncio.Task[None] | None = None
-        self._visitors: set[asyncio.Task[None]] = set()
+        self._incoming: set[asyncio.Task[None]] = set()
         self._path = ""
 
-    async def open(self, address: str) -> None:
-        """Listen beside a gRPC address, if that is a Unix domain socket. Without it, frames go through gRPC.
+    @property
+    def unpaired(self) -> int:
+        """Number of connections without a call, and calls without a connection."""
+        return len(self._connections)
 
-        Raises ConfigError if another process listens there: it would take the connections, and lose the frames.
+    async def open(self, address: str) -> None:
+        """Listen on the socket beside a gRPC address, if the address is a Unix domain socket; else frames use gRPC.
+
+        Raises ConfigError if another process listens on that socket: it would accept the connections and lose the
+        frames.
         """
         path = socket_beside(address)
         if path is None:
@@ -42,35 +48,38 @@ class SocketAcceptor:
         refuse_used_socket(path)
         try:
             listening = _listen(path)
-        except OSError as error:  # such as a path that is too long
-            log.info("frames go through gRPC, for %s cannot be had: %s", path, error)
+        except OSError as error:  # for example, the path is too long
+            log.info("frames go through gRPC, because %s cannot be bound: %s", path, error)
         else:
             self._path = path
             self._server = asyncio.create_task(self._serve(listening))
 
     async def close(self) -> None:
-        """Take no more, and end the connections that no call has claimed."""
+        """Stop accepting, and close the connections that no call has claimed."""
         if self._server is not None:
-            tasks = [self._server, *self._visitors]
+            tasks = [self._server, *self._incoming]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
-        for token in list(self._met):
-            self._forget(token)
+        for token in list(self._connections):
+            self._discard(token)
 
-    async def pipe_of(self, context: grpc.aio.ServicerContext[Any, Any]) -> FrameSocket | None:
-        """The connection for a call's frames; None if they come through the call. Raises Unavailable without it."""
-        token = dict(context.invocation_metadata() or ()).get(METADATA)
+    async def connection_of(self, context: grpc.aio.ServicerContext[Any, Any]) -> FrameSocket | None:
+        """The connection for a call's frames; None if the frames use the call itself.
+
+        Raises Unavailable if the announced connection does not arrive.
+        """
+        token = dict(context.invocation_metadata() or ()).get(TOKEN_METADATA)
         if token is None:
             return None
         try:
-            return await asyncio.wait_for(self._place(str(token)), PATIENCE)
+            return await asyncio.wait_for(self._connection_for(str(token)), PAIRING_SECONDS)
         except TimeoutError:
-            raise Unavailable("the connection for the stream's frames has not come") from None
+            raise Unavailable("the connection for the stream's frames did not arrive") from None
         finally:
-            self._met.pop(str(token), None)
+            self._connections.pop(str(token), None)
 
     async def _serve(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -78,34 +87,34 @@ class SocketAcceptor:
             while True:
                 try:
                     connection, _ = await loop.sock_accept(listening)
-                except OSError as error:  # such as too many open files, which may pass
-                    log.warning("a connection for frames cannot be taken: %s", error.strerror or error)
-                    await asyncio.sleep(_PAUSE)
+                except OSError as error:  # for example too many open files, which may pass
+                    log.warning("a connection for frames cannot be accepted: %s", error.strerror or error)
+                    await asyncio.sleep(_RETRY_SECONDS)
                     continue
-                visitor = loop.create_task(self._take(connection))
-                self._visitors.add(visitor)
-                visitor.add_done_callback(self._visitors.discard)
+                incoming = loop.create_task(self._take(connection))
+                self._incoming.add(incoming)
+                incoming.add_done_callback(self._incoming.discard)
 
     async def _take(self, connection: socket.socket) -> None:
-        place = None
+        paired = None
         try:
-            token = await asyncio.wait_for(_token(connection), PATIENCE)
-            place = self._place(token)
-            asyncio.get_running_loop().call_later(PATIENCE, self._forget, token)
+            token = await asyncio.wait_for(_token(connection), PAIRING_SECONDS)
+            paired = self._connection_for(token)
+            asyncio.get_running_loop().call_later(PAIRING_SECONDS, self._discard, token)
         except (EOFError, OSError, TimeoutError, UnicodeDecodeError):
-            log.debug("a connection for frames ended before it said whose they are")
+            log.debug("a connection for frames ended before it sent its token")
         finally:
-            if place is None or place.done():
+            if paired is None or paired.done():
                 connection.close()
             else:
-                place.set_result(FrameSocket(connection))
+                paired.set_result(FrameSocket(connection))
 
-    def _place(self, token: str) -> asyncio.Future[FrameSocket]:
-        return self._met.setdefault(token, asyncio.get_running_loop().create_future())
+    def _connection_for(self, token: str) -> asyncio.Future[FrameSocket]:
+        return self._connections.setdefault(token, asyncio.get_running_loop().create_future())
 
-    def _forget(self, token: str) -> None:
-        """No call has come for a connection."""
-        future = self._met.pop(token, None)
+    def _discard(self, token: str) -> None:
+        """Close a connection that no call has claimed."""
+        future = self._connections.pop(token, None)
         if future is not None and future.done() and not future.cancelled():
             future.result().close()
 
@@ -113,7 +122,7 @@ class SocketAcceptor:
 def _listen(path: str) -> socket.socket:
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.stat(path).st_mode):
-            os.unlink(path)  # left behind by a process that has gone
+            os.unlink(path)  # left behind by a dead process
     listening = socket.socket(socket.AF_UNIX)
     try:
         listening.bind(path)

@@ -1,8 +1,8 @@
-"""Streams whose frames go past gRPC: the engine thread reads and writes them itself, between its steps.
+"""Streams over Unix sockets instead of gRPC: the engine thread reads and writes their frames itself, between its steps.
 
-So a frame that an engine waits for wakes its thread and no other, and what a step says has left when the step ends. A
-peer that is slow to read is waited for shortly, for the sake of frames longer than what a socket holds; what the engine
-says meanwhile gathers.
+A frame that the engine waits for thus wakes one thread only, and the output of a step is sent before the step ends. For
+a frame longer than the socket's buffer the engine waits a moment; for a slower peer, output collects in the stream's
+outbox.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.transport.outbox import Outbox, Routes
 
 log = logging.getLogger(__name__)
 
-_WAIT = 0.01  # seconds that a frame may take to go before others have their turn
+_WRITE_SECONDS = 0.01  # maximum wait for a slow reader before the engine goes on
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -31,21 +31,21 @@ Ended = Callable[[Exception | None], object]
 
 
 class SocketStream:
-    """One stream. Its owner is the engine thread."""
+    """One stream. Owned by the engine thread."""
 
-    def __init__(self, pipe: FrameSocket, kind: Any, ended: Ended) -> None:
-        """kind: of the messages that come. ended: told, once, that the connection has ended, or why it must."""
-        self.pipe = pipe
+    def __init__(self, connection: FrameSocket, kind: Any, ended: Ended) -> None:
+        """kind: class of the received messages. ended: called once at the end, with the error or None."""
+        self.connection = connection
         self.kind = kind
         self.ended = ended
         self.outbox = Outbox(lambda: None)
 
 
 class SocketStreams:
-    """All such streams of an engine. Called in the engine thread alone."""
+    """All socket streams of an engine. Called only in the engine thread."""
 
     def __init__(self, inbox: Inbox[Any], decode: Decode[Any], encode: Encode[Any]) -> None:
-        """decode, encode: between frames and domain types."""
+        """decode, encode: conversions between frames and domain types."""
         self._inbox = inbox
         self._decode = decode
         self._encode = encode
@@ -53,49 +53,51 @@ class SocketStreams:
         self._streams: dict[Outbox, SocketStream] = {}
 
     def begin(self, stream: SocketStream) -> None:
-        """Read and write a stream from here on."""
+        """Start to read and write a stream."""
         self._streams[stream.outbox] = stream
         self._routes.enter(stream.outbox)
         self._watch(stream)
 
     def end(self, stream: SocketStream) -> None:
-        """Close a stream, and the sessions that are still its own. Does nothing for one that has ended."""
+        """Close a stream and the sessions that it still owns. Does nothing if the stream has ended."""
         if self._streams.pop(stream.outbox, None) is None:
             return
-        self._inbox.forget(stream.pipe.file)
-        stream.pipe.close()
+        self._inbox.forget(stream.connection.file)
+        stream.connection.close()
         if orphans := self._routes.leave(stream.outbox):
             self._inbox.put(Message(closes=orphans))
 
     def publish(self, output: StepOutput) -> None:
-        """Say what a step says."""
+        """Send a step's output to the streams whose sessions it is about."""
         self._routes.route(output)
         for stream in list(self._streams.values()):
-            self._guard(self._write, stream)
+            self._guarded(self._write, stream)
 
     # --- one stream ---
 
     def _watch(self, stream: SocketStream) -> None:
-        self._inbox.watch(stream.pipe.file, lambda what: self._attend(stream, what), writes=stream.pipe.unsent)
+        self._inbox.watch(
+            stream.connection.file, lambda what: self._on_event(stream, what), writes=stream.connection.unsent
+        )
 
-    def _attend(self, stream: SocketStream, what: int) -> None:
-        """A connection has something to say, or room for more."""
+    def _on_event(self, stream: SocketStream, what: int) -> None:
+        """Handle a connection that can be read or written."""
         if what & select.POLLOUT:
-            self._guard(self._go_on, stream)
+            self._guarded(self._continue_writing, stream)
         if what & ~select.POLLOUT and stream.outbox in self._streams:
-            self._guard(self._read, stream)
+            self._guarded(self._read, stream)
 
-    def _guard(self, work: Callable[[SocketStream], None], stream: SocketStream) -> None:
-        """Whatever goes wrong ends the stream, and harms nobody else."""
+    def _guarded(self, work: Callable[[SocketStream], None], stream: SocketStream) -> None:
+        """Do some work for a stream; an error ends this stream and no other."""
         try:
             work(stream)
         except (EOFError, OSError):
             self._lose(stream)
         except InvalidRequest as error:
-            log.warning("a stream sent a frame that cannot be read: %s", error.message)
+            log.warning("a stream is closed, because a frame cannot be decoded: %s", error.message)
             self._lose(stream, error)
         except Exception as error:
-            log.exception("a frame of a stream was not understood")
+            log.exception("a stream is closed, because handling its frame failed")
             self._lose(stream, error)
 
     def _lose(self, stream: SocketStream, why: Exception | None = None) -> None:
@@ -103,7 +105,7 @@ class SocketStreams:
         stream.ended(why)
 
     def _read(self, stream: SocketStream) -> None:
-        for frame in stream.pipe.receive():
+        for frame in stream.connection.receive():
             message, failures = self._decode(message_of(stream.kind, frame))
             self._routes.note(message, stream.outbox)
             self._inbox.put(message)
@@ -112,22 +114,22 @@ class SocketStreams:
         self._write(stream)
 
     def _write(self, stream: SocketStream) -> None:
-        """Send what there is to say, unless a frame is still on its way."""
-        while stream.outbox.full and not stream.pipe.unsent:
-            stream.pipe.send(self._encode(stream.outbox.take()).SerializeToString())
-            if stream.pipe.unsent:
+        """Send the outbox's content, unless part of a frame is still unsent."""
+        while stream.outbox.full and not stream.connection.unsent:
+            stream.connection.send(self._encode(stream.outbox.take()).SerializeToString())
+            if stream.connection.unsent:
                 self._wait(stream)
 
     def _wait(self, stream: SocketStream) -> None:
-        """A frame is longer than what the socket holds: let the reader take some of it, again and again."""
-        room, until = select.poll(), time.monotonic() + _WAIT
-        room.register(stream.pipe.file, select.POLLOUT)
-        while stream.pipe.unsent and (left := until - time.monotonic()) > 0 and room.poll(1e3 * left):
-            stream.pipe.flush()
+        """Send more of a frame that is longer than the socket's buffer, as the reader makes room."""
+        room, until = select.poll(), time.monotonic() + _WRITE_SECONDS
+        room.register(stream.connection.file, select.POLLOUT)
+        while stream.connection.unsent and (left := until - time.monotonic()) > 0 and room.poll(1e3 * left):
+            stream.connection.flush()
         self._watch(stream)
 
-    def _go_on(self, stream: SocketStream) -> None:
-        stream.pipe.flush()
-        if not stream.pipe.unsent:
+    def _continue_writing(self, stream: SocketStream) -> None:
+        stream.connection.flush()
+        if not stream.connection.unsent:
             self._watch(stream)
             self._write(stream)

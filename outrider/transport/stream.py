@@ -1,11 +1,10 @@
-"""Streams of an engine: many gateways on one engine, one bidirectional stream each.
+"""Streams of an engine: each gateway has one bidirectional stream to it.
 
-Frames are decoded and handed to the engine loop. What a step says is routed to the streams that own its sessions; while
-a stream is busy writing, later steps gather in its next frame. A stream is the lease of its sessions: when it ends, for
-whatever reason, they are closed.
+Frames are decoded and submitted to the engine loop. A step's output is routed to the streams that own its sessions;
+while a stream is writing, the output of later steps collects in its next frame. A stream is the lease of its sessions:
+when it ends, for any reason, they are closed.
 
-Frames that come through gRPC are read and written in the network thread, those that go past it by the engine's
-(socket_streams.py).
+The network thread reads and writes frames that use gRPC, the engine thread those that use a socket (socket_streams.py).
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ log = logging.getLogger(__name__)
 
 
 class StreamHub(Generic[Request, Response]):
-    """Routes between an engine loop and its streams. All but `publish` runs in the network thread."""
+    """Routes between an engine loop and its streams. All methods but `publish` run in the network thread."""
 
     def __init__(self, engine: EngineLoop, decode: Decode[Request], encode: Encode[Response]) -> None:
-        """decode, encode: between frames and domain types."""
+        """decode, encode: conversions between frames and domain types."""
         self._engine = engine
         self._decode = decode
         self._encode = encode
         self._loop = asyncio.get_running_loop()
         self._routes = Routes()
-        self._ends: set[Callable[[], object]] = set()  # of all streams
-        self._piped = SocketStreams(engine.inbox, decode, encode)
-        self.pipes = SocketAcceptor()
+        self._ends: set[Callable[[], object]] = set()  # one for each stream: ends it
+        self._socket_streams = SocketStreams(engine.inbox, decode, encode)
+        self.acceptor = SocketAcceptor()
 
     def publish(self, output: StepOutput) -> None:
-        """Route a step's output; called in the engine thread, once a step."""
-        self._piped.publish(output)
+        """Route a step's output. Called in the engine thread, once a step."""
+        self._socket_streams.publish(output)
         if self._routes:
             self._loop.call_soon_threadsafe(self._routes.route, output)
 
@@ -57,32 +56,32 @@ class StreamHub(Generic[Request, Response]):
     async def answer(
         self, requests: AsyncIterator[Request], context: grpc.aio.ServicerContext[Any, Any], kind: Any
     ) -> AsyncIterator[Response]:
-        """A stream call, from its beginning to its end. Yields nothing where frames go past it.
+        """Serve a stream call until it ends. Yields nothing if its frames use a socket.
 
-        kind: of the messages that come
+        kind: class of the received messages
         """
-        pipe = await self.pipes.pipe_of(context)
-        if pipe is not None:
-            await self._serve_past(pipe, kind)
+        connection = await self.acceptor.connection_of(context)
+        if connection is not None:
+            await self._serve_socket(connection, kind)
             return
         async for response in self.serve(requests):
             yield response
 
-    async def _serve_past(self, pipe: FrameSocket, kind: Any) -> None:
-        """One stream whose frames go past gRPC, until it ends."""
+    async def _serve_socket(self, connection: FrameSocket, kind: Any) -> None:
+        """Serve a stream whose frames use a socket, until it ends."""
         ended: asyncio.Future[None] = self._loop.create_future()
-        stream = SocketStream(pipe, kind, lambda error: self._loop.call_soon_threadsafe(_resolve, ended, error))
+        stream = SocketStream(connection, kind, lambda error: self._loop.call_soon_threadsafe(_resolve, ended, error))
         self._ends.add(end := partial(_resolve, ended, None))
         try:
-            await asyncio.wrap_future(self._engine.call(partial(self._piped.begin, stream)))
+            await asyncio.wrap_future(self._engine.call(partial(self._socket_streams.begin, stream)))
             await ended
         finally:
             self._ends.discard(end)
-            # Also where the engine has gone and ends nothing any more.
-            self._engine.call(partial(self._piped.end, stream)).add_done_callback(lambda _: pipe.close())
+            # The callback closes the connection even if the engine has stopped and does not end the stream.
+            self._engine.call(partial(self._socket_streams.end, stream)).add_done_callback(lambda _: connection.close())
 
     async def serve(self, requests: AsyncIterator[Request]) -> AsyncGenerator[Response, None]:
-        """One stream through gRPC: reads its frames, yields the answers, closes its sessions at the end."""
+        """Serve a stream through gRPC: read its frames, yield the responses, close its sessions at the end."""
         ready = asyncio.Event()
         outbox = Outbox(ready.set)
         self._routes.enter(outbox)
@@ -115,7 +114,7 @@ class StreamHub(Generic[Request, Response]):
                 if failures:
                     outbox.fail(failures)
         except InvalidRequest as error:
-            log.warning("a stream sent a frame that cannot be read: %s", error.message)
+            log.warning("a stream is closed, because a frame cannot be decoded: %s", error.message)
             raise
 
 

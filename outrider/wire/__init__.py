@@ -1,1 +1,1 @@
-"""The wire: generated stubs in v1/, and the one codec between them and the domain's types."""
+"""The protocol: generated stubs in v1/, and the codec between them and the domain types."""

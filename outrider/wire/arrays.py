@@ -1,7 +1,7 @@
-"""Arrays as the packed bytes of frames: little-endian numbers, one kind an array.
+"""Arrays as packed bytes of frames: little-endian numbers of one type.
 
-Most frames have a few numbers an array, and are read on caches that a model's weights have swept: there a list costs a
-fifth of what NumPy's first touch does. Arrays are for tokens, scores and hidden states.
+Most arrays of a frame have few numbers, and CPU caches are cold after a model's step: a Python list then takes a fifth
+of the time of a NumPy array. NumPy arrays are used for tokens, scores and hidden states.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from outrider.errors import InvalidRequest
 
 U8, U32, I32, U64, F32, F64 = (np.dtype(name) for name in ("<u1", "<u4", "<i4", "<u8", "<f4", "<f8"))
-_CODES = {U8: "B", U32: "I", I32: "i", U64: "Q", F32: "f", F64: "d"}  # of the standard library's arrays
+_CODES = {U8: "B", U32: "I", I32: "i", U64: "Q", F32: "f", F64: "d"}  # type codes of the module array
 _SWAPPED = sys.byteorder == "big"
 
 
@@ -33,13 +33,13 @@ def pack(values: Iterable[Any] | NDArray[Any], dtype: np.dtype[Any]) -> bytes:
 
 
 def unpack(data: bytes, dtype: np.dtype[Any], length: int | None = None) -> NDArray[Any]:
-    """Packed little-endian bytes as a read-only array. Raises InvalidRequest if the length is another."""
+    """Packed little-endian bytes as a read-only array. Raises InvalidRequest for another length."""
     _check(data, dtype, length)
     return np.frombuffer(data, dtype=dtype)
 
 
 def numbers_of(data: bytes, dtype: np.dtype[Any], length: int | None = None) -> list[Any]:
-    """Packed little-endian bytes as Python's numbers. Raises InvalidRequest if the length is another."""
+    """Packed little-endian bytes as a list of Python numbers. Raises InvalidRequest for another length."""
     _check(data, dtype, length)
     numbers = array(_CODES[dtype], data)
     if _SWAPPED:
@@ -50,18 +50,18 @@ def numbers_of(data: bytes, dtype: np.dtype[Any], length: int | None = None) -> 
 def _check(data: bytes, dtype: np.dtype[Any], length: int | None) -> None:
     count, rest = divmod(len(data), dtype.itemsize)
     if rest:
-        raise InvalidRequest(f"{len(data)} bytes are no array of {dtype.itemsize}-byte numbers")
+        raise InvalidRequest(f"{len(data)} bytes are not an array of {dtype.itemsize}-byte numbers")
     if length is not None and count != length:
         raise InvalidRequest(f"an array has {count} elements where its frame needs {length}")
 
 
 def concatenate(arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> bytes:
-    """Several arrays, one behind the other, as packed bytes."""
+    """Several arrays, one after the other, as packed bytes."""
     return b"".join([pack(part, dtype) for part in arrays])
 
 
 def split(counts: Sequence[int], total: int) -> list[slice]:
-    """Where the parts of `total` elements lie that have so many each. Raises InvalidRequest if they do not add up."""
+    """Slices of consecutive parts with these counts. Raises InvalidRequest if the counts do not sum up to `total`."""
     ends = [0, *accumulate(counts)]
     if ends[-1] != total:
         raise InvalidRequest(f"the counts of a frame do not add up to its {total} elements")

@@ -1,7 +1,7 @@
-"""Frames: between domain types and protobuf messages. Sessions to be opened are in opens.py, hidden states in
-features.py, packed bytes in arrays.py.
+"""Frames between domain types and protobuf messages. OpenSession is in opens.py, hidden states are in features.py,
+packed bytes in arrays.py.
 
-Raises InvalidRequest for frames whose arrays do not fit together.
+Functions raise InvalidRequest for frames whose arrays do not fit together.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def check_proposals(message: common_pb2.ProposalBatch) -> None:
     above = numbers_of(message.parents, I32, nodes)
     split(counts, nodes)
     if min(above, default=-1) < -1 or not all(map(lt, above, chain.from_iterable(map(range, counts)))):
-        raise InvalidRequest("a proposed node does not stand behind its parent")
+        raise InvalidRequest("a proposed draft token does not come after its parent")
 
 
 def proposals_from_pb(message: common_pb2.ProposalBatch) -> list[Proposal]:
-    """The proposals of a message. Raises InvalidRequest as check_proposals does."""
+    """The proposals in a message. Raises InvalidRequest as check_proposals does."""
     check_proposals(message)
     ids = numbers_of(message.session_ids, U64)
     count = len(ids)
@@ -107,7 +107,7 @@ def commits_to_pb(commits: Sequence[Commit]) -> common_pb2.CommitBatch:
 
 
 def commits_from_pb(message: common_pb2.CommitBatch) -> list[Commit]:
-    """The commits of a message. Raises InvalidRequest also for a finish reason that there is not."""
+    """The commits in a message. Raises InvalidRequest also for an unknown finish reason."""
     ids = numbers_of(message.session_ids, U64)
     count = len(ids)
     tokens = unpack(message.tokens, U32)
@@ -133,21 +133,20 @@ def commits_from_pb(message: common_pb2.CommitBatch) -> list[Commit]:
 
 
 CommitRow = tuple[int, int, list[int], int, int, int, int, int]
-"""Of a commit: session id, base length, tokens, root hash, verified, accepted, finish reason, cached tokens."""
+"""A commit: session id, base length, tokens, root hash, verified, accepted, finish reason, cached tokens."""
 
 
 def commit_rows(batch: common_pb2.CommitBatch) -> Iterator[CommitRow]:
-    """The row of each commit.
+    """The commits in a message as tuples, for the gateway, which reads every frame and needs no objects.
 
-    For the gateway, which reads every frame and needs no objects. Raises InvalidRequest as commits_from_pb does: what
-    can be read here, drafts can read.
+    Raises InvalidRequest as commits_from_pb does, so that a draft service can read every frame that the gateway relays.
     """
     ids = numbers_of(batch.session_ids, U64)
     size = len(ids)
     tokens: list[int] = numbers_of(batch.tokens, U32)
     reasons = numbers_of(batch.finish_reasons, U8, size)
     if max(reasons, default=0) > max(FinishReason):
-        raise InvalidRequest(f"a commit cannot be read: {max(reasons)} is no finish reason that this version knows")
+        raise InvalidRequest(f"a commit cannot be read: finish reason {max(reasons)} is unknown to this version")
     numbers_of(batch.draft_budgets, U32, size)
     columns = zip(
         ids,
@@ -185,7 +184,7 @@ def logprobs_to_pb(commits: Sequence[Commit]) -> target_pb2.LogprobBatch | None:
 
 
 def logprobs_from_pb(message: target_pb2.LogprobBatch) -> list[tuple[int, Logprobs]]:
-    """The groups of a message, each with the place of its commit in the frame. Raises InvalidRequest."""
+    """The groups in a message, each with the index of its commit in the frame. Raises InvalidRequest."""
     places = numbers_of(message.commits, U32)
     size = len(places)
     counts, tops = numbers_of(message.token_counts, U32, size), numbers_of(message.top_counts, U32, size)
@@ -237,7 +236,7 @@ def load_to_pb(load: EngineLoad) -> common_pb2.EngineLoad:
 
 
 def load_from_pb(message: common_pb2.EngineLoad) -> EngineLoad:
-    """The load that a message tells."""
+    """The EngineLoad of a message."""
     return EngineLoad(
         message.running_sessions,
         message.waiting_sessions,
@@ -293,7 +292,7 @@ def _failures_to_pb(failures: Sequence[SessionFailure]) -> list[common_pb2.Sessi
 
 
 def failure_from_pb(message: common_pb2.SessionError) -> SessionFailure:
-    """The error that a message reports."""
+    """The SessionFailure of a message."""
     error = from_grpc_code(message.code, message.message)
     error.param = message.param or None
     return SessionFailure(message.session_id, error)
@@ -309,7 +308,7 @@ def verify_request_to_pb(message: Message) -> target_pb2.VerifyRequest:
 
 
 def verify_request_from_pb(frame: target_pb2.VerifyRequest) -> tuple[Message, list[SessionFailure]]:
-    """What a frame for the target says. Hints that cannot be read are dropped: they must not end the stream."""
+    """The content of a frame for the target. Malformed proposals are dropped, because they must not end the stream."""
     opens, failures = opens_from_pb(frame.opens)
     closes = closes_from_pb(frame.closes, opens, failures)
     try:
@@ -332,7 +331,7 @@ def verify_response_to_pb(output: StepOutput) -> target_pb2.VerifyResponse:
 
 
 def verify_response_from_pb(frame: target_pb2.VerifyResponse) -> StepOutput:
-    """What a frame of the target says."""
+    """The content of a frame of the target."""
     commits = commits_from_pb(frame.commits)
     for place, group in logprobs_from_pb(frame.logprobs):
         if place >= len(commits):
@@ -359,7 +358,7 @@ def propose_request_to_pb(message: Message) -> draft_pb2.ProposeRequest:
 
 
 def propose_request_from_pb(frame: draft_pb2.ProposeRequest) -> tuple[Message, list[SessionFailure]]:
-    """What a frame for the draft service says."""
+    """The content of a frame for the draft service."""
     opens, failures = opens_from_pb(frame.opens)
     closes = closes_from_pb(frame.closes, opens, failures)
     commits = commits_from_pb(frame.commits)
@@ -377,7 +376,7 @@ def propose_response_to_pb(output: StepOutput) -> draft_pb2.ProposeResponse:
 
 
 def propose_response_from_pb(frame: draft_pb2.ProposeResponse) -> StepOutput:
-    """What a frame of the draft service says."""
+    """The content of a frame of the draft service."""
     return StepOutput(
         proposals=proposals_from_pb(frame.proposals),
         failures=[failure_from_pb(error) for error in frame.errors],

@@ -1,6 +1,6 @@
-"""Hidden states between domain types and protobuf messages: what is asked for, and blocks of rows.
+"""Feature specifications and blocks of hidden states, between domain types and protobuf messages.
 
-Raises InvalidRequest for messages whose arrays do not fit together.
+Functions raise InvalidRequest for messages whose arrays do not fit together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider.wire.v1 import common_pb2
 
 
 def feature_spec_to_pb(spec: FeatureSpec, fusion: bytes) -> common_pb2.FeatureSpec:
-    """A FeatureSpec message. fusion: the safetensors file that belongs to it, or nothing."""
+    """A FeatureSpec message. fusion: the safetensors file of the fusion, or empty."""
     return common_pb2.FeatureSpec(
         spec_id=spec.id(fusion),
         layers=spec.layers,
@@ -26,11 +26,11 @@ def feature_spec_to_pb(spec: FeatureSpec, fusion: bytes) -> common_pb2.FeatureSp
 
 
 def feature_spec_from_pb(message: common_pb2.FeatureSpec) -> FeatureSpec:
-    """The specification of a message. Raises InvalidRequest for a format that is not known."""
+    """The specification in a message. Raises InvalidRequest for an unknown format."""
     try:
         layout = FeatureFormat(message.format)
     except ValueError:
-        raise InvalidRequest(f"features in format {message.format} are not known here") from None
+        raise InvalidRequest(f"feature format {message.format} is unknown") from None
     return FeatureSpec(tuple(message.layers), message.final, layout, message.norm_epsilon)
 
 
@@ -47,7 +47,7 @@ def features_to_pb(blocks: Sequence[FeatureBlock]) -> common_pb2.FeatureBatch:
 
 
 def features_from_pb(message: common_pb2.FeatureBatch) -> list[FeatureBlock]:
-    """The blocks of a message, as views of its bytes."""
+    """The blocks in a message, as views of its bytes."""
     ids = numbers_of(message.session_ids, U64)
     rows = unpack(message.rows, U8)
     columns = (
@@ -71,9 +71,9 @@ def _check_block(size: int, count: int) -> None:
 
 
 def feature_spans(batch: common_pb2.FeatureBatch) -> Iterator[tuple[int, int, int, int]]:
-    """Each block as (session id, first position, position behind its last row, id of its specification).
+    """Each block as (session id, first position, position after the last row, spec_id), for the gateway.
 
-    For the gateway, which does not look at rows. Raises InvalidRequest as features_from_pb does.
+    Does not read rows. Raises InvalidRequest as features_from_pb does.
     """
     ids = numbers_of(batch.session_ids, U64)
     first = numbers_of(batch.first_positions, U32, len(ids))

@@ -1,4 +1,4 @@
-"""Sessions to be opened, between domain types and protobuf messages. Raises InvalidRequest for what is out of range."""
+"""OpenSession between domain type and protobuf message. Raises InvalidRequest for parameters out of range."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def open_to_pb(request: OpenSession) -> common_pb2.OpenSession:
 
 
 def open_from_pb(message: common_pb2.OpenSession) -> OpenSession:
-    """The session that a message opens. Raises InvalidRequest for parameters out of range."""
+    """The OpenSession of a message. Raises InvalidRequest for parameters out of range."""
     stop = message.stop
     return OpenSession(
         session_id=message.session_id,
@@ -70,7 +70,7 @@ def _grammar_from_pb(message: common_pb2.Grammar) -> Grammar:
     try:
         return Grammar(GrammarKind(message.kind), message.text)
     except ValueError:
-        raise InvalidRequest(f"{message.kind} is no kind of grammar that this version knows", param="grammar") from None
+        raise InvalidRequest(f"grammar kind {message.kind} is unknown to this version", param="grammar") from None
 
 
 def _sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
@@ -106,7 +106,7 @@ def _sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
 def opens_from_pb(
     messages: Iterable[common_pb2.OpenSession],
 ) -> tuple[list[OpenSession], list[SessionFailure]]:
-    """The sessions to open, and those whose parameters are refused."""
+    """The sessions to open, and the failures of those with parameters out of range."""
     opens: list[OpenSession] = []
     failures: list[SessionFailure] = []
     for message in messages:
@@ -118,6 +118,6 @@ def opens_from_pb(
 
 
 def closes_from_pb(ids: bytes, opens: Iterable[OpenSession], failures: Iterable[SessionFailure]) -> list[int]:
-    """Sessions to close: those of a frame, and those that what is refused was to replace."""
+    """Sessions to close: those of a frame, and those that a failed open was to replace."""
     opened = {request.session_id for request in opens}
     return [*numbers_of(ids, U64), *(f.session_id for f in failures if f.session_id not in opened)]

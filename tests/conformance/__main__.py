@@ -1,10 +1,10 @@
-"""Run the clients, and write what each showed into a page.
+"""Run the clients, and write a page with their results.
 
 make conformance                              the default model, all clients
 make conformance ARGS="--only openai llm"     some of them; the page is then left as it is
-make conformance ARGS="--url http://..."      against a system that runs already
+make conformance ARGS="--url http://..."      against a running system
 
-OPENAI_DESCRIPTION=openapi.yaml, OpenAI's own description of its API, lets schemathesis ask by that one, too.
+OPENAI_DESCRIPTION=openapi.yaml, OpenAI's own description of its API, makes schemathesis use it, too.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ class Options:
     """Run clients of other projects against a running system."""
 
     url: str | None = None
-    """Base URL of a system that runs already, without /v1; by default one is started."""
+    """Base URL of a running system, without /v1. Default: start one."""
     model_path: str = "default"
-    """Model of the system that is started, and whose tokenizer the clients use."""
+    """Model of the started system; clients use its tokenizer."""
     only: tuple[str, ...] = ()
-    """Clients to run; by default all."""
+    """Clients to run. Default: all."""
     seconds: float = 600.0
-    """Longest time of a client."""
+    """Maximum duration of a client, in seconds."""
     page: str | None = None
-    """Page that is written; by default docs/conformance.md if all clients are run, and else none."""
+    """Page that is written. Default: docs/conformance.md if all clients run, else none."""
 
 
 @dataclass
 class Outcome:
-    """What a client showed: names of checks with what they found, and those that failed with why.
+    """Results of a client: names of passed checks with their findings, and of failed checks with the reason.
 
-    skipped: why it was not run at all; empty if it was.
+    skipped: reason if the client was not run; empty otherwise
     """
 
     client: Client
@@ -61,14 +61,14 @@ class Outcome:
     seconds: float = 0.0
 
     def summary(self) -> str:
-        """How it went, in a few words."""
+        """The results in a few words."""
         if self.skipped:
             return f"skipped: {self.skipped}"
         return f"{len(self.passed)} passed, {len(self.failed)} failed"
 
 
 def run(client: Client, url: str, model_folder: Path, seconds: float) -> Outcome:
-    """Drive a client. What it cannot do is a failure, not an error of ours; what the machine lacks is neither."""
+    """Run a client. Errors of the client are failed checks; a missing program skips the client."""
     outcome = Outcome(client)
     if client.lacking:
         outcome.skipped = f"there is no {client.lacking} on this machine"
@@ -82,9 +82,9 @@ def run(client: Client, url: str, model_folder: Path, seconds: float) -> Outcome
     start = time.monotonic()
     work = FOLDER / "work" / client.name
     work.mkdir(parents=True, exist_ok=True)
-    told = work / "told.jsonl"
-    told.unlink(missing_ok=True)
-    settings = {"URL": url, "MODEL_FOLDER": str(model_folder), "TOLD": str(told), "BIN": str(client.commands)}
+    results = work / "results.jsonl"
+    results.unlink(missing_ok=True)
+    settings = {"URL": url, "MODEL_FOLDER": str(model_folder), "RESULTS": str(results), "BIN": str(client.commands)}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | settings
     command = [client.interpreter, str(SCRIPTS / client.script)]
     try:
@@ -93,7 +93,7 @@ def run(client: Client, url: str, model_folder: Path, seconds: float) -> Outcome
             outcome.failed.append(("the script", (ended.stderr.strip().splitlines() or ["ended"])[-1]))
     except subprocess.TimeoutExpired:
         outcome.failed.append(("the script", f"was not done in {seconds:.0f} s"))
-    for line in told.read_text().splitlines() if told.exists() else []:
+    for line in results.read_text().splitlines() if results.exists() else []:
         row = json.loads(line)
         (outcome.passed if row["ok"] else outcome.failed).append((row["check"], row["found"]))
     outcome.seconds = time.monotonic() - start
@@ -102,7 +102,7 @@ def run(client: Client, url: str, model_folder: Path, seconds: float) -> Outcome
 
 @contextlib.contextmanager
 def system(options: Options) -> Iterator[str]:
-    """Base URL of what is asked."""
+    """Base URL of the system."""
     if options.url is not None:
         yield options.url.rstrip("/")
         return
@@ -111,7 +111,7 @@ def system(options: Options) -> Iterator[str]:
 
 
 def page(outcomes: Sequence[Outcome], model: str) -> str:
-    """The page."""
+    """The page with all results, as Markdown."""
     ran = [outcome for outcome in outcomes if not outcome.skipped]
     rows = [
         f"| {o.client.name} | {o.version} | {len(o.passed)} of {len(o.passed) + len(o.failed)} | {o.seconds:.0f} s |"
@@ -122,7 +122,7 @@ def page(outcomes: Sequence[Outcome], model: str) -> str:
         "# Clients of other projects",
         "",
         f"`make conformance` wrote this page: Outrider {__version__} with {model}, Python {platform.python_version()}.",
-        "Each client has an environment of its own, made on demand under `build/conformance`.",
+        "Each client has an environment of its own, created on demand in `build/conformance`.",
         "",
         "| client | version | checks passed | took |",
         "|---|---|---|---|",
@@ -136,7 +136,7 @@ def page(outcomes: Sequence[Outcome], model: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run them. Returns 0 if every check passed, else 1."""
+    """Run the clients. Returns 0 if every check passed, else 1."""
     options = tyro.cli(Options, args=argv, prog="make conformance")
     unknown = set(options.only) - {client.name for client in CLIENTS}
     if unknown:

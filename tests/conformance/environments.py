@@ -1,6 +1,6 @@
-"""Which clients there are, and the environment of each, made when it is first needed.
+"""The clients, and the environment of each, created when it is first needed.
 
-They stay out of the project's own environment: what they ask for must not change what is tested and served.
+They stay out of the project's own environment, so that their requirements cannot change it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCRIPTS = Path(__file__).parent / "clients"
 
 @dataclass(frozen=True)
 class Client(ABC):
-    """A client. package: whose version is told. requirements: of its environment. script: what drives it."""
+    """A client. package: its version is reported. requirements: of its environment. script: runs the checks."""
 
     name: str
     package: str
@@ -29,7 +29,7 @@ class Client(ABC):
 
     @property
     def folder(self) -> Path:
-        """Its environment."""
+        """Folder of the environment."""
         return FOLDER / self.name
 
     @property
@@ -40,16 +40,16 @@ class Client(ABC):
     @property
     @abstractmethod
     def interpreter(self) -> str:
-        """What its script is run with."""
+        """Interpreter of the script."""
 
     @property
     def lacking(self) -> str:
-        """What this machine lacks for it; empty if nothing."""
+        """Program that this machine lacks; empty if none."""
         return ""
 
     @abstractmethod
     def version(self) -> str:
-        """Of the package. Raises CalledProcessError."""
+        """Version of the package. Raises CalledProcessError."""
 
     def install(self) -> None:
         """Make the environment, unless it is there. Raises CalledProcessError."""
@@ -66,7 +66,7 @@ class Client(ABC):
 
 
 class PythonClient(Client):
-    """One in a virtual environment."""
+    """A client in a virtual environment."""
 
     @property
     def commands(self) -> Path:
@@ -79,7 +79,7 @@ class PythonClient(Client):
         return str(self.commands / "python")
 
     def version(self) -> str:
-        """Of the package. Raises CalledProcessError."""
+        """Version of the package. Raises CalledProcessError."""
         code = f"import importlib.metadata as m; print(m.version({self.package!r}))"
         return _output(self.interpreter, "-c", code)
 
@@ -104,13 +104,13 @@ class NodeClient(Client):
 
     @property
     def lacking(self) -> str:
-        """What this machine lacks for it; empty if nothing."""
+        """Program that this machine lacks; empty if none."""
         return " or ".join(command for command in ("node", "npm") if shutil.which(command) is None)
 
     def version(self) -> str:
-        """Of the package. Raises CalledProcessError."""
-        told = json.loads((self.folder / "node_modules" / self.package / "package.json").read_text())
-        return str(told["version"])
+        """Version of the package. Raises CalledProcessError."""
+        package = json.loads((self.folder / "node_modules" / self.package / "package.json").read_text())
+        return str(package["version"])
 
     def _make(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

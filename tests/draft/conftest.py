@@ -1,4 +1,4 @@
-"""Compiled programs are kept in a folder of the test run, not in the user's cache. JAX gets several CPU devices."""
+"""Compiled programs are cached in a folder of the test run, not in the user's cache. JAX gets several CPU devices."""
 
 import jax
 import pytest

@@ -15,7 +15,7 @@ from services.draft.model.layers.backend import attention, choose
 from services.draft.model.layers.config import Attention
 from services.draft.model.layers.pallas_backend import with_cache_for
 from services.draft.model.layers.rope import Rope
-from services.draft.sessions.batch import Shape
+from services.draft.sessions.batch import StepShape
 from tests.draft.kernels.test_lowering import check_in_place, head_of, step_of
 from tests.support.draft.helpers import request as opening
 from tests.support.draft.helpers import settle, standalone
@@ -72,7 +72,7 @@ def test_the_kernel_equals_its_twin(backend, name, dtype):
     np.testing.assert_allclose(np.asarray(found, np.float32), expected, atol=TOLERANCE[dtype], rtol=1e-2)
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(16, 4, 4), Shape(1, 256, 1)], ids=str)
+@pytest.mark.parametrize("shape", [StepShape(1, 1, 1), StepShape(16, 4, 4), StepShape(1, 256, 1)], ids=str)
 def test_a_step_updates_its_pools_in_place(backend, shape):
     config = with_cache_for(head_of(Attention(256, 32, 8, 128, Rope(1e4))), backend)
     trace, pool_bytes = step_of(config, Paging(16, backend), shape, jnp.bfloat16)
@@ -88,7 +88,7 @@ def test_a_model_drafts_the_same_with_either_kernel(backend, tmp_path):
     def run(config, paging):
         model = Stepper(config, params, tokens, paging)
         logits = [model.run(16, feed=16), model.run(16, feed=5)]
-        model.session.add(-1, [5, 6], [-1, -1], [-0.1, -1.0])
+        model.session.grower.add(-1, [5, 6], [-1, -1], [-0.1, -1.0])
         return np.concatenate([*(x[:5] for x in logits), model.run(4, nodes=(0, 1))[:2]])
 
     with jax.default_matmul_precision("highest"):

@@ -111,7 +111,7 @@ class Drafters:
         if name not in self.built:
             self.built[name] = DRAFTERS[name](self.models)
         engine = self.built[name]
-        for session_id in list(engine._sessions):
+        for session_id in list(engine.sessions):
             engine.close(session_id)
         engine.flush()
         engine._failures.clear()

@@ -37,5 +37,5 @@ def test_text_goes_on_where_a_draft_ends(target, draft, temperature):
     assert run.reopened == 0
     if draft.drafter.features is not None:  # a head that knows the text is believed, but not beyond its context
         assert 0.5 * CONTEXT < run.accepted < CONTEXT
-    assert draft.drafter.trunks == {}
+    assert draft.drafter.prefix_kvs == {}
     draft.check()

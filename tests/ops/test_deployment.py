@@ -1,4 +1,4 @@
-"""The files that users deploy with agree with one another."""
+"""Consistency of the deployment files."""
 
 import re
 import subprocess
@@ -14,11 +14,11 @@ VARIABLES = re.compile(r"\$\{(\w+):?-([^}]*)\}")
 
 def test_every_variable_of_compose_is_told_with_its_default():
     used = dict(VARIABLES.findall(COMPOSE))
-    told = dict(re.findall(r"^#?([A-Z_]+)=(.*)$", (ROOT / ".env.example").read_text(), re.MULTILINE))
-    # Unset, it is a volume of the same name; what is told is an example.
+    log = dict(re.findall(r"^#?([A-Z_]+)=(.*)$", (ROOT / ".env.example").read_text(), re.MULTILINE))
+    # Unset, it is a volume of the same name; the value in the file is an example.
     assert used.pop("MODELS_FOLDER") == "models"
-    assert told.pop("MODELS_FOLDER")
-    assert used == told
+    assert log.pop("MODELS_FOLDER")
+    assert used == log
 
 
 def test_a_variable_has_one_default():
@@ -80,19 +80,19 @@ def executable(path, script):
 def test_the_target_s_image_has_a_compiler_of_c_where_triton_needs_it(tmp_path, triton, headers, compiler):
     last = (ROOT / "docker" / "target.Dockerfile").read_text().split("\nFROM ")[-1]
     (script,) = (run for run in re.findall(r"^RUN ((?:.*\\\n)*.*)$", last, re.MULTILINE) if "triton" in run)
-    programs, told, include = tmp_path / "bin", tmp_path / "told", tmp_path / "include"
+    programs, log, include = tmp_path / "bin", tmp_path / "log", tmp_path / "include"
     programs.mkdir()
     include.mkdir()
     if headers:
         (include / "Python.h").touch()
     executable(programs / "python", f'case "$2" in *triton*) exit {int(not triton)};; esac; echo {include}')
-    executable(programs / "apt-get", f'echo "$@" >> {told}')
+    executable(programs / "apt-get", f'echo "$@" >> {log}')
     executable(programs / "rm", "exit 0")
     if compiler:
         executable(programs / "gcc", "exit 0")
     script = script.replace("/opt/outrider/bin/python", str(programs / "python"))
     subprocess.run(["/bin/sh", "-c", script], env={"PATH": str(programs)}, check=True)
-    installed = told.read_text().splitlines()[-1] if told.exists() else ""
+    installed = log.read_text().splitlines()[-1] if log.exists() else ""
     assert ("gcc libc6-dev" in installed) == (triton and not compiler)
     assert ("python3-dev" in installed) == (triton and not compiler and not headers)
 

@@ -26,6 +26,7 @@ PATHS = re.compile(r"(?<![\w./])(?:outrider|gateway|services|docs|tests|protos|d
 LINKED = [*DOCUMENTS, ROOT / "docs" / "benchmarks" / "README.md", *(ROOT / "docs" / "benchmarks").glob("[er]*.md")]
 OF_OTHERS = {
     "--build", "--drafter", "--help", "--help-all", "--ignore", "--profile",  # Docker, benchmarks, any program
+    "--self-draft", "--self-draft-head",  # earlier spellings of --self-speculation
     "--http2-prior-knowledge", "--list-methods", "--policy", "--protocol", "--worker-urls",  # buf and smg
 }  # fmt: skip
 
@@ -120,6 +121,14 @@ def test_a_decision_says_context_decision_measurement_and_price_on_one_screen(pa
     assert re.findall(r"^## (.+)$", text, re.MULTILINE) == ["Context", "Decision", "Measured", "Price"]
     assert len(text.splitlines()) <= 70
     assert f"({path.name})" in (path.parent / "README.md").read_text()
+
+
+def test_decisions_that_code_refers_to_exist():
+    names = {path.name for path in DECISIONS}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            for name in re.findall(r"docs/decisions/([\w-]+\.md)", path.read_text()):
+                assert name in names, f"{path.relative_to(ROOT)}: {name}"
 
 
 def figures():

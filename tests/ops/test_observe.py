@@ -1,4 +1,4 @@
-"""What is shown of a running system: every metric that the dashboard asks for is really there, and all files parse."""
+"""Dashboards: a running system has every metric that the dashboard reads, and all files parse."""
 
 import json
 import re
@@ -10,8 +10,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.gateway.services import until
+from tests.support.system.serve import System
 from tests.support.tiny import write_model, write_tokenizer
-from tests.system.test_serve import System
 
 ROOT = Path(__file__).parents[2]
 OBSERVE = ROOT / "docker" / "observe"
@@ -31,7 +31,7 @@ def service(name):
 
 @pytest.fixture(scope="module")
 def exposed(tmp_path_factory):
-    """Samples of a system's /metrics that has served a few requests with hints, by name."""
+    """Samples of /metrics of a system that has served a few requests with draft tokens, by name."""
     folder = write_tokenizer(write_model(tmp_path_factory.mktemp("target")))
     system = System(folder, "--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4").wait()
 
@@ -40,13 +40,13 @@ def exposed(tmp_path_factory):
         found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         return {sample.name: [s for s in found if s.name == sample.name] for sample in found}
 
-    def hinted():
+    def has_draft_tokens():
         system.ask("a b a b a b", max_tokens=200)
         return sum(sample.value for sample in samples().get("outrider_received_draft_tokens_total", ()))
 
     try:
         system.ask_all()
-        until(hinted, seconds=60)
+        until(has_draft_tokens, seconds=60)
         yield samples()
     finally:
         assert system.stop() == 0

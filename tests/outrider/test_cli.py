@@ -1,4 +1,4 @@
-"""The command, as people and Docker call it."""
+"""The command `outrider`, as people and Docker call it."""
 
 import asyncio
 import compileall
@@ -38,22 +38,20 @@ def test_help_names_every_verb():
     assert outrider("--version").stdout == f"outrider {__version__}\n"
 
 
-def test_serve_help_groups_the_flags():
-    shown = outrider("serve", "--help").stdout
-    for flag in (
-        "--model-path",
-        "--speculative-algorithm",
-        "--speculative-draft-model-path",
-        "--port",
-        "--cores-target",
-    ):
-        assert flag in shown
-    for title in ("shared options", "target options", "draft options", "gateway options"):
-        assert title in shown
+def test_serve_help_shows_most_used_flags_and_help_all_the_rest_by_topic():
+    short, whole = (outrider("serve", flag).stdout for flag in ("--help", "--help-all"))
+    for flag in ("--model-path", "--speculative-algorithm", "--speculative-draft-model-path", "--port", "--api-key"):
+        assert flag in short
+        assert flag in whole
+    assert "--help-all" in short
+    assert "--cores-target" in whole
+    assert "--cores-target" not in short
+    for title in ("model options", "speculation options", "scheduling options", "security options"):
+        assert title in whole
 
 
 def test_help_that_is_cut_short_ends_quietly():
-    command = f"{sys.executable} -m outrider serve --help | head -1"
+    command = f"{sys.executable} -m outrider serve --help-all | head -1"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert result.stderr == ""
 
@@ -84,7 +82,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 @pytest.mark.parametrize(("missing", "verb"), [("fastapi", "gateway"), ("torch", "target")])
 def test_a_missing_extra_is_named(tmp_path, missing, verb):
-    """Also one that is imported late, as PyTorch and JAX are."""
+    """Also a package that is imported late, as PyTorch and JAX are."""
     path = tmp_path / "socket"
     flags = ["--target", "unix:nowhere"] if verb == "gateway" else ["--listen", f"unix:{path}"]
     command = [sys.executable, "-c", WITHOUT.format(missing=missing), verb, *flags]
@@ -98,7 +96,7 @@ def test_a_missing_extra_is_named(tmp_path, missing, verb):
 
 
 def test_ctrl_c_ends_a_verb_without_a_traceback(tmp_path):
-    """Here while it waits for an answer; while it imports, as any other."""
+    """Here Ctrl-C arrives while the verb waits for an answer."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         command = [sys.executable, "-m", "outrider", "healthcheck", f"127.0.0.1:{silent.getsockname()[1]}"]
         with subprocess.Popen([*command, "-t", "3600"], stderr=subprocess.PIPE, text=True) as process:
@@ -114,7 +112,7 @@ def test_ctrl_c_ends_a_verb_without_a_traceback(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["services.target.x", "json.x"])
-def test_a_part_of_what_is_installed_is_no_missing_extra(monkeypatch, name):
+def test_a_missing_module_of_an_installed_package_is_no_missing_extra(monkeypatch, name):
     def main(flags):
         raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 
@@ -124,7 +122,7 @@ def test_a_part_of_what_is_installed_is_no_missing_extra(monkeypatch, name):
 
 
 def test_benchmarks_by_their_names(monkeypatch, tmp_path):
-    """`outrider bench NAME` and `python -m bench NAME` are the same, also from a folder that is no checkout."""
+    """`outrider bench NAME` and `python -m bench NAME` are the same, also outside a checkout."""
     python = [sys.executable, "-m"]
     monkeypatch.setenv("PYTHONPATH", str(Path(cli.__file__).parents[1]))
     monkeypatch.setenv("COLUMNS", "120")
@@ -140,7 +138,7 @@ def test_benchmarks_by_their_names(monkeypatch, tmp_path):
         assert importlib.util.find_spec(module) is not None
 
 
-def test_reports_go_where_they_are_wanted(monkeypatch, tmp_path):
+def test_reports_are_written_to_the_chosen_folder(monkeypatch, tmp_path):
     monkeypatch.setattr("bench.harness.report._folder", None)
     monkeypatch.setattr("sys.argv", ["outrider", "bench", "x", "--api-key", "s3cret", "--prompts", "a b.jsonl"])
     assert report.command() == "outrider bench x --api-key ... --prompts 'a b.jsonl'"
@@ -170,16 +168,16 @@ async def grpc_server(address):
         await server.stop(0)
 
 
-async def test_grpc_health_is_asked(tmp_path):
+async def test_grpc_health(tmp_path):
     address = f"unix:{tmp_path}/health.sock"
     assert not await is_healthy(address, 0.5)
     async with grpc_server(address) as server:
-        told = []
-        assert not await is_healthy(address, tell=told.append)
-        assert told == []
-        server.tell("compiling 3/9")
-        assert not await is_healthy(address, tell=told.append)
-        assert told == ["compiling 3/9"]
+        reported = []
+        assert not await is_healthy(address, on_progress=reported.append)
+        assert reported == []
+        server.set_progress("compiling 3/9")
+        assert not await is_healthy(address, on_progress=reported.append)
+        assert reported == ["compiling 3/9"]
         await server.set_serving(True)
         assert await is_healthy(address)
         command = [sys.executable, "-m", "outrider", "healthcheck", address]
@@ -189,7 +187,7 @@ async def test_grpc_health_is_asked(tmp_path):
         assert not await is_healthy(address)
 
 
-async def test_http_health_is_asked():
+async def test_http_health():
     status = "503 Service Unavailable"
 
     async def answer(reader, writer):
@@ -215,7 +213,7 @@ async def test_http_health_is_asked():
         assert await is_healthy(url + "/")
 
 
-def test_healthcheck_of_nothing_is_code_1(capsys):
+def test_healthcheck_of_an_unused_port_is_code_1(capsys):
     assert cli.main(["healthcheck", f"127.0.0.1:{free_port()}", "--timeout", "0.5"]) == 1
     assert "is not healthy" in capsys.readouterr().err
 
@@ -233,7 +231,7 @@ def test_doctor_reports_devices_cores_and_the_model(monkeypatch, capsys, tmp_pat
     assert facts["converted"] == "nothing yet"
 
 
-def test_doctor_says_where_each_start_compiles_the_libraries_again(monkeypatch, tmp_path):
+def test_doctor_reports_libraries_that_each_start_compiles_again(monkeypatch, tmp_path):
     package = tmp_path / "ponderous"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -241,8 +239,8 @@ def test_doctor_says_where_each_start_compiles_the_libraries_again(monkeypatch, 
     monkeypatch.setattr(doctor, "_DEVICES", {})
     monkeypatch.setattr(doctor, "_LARGE", ("ponderous", "not_there"))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    assert "at every start" in (told := dict(doctor.report())["compiled"])
-    assert "PYTHONDONTWRITEBYTECODE" in told
+    assert "at every start" in (reported := dict(doctor.report())["compiled"])
+    assert "PYTHONDONTWRITEBYTECODE" in reported
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     assert dict(doctor.report())["compiled"] == "ponderous: when first imported"
     compileall.compile_dir(package, quiet=1)

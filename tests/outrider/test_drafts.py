@@ -1,4 +1,4 @@
-"""Which drafter serves a model if nobody says."""
+"""The drafter for --speculative-algorithm AUTO."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 
 from outrider import drafts
 from outrider.config import DraftConfig, DraftOptions
-from outrider.drafts import with_drafter
+from outrider.drafts import resolve_drafter
 from outrider.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ def head(tmp_path, monkeypatch):
 
 
 def chosen(model, **options):
-    made = with_drafter(DraftOptions(**options), model)
+    made = resolve_drafter(DraftOptions(**options), model)
     return made.speculative_algorithm, made.speculative_draft_model_path, made.speculative_ngram_beside
 
 
@@ -37,17 +37,17 @@ def test_other_models_have_ngrams(head, model):
     assert chosen(model, speculative_algorithm="EAGLE3") == ("EAGLE3", None, False)
 
 
-def test_what_is_said_stays(head):
+def test_explicit_flags_are_kept(head):
     assert chosen("default", speculative_algorithm="NONE") == ("NONE", None, False)
     assert chosen("default", speculative_algorithm="NEXTN") == ("NEXTN", None, False)
     mine = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "mine"}
     assert chosen("default", **mine) == ("EAGLE3", "mine", False)
     config = DraftConfig(model_path="default", draft_device="cpu")
-    assert with_drafter(config, "default") == replace(
+    assert resolve_drafter(config, "default") == replace(
         config, speculative_algorithm="EAGLE3", speculative_draft_model_path=head, speculative_ngram_beside=True
     )
 
 
-def test_a_draft_that_is_named_needs_its_algorithm_named(head):
+def test_a_named_draft_model_needs_its_algorithm(head):
     with pytest.raises(ConfigError, match="needs --speculative-algorithm"):
         chosen("default", speculative_draft_model_path="mine")

@@ -1,4 +1,4 @@
-"""Traces: one request, three processes, one tree of spans, as a collector gets them."""
+"""Traces: one tree of spans for one request in three processes, as a collector receives it."""
 
 import socket
 import time
@@ -14,8 +14,8 @@ from outrider.tracing import tracing_to
 from outrider.wire.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.support.collectors import Collector, HttpCollector, plain
 from tests.support.gateway.services import until
+from tests.support.system.serve import System
 from tests.support.tiny import write_model, write_tokenizer
-from tests.system.test_serve import System
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -72,8 +72,8 @@ def test_one_trace_through_three_processes(system, collector):
 def test_attributes_are_those_of_the_conventions(system, collector):
     assert complete(system, {"X-Request-Id": "q8"}, seed=5, top_p=0.5, stop=["never said"], n=2).status_code == 200
     trace = collector.whole(gen_ai__response__id="q8")
-    told = {span.name: plain(span.attributes) for span in trace.values()}
-    request = next(told[name] for name in told if name.startswith("text_completion"))
+    reported = {span.name: plain(span.attributes) for span in trace.values()}
+    request = next(reported[name] for name in reported if name.startswith("text_completion"))
     wanted = {
         "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "outrider",
@@ -91,12 +91,12 @@ def test_attributes_are_those_of_the_conventions(system, collector):
     }
     assert {name: request.get(name) for name in wanted} == wanted
     assert request["gen_ai.request.model"] == request["gen_ai.response.model"]
-    assert request["gen_ai.usage.input_tokens"] == told["prefill"]["gen_ai.usage.input_tokens"]
+    assert request["gen_ai.usage.input_tokens"] == reported["prefill"]["gen_ai.usage.input_tokens"]
     assert 0 < request["gen_ai.response.time_to_first_chunk"] <= request["gen_ai.latency.e2e"]
     assert request["outrider.steps"] == 48 - request["outrider.accepted_draft_tokens"]
-    assert told["decode"]["gen_ai.usage.output_tokens"] == 24
-    assert told["draft"]["outrider.drafters"] == ["NGRAM"]
-    assert not any("a b a b" in str(value) for span in told.values() for value in span.values())
+    assert reported["decode"]["gen_ai.usage.output_tokens"] == 24
+    assert reported["draft"]["outrider.drafters"] == ["NGRAM"]
+    assert not any("a b a b" in str(value) for span in reported.values() for value in span.values())
     sessions = [plain(s.attributes)["outrider.session_id"] for _, s in collector.spans
                 if s.trace_id == next(iter(trace.values())).trace_id and s.name == "decode"]  # fmt: skip
     assert len(sessions) == len(set(sessions)) == 2
@@ -123,7 +123,7 @@ def test_a_stream_that_is_left_and_a_chat_over_grpc(system, collector):
 
 
 @pytest.mark.system
-def test_what_is_refused_is_an_error_and_what_is_not_sampled_is_not_sent(system, collector):
+def test_refused_requests_are_errors_and_unsampled_ones_are_not_sent(system, collector):
     assert complete(system, {"X-Request-Id": "q10"}, max_tokens=10**9).status_code == 400
     span = next(iter(collector.whole(1, gen_ai__response__id="q10").values()))
     assert span.status.code == span.status.STATUS_CODE_ERROR
@@ -139,7 +139,7 @@ def test_what_is_refused_is_an_error_and_what_is_not_sampled_is_not_sent(system,
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
 @pytest.mark.parametrize("listens", [True, False])
-def test_a_collector_that_does_not_answer_keeps_nobody(monkeypatch, caplog, protocol, listens):
+def test_a_collector_that_does_not_answer_does_not_block_the_end(monkeypatch, caplog, protocol, listens):
     monkeypatch.setenv(GENERAL, protocol)
     monkeypatch.setattr("outrider.tracing._FLUSH_SECONDS", 0.2)
     with socket.socket() as silent:
@@ -150,10 +150,10 @@ def test_a_collector_that_does_not_answer_keeps_nobody(monkeypatch, caplog, prot
             tracing.add("decode", "", 1000, 2000, {})
             began = time.monotonic()
         assert time.monotonic() - began < 3
-    assert "did not take the last spans in 0.2 s" in caplog.text
+    assert "did not accept the last spans within 0.2 s" in caplog.text
 
 
-def test_without_an_endpoint_nothing_is_made():
+def test_without_an_endpoint_there_are_no_spans():
     with tracing_to(None, "target") as tracing:
         assert tracing is None
 

@@ -1,4 +1,4 @@
-"""Authorities and certificates, made for a test."""
+"""Authorities and certificates for tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Certificate:
     ca_certs: str
 
     def flags(self, prefix="ssl", ca_certs=None):
-        """Flags of a process that shows this certificate. ca_certs: of those whom it asks for theirs."""
+        """Flags of a process with this certificate. ca_certs: authority of client certificates, if it requires them."""
         given = {f"{prefix}_certfile": self.certfile, f"{prefix}_keyfile": self.keyfile}
         return given if ca_certs is None else given | {f"{prefix}_ca_certs": ca_certs}
 
@@ -28,11 +28,11 @@ class Certificate:
         return [word for name, value in self.flags("ssl", ca_certs).items() for word in (_flag(name), value)]
 
     def serving(self, ca_certs=None):
-        """What a server is told."""
+        """TLS of a server with this certificate."""
         return server_tls(self.certfile, self.keyfile, ca_certs, None)
 
     def asking(self, ca_certs, server_name=None):
-        """What a client is told."""
+        """TLS of a client with this certificate."""
         return client_tls(ca_certs, self.certfile, self.keyfile, server_name)
 
 

@@ -1,4 +1,4 @@
-"""OTLP collectors, made for a test: what is sent to them, by gRPC and by HTTP."""
+"""OTLP collectors for tests, over gRPC and HTTP."""
 
 import threading
 from concurrent import futures
@@ -12,7 +12,7 @@ from tests.support.gateway.services import until
 
 
 class Spans:
-    """What a collector is sent. spans: (service, span), as they came."""
+    """Spans that a collector received. spans: (service, span), in order of arrival."""
 
     def __init__(self):
         self.spans = []
@@ -27,7 +27,7 @@ class Spans:
         return {(service, s.name): s for service, s in self.spans if s.trace_id.hex() == trace_id}
 
     def whole(self, count=5, **wanted):
-        """Spans of the trace with so many of them whose request has these attributes."""
+        """Spans of the trace with this number of spans whose request has these attributes."""
 
         def found():
             for _, span in list(self.spans):
@@ -42,7 +42,7 @@ class Spans:
 
 
 class Collector(Spans, trace_service_pb2_grpc.TraceServiceServicer):
-    """What an OTLP collector does first: take spans, here by gRPC."""
+    """The trace service of an OTLP collector, over gRPC."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ class Collector(Spans, trace_service_pb2_grpc.TraceServiceServicer):
 
 
 class HttpCollector(Spans):
-    """The same by HTTP. asked: path and headers of each delivery, names in small letters."""
+    """The same over HTTP. asked: path and headers of each delivery, header names in lower case."""
 
     def __init__(self):
         super().__init__()

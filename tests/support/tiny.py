@@ -38,7 +38,7 @@ def write_model(folder: Path, family: str = "llama", *, seed: int = 0, vocab: in
 
 
 def write_slower_twin(folder: Path, model: Path, width: int) -> Path:
-    """A model that says what the Llama in another folder says, but slower: much of its feed-forward layers is idle."""
+    """A model with the same text as the Llama in another folder, but slower: parts of its layers are idle."""
     import torch
     from transformers import AutoModelForCausalLM
 

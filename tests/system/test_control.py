@@ -1,4 +1,4 @@
-"""Control of running targets over the gateway's REST, as trainers use it."""
+"""Control of running targets over the gateway's REST API, as trainers use it."""
 
 import concurrent.futures
 import json
@@ -28,7 +28,7 @@ def folders(tmp_path_factory):
 
 
 class System:
-    """Two targets, a draft, and a gateway whose bodies are small and whose control has a key."""
+    """Two targets, a draft service, and a gateway with a small body limit and an admin key."""
 
     def __init__(self, folder, base, targets=1):
         self.folder = folder
@@ -53,7 +53,7 @@ class System:
         return [answer["choices"][0]["token_ids"] for answer in answers]
 
     def pause(self, seconds):
-        """Let the targets rest between steps."""
+        """Set the pause of the targets between steps."""
         for target in self.targets:
             target.pause = seconds
 
@@ -88,7 +88,7 @@ def shared(folders, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(folders, tmp_path_factory):
-    """What freshly started systems say, by checkpoint."""
+    """Texts of freshly started systems, by checkpoint."""
     texts = []
     for folder in folders:
         system = System(folder, tmp_path_factory.mktemp("fresh"))
@@ -104,8 +104,8 @@ def test_weights_from_disk_and_from_tensors(system, folders, expected):
     assert before["metadata"] == {"weight_version": "default"}
     flushed = []
     running.draft.engine.flush = lambda **how: flushed.append(how)
-    said = running.post("/update_weights_from_disk", json={"model_path": str(folders[1]), "weight_version": "7"})
-    assert said["success"]
+    response = running.post("/update_weights_from_disk", json={"model_path": str(folders[1]), "weight_version": "7"})
+    assert response["success"]
     assert running.texts(temperature=1, seed=3) == expected[1]
     assert running.version() == "7"
     with Client(f"127.0.0.1:{running.gateway.grpc_port}") as client:
@@ -117,14 +117,14 @@ def test_weights_from_disk_and_from_tensors(system, folders, expected):
     content = save(load_file(folders[0] / "model.safetensors"))
     assert len(content) > 20 * 10_000, "far beyond what other bodies may have"
     kind = {"content-type": "application/octet-stream"}
-    said = running.post("/update_weights_from_tensor?weight_version=8", content=content, headers=kind)
-    assert (said["weight_version"], said["num_paused_requests"]) == ("8", 0)
+    response = running.post("/update_weights_from_tensor?weight_version=8", content=content, headers=kind)
+    assert (response["weight_version"], response["num_paused_requests"]) == ("8", 0)
     assert flushed == 2 * [{"only_fed": True}]
     assert running.texts(temperature=1, seed=3) == expected[0]
     info = running.gateway.client.get("/get_model_info").json()
     assert (info["weight_version"], info["is_generation"]) == ("8", True)
-    # The draft has seen this text; a busy machine may need more of it before its hints come in time. It is asked for
-    # once at a time: several requests do not try hints at once.
+    # The drafter has seen this text; on a busy machine its proposals may be late at first. One request at a time,
+    # because several requests do not try speculation at once.
     until(lambda: running.ask(PROMPTS[0]) and running.gateway.metric("outrider_accepted_draft_tokens_total") > 0, 60)
     running.post("/update_weights_from_disk", json={"model_path": str(folders[1]), "flush_cache": False})
     assert len(flushed) == 2, "what is cached is to be kept"
@@ -145,7 +145,7 @@ def test_a_bad_update_is_refused_and_changes_nothing(shared, folders, expected, 
     assert running.texts(temperature=1, seed=3) == expected[0]
 
 
-def test_only_who_has_the_key_controls(shared):
+def test_only_the_admin_key_controls(shared):
     running = shared
     for route in (
         "update_weights_from_disk",
@@ -162,7 +162,7 @@ def test_only_who_has_the_key_controls(shared):
 
 
 def stream(running, pool, **options):
-    """A long generation under way: a future of its token ids and how it ended, once its first tokens have come.
+    """A long generation in progress: a future of its token ids and finish reason, after its first tokens.
 
     The targets pause between steps, so that it does not end before something befalls it; who calls ends that.
     """
@@ -209,7 +209,7 @@ def test_a_pause_holds_requests_and_changes_no_token(shared, mode):
         assert len(waiting.result(30)["choices"][0]["token_ids"]) == 3
 
 
-def test_a_flush_waits_for_what_runs(shared):
+def test_a_flush_is_refused_while_sessions_run(shared):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         future, _ = stream(shared, pool, temperature=1, seed=4)
         assert "under way" in shared.post("/flush_cache?timeout=0.3", 400)["error"]["message"]
@@ -258,9 +258,9 @@ def test_requests_go_on_with_new_weights(system, folders):
     running = system(folders[0])
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         future, _ = stream(running, pool, temperature=0)
-        said = running.post("/update_weights_from_disk", json={"model_path": str(folders[1])})
+        response = running.post("/update_weights_from_disk", json={"model_path": str(folders[1])})
         running.pause(0)
-        assert said["num_paused_requests"] == 1
+        assert response["num_paused_requests"] == 1
         tokens, reason = future.result(30)
         assert (len(tokens), reason) == (450, "length")
 
@@ -271,11 +271,11 @@ def test_a_target_that_starts_anew_between_two_parts_of_an_update_is_not_used(sy
     tensors = load_file(folders[1] / "model.safetensors")
     names = sorted(tensors)
     parts = [save({name: tensors[name] for name in part}) for part in (names[::2], names[1::2])]
-    told = []
+    messages = []
 
     def send(part):
         kind = {"content-type": "application/octet-stream"}
-        told.append(running.post("/update_weights_from_tensor", content=part, headers=kind)["message"])
+        messages.append(running.post("/update_weights_from_tensor", content=part, headers=kind)["message"])
 
     send(parts[0])
     running.targets[0].stop()
@@ -285,14 +285,14 @@ def test_a_target_that_starts_anew_between_two_parts_of_an_update_is_not_used(sy
     if targets > 1:
         assert running.texts(temperature=1, seed=3) == expected[1]
     send(parts[0])
-    assert [f"1 of {targets} targets lack weights" in message for message in told] == [False, True, False]
+    assert [f"1 of {targets} targets lack weights" in message for message in messages] == [False, True, False]
     if targets > 1:
         running.targets[1].stop()
     assert running.texts(temperature=1, seed=3) == expected[1]
 
 
 def test_a_target_with_old_weights_is_not_used(system, folders, expected, monkeypatch):
-    """One of two targets cannot take the new ones, and later starts anew with the weights that it had at first."""
+    """One of two targets cannot take the new weights, and later restarts with its first weights."""
     running = system(folders[0], targets=2)
     body = {"model_path": str(folders[1]), "weight_version": "2"}
     read = Control.read_folder

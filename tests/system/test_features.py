@@ -1,4 +1,4 @@
-"""Features from a real target through a real gateway to a draft service whose drafter notes what it is fed."""
+"""Features from a real target through a real gateway to a draft service whose drafter records them."""
 
 import concurrent.futures
 
@@ -15,11 +15,11 @@ from tests.support.system.services import draft_service, target_service
 from tests.support.tiny import write_model, write_tokenizer
 
 WIDTH, LAYERS = 48, 6
-TREE = {"speculative_num_draft_tokens": 8}  # hints are then always wanted, and features sent step by step
+TREE = {"speculative_num_draft_tokens": 8}  # drafting is then never paused, and features are sent after every step
 
 
 class FedDrafter(NgramDrafter):
-    """Proposes as an n-gram table does, and keeps every row that the target sends."""
+    """Proposes as an n-gram table does, and records every row that the target sends."""
 
     name = "FED"
     features = FeatureSpec((2, 4), final=True, format=FeatureFormat.FLOAT32)
@@ -53,7 +53,7 @@ def truth(folder):
 
 @pytest.fixture
 def system(folder, tmp_path):
-    """Starts a target, a draft of this drafter, and a gateway between them."""
+    """Starts a target, a draft service with this drafter, and a gateway between them."""
     running = []
 
     def start(drafter, **flags):
@@ -88,7 +88,7 @@ def idle(draft):
 
 
 def check(drafter, count, expected, slack=24):
-    """What each session was fed is `expected` of its tokens, from the first on, but for the last steps' rows."""
+    """Each session's features are `expected` of its tokens, from the first on, except for the last steps' rows."""
     assert len(drafter.seen) == count
     for session in drafter.seen.values():
         assert session.features.first == 0
@@ -99,10 +99,10 @@ def check(drafter, count, expected, slack=24):
 
 
 @pytest.mark.parametrize("chunk", [5, 512])
-def test_what_the_drafter_is_fed_is_what_transformers_says(system, truth, chunk):
+def test_features_are_the_hidden_states_of_transformers(system, truth, chunk):
     drafter = FedDrafter()
     target, draft, gateway = system(drafter, chunked_prefill_size=chunk, **TREE)
-    target.pause = 0.03  # the draft keeps up with it, and its hints come in time
+    target.pause = 0.03  # slow enough for proposals to arrive in time
     for prompts in (PROMPTS[:2], PROMPTS):  # a few, then all together; the pages of those few are found in the cache
         texts = ask_all(gateway, prompts, temperature=0)
         assert all(len(text) == 40 for text in texts)
@@ -113,7 +113,7 @@ def test_what_the_drafter_is_fed_is_what_transformers_says(system, truth, chunk)
 
 
 def test_the_fusion_crosses_with_the_specification(system, truth):
-    """More than one part of it, and what comes back is the plain product."""
+    """The fusion has several parts, and the features are the plain matrix product."""
     fc = torch.randn(2500, 3 * WIDTH, generator=torch.Generator().manual_seed(0))
     drafter = FedDrafter(save({"fc.weight": fc}))
     assert len(drafter.fusion) > 1 << 20
@@ -149,7 +149,7 @@ def test_a_draft_that_comes_back_is_fed_from_the_beginning(system, truth):
     until(lambda: idle(target))
 
 
-def test_a_draft_that_asks_for_what_there_is_not_is_refused(folder, tmp_path):
+def test_a_draft_that_asks_for_missing_layers_is_refused(folder, tmp_path):
     drafter = FedDrafter()
     drafter.features = FeatureSpec((LAYERS + 1,))
     target = target_service(folder, f"unix:{tmp_path}/target").start()

@@ -1,4 +1,4 @@
-"""Heads fed through a real gateway: they are believed, a draft that comes back catches up, and `serve` starts them."""
+"""Heads behind a real gateway: draft tokens are accepted, a restarted draft service catches up, `serve` starts them."""
 
 import concurrent.futures
 import os
@@ -13,17 +13,15 @@ from services.draft.drafters.feature import FeatureDrafter
 from services.draft.process.app import build
 from tests.support.checkpoints.perfect import write_cyclic_target, write_perfect_eagle, write_perfect_eagle3
 from tests.support.gateway.services import Gateway, until
+from tests.support.system.heads import PROMPTS, VERIFY_ALL, accepted, ask_all
+from tests.support.system.serve import System
 from tests.support.system.services import draft_service, target_service
 from tests.support.tiny import write_tokenizer
-from tests.system.test_serve import System
-
-HINTED = {"speculative_num_draft_tokens": 8}  # so that hints are taken whatever they cost
-PROMPTS = ["hello there", "so so so", "a b a b a b", "x"]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A target that is slow enough for hints to pay, and heads that know what it will say."""
+    """A target slow enough for speculation to be profitable, and heads that predict its text."""
     base = tmp_path_factory.mktemp("models")
     target = write_tokenizer(write_cyclic_target(base / "target", intermediate_size=16000))
     write_perfect_eagle(base / "EAGLE", target, "feature")
@@ -33,7 +31,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(params=["EAGLE", "EAGLE3"])
 def system(request, models, tmp_path):
-    """Target, draft and gateway; the draft's drafter is new at every start, and its programs are not."""
+    """Target, draft service and gateway; each start has a new drafter with the same compiled programs."""
     config = DraftConfig(
         speculative_algorithm=request.param, speculative_draft_model_path=str(models / request.param),
         model_path=str(models / "target"), max_running_requests=4, draft_max_total_tokens=4096,
@@ -45,7 +43,7 @@ def system(request, models, tmp_path):
         prefix = PrefixCache(PageAllocator(first.prefix.allocator.total_pages, 16))
         return FeatureDrafter(request.param, first.runner, prefix, 4, 64, first.features, first.fusion)
 
-    target = target_service(models / "target", f"unix:{tmp_path}/target", chunked_prefill_size=5, **HINTED).start()
+    target = target_service(models / "target", f"unix:{tmp_path}/target", chunked_prefill_size=5, **VERIFY_ALL).start()
     draft = draft_service(f"unix:{tmp_path}/draft", drafter).start()
     gateway = Gateway(tmp_path, [target.address], [draft.address]).wait()
     yield target, draft, gateway
@@ -53,24 +51,11 @@ def system(request, models, tmp_path):
         service.stop()
 
 
-def ask_all(gateway, **options):
-    def ask(prompt):
-        answer = gateway.complete(prompt, ignore_eos=True, return_token_ids=True, **options)
-        return answer["choices"][0]["token_ids"]
-
-    with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
-        return list(pool.map(ask, PROMPTS))
-
-
-def accepted(gateway):
-    return gateway.metric("outrider_accepted_draft_tokens_total")
-
-
-def test_heads_are_believed_and_catch_up(system):
+def test_draft_tokens_of_heads_are_accepted_and_heads_catch_up(system):
     target, draft, gateway = system
     texts = ask_all(gateway, max_tokens=120, temperature=1, seed=3)
 
-    def believed():  # on a busy machine not at once: hints that are late count for nothing
+    def believed():  # on a busy machine not at once, because late proposals are not verified
         before = accepted(gateway)
         assert ask_all(gateway, max_tokens=120, temperature=1, seed=3) == texts
         return accepted(gateway) - before > 0.5 * 120 * len(PROMPTS)
@@ -93,7 +78,7 @@ def test_heads_are_believed_and_catch_up(system):
 
 
 def test_text_goes_on_where_a_head_s_context_ends(models, tmp_path):
-    """Heads often have 2,048 positions, and their targets many more."""
+    """Heads often have 2,048 positions, their targets many more."""
     context = 64
     folder = tmp_path / "head"
     write_perfect_eagle3(folder, models / "target", max_position_embeddings=context)
@@ -103,7 +88,7 @@ def test_text_goes_on_where_a_head_s_context_ends(models, tmp_path):
     )  # fmt: skip
     drafter = build(config)[0].drafter
     drafter.warm_up()
-    target = target_service(models / "target", f"unix:{tmp_path}/target", **HINTED).start()
+    target = target_service(models / "target", f"unix:{tmp_path}/target", **VERIFY_ALL).start()
     alone = Gateway(tmp_path, [target.address]).wait()
     try:
         texts = ask_all(alone, max_tokens=200)
@@ -124,7 +109,7 @@ def test_text_goes_on_where_a_head_s_context_ends(models, tmp_path):
         before = accepted(gateway)
         assert before < rounds * context * len(PROMPTS)
         gateway.complete("a" * context, max_tokens=20, ignore_eos=True)
-        assert accepted(gateway) == before  # nobody drafts for it
+        assert accepted(gateway) == before  # no drafter works for this session
         until(lambda: draft.engine.load().running_sessions == 0)
         assert gateway.client.get("/health").status_code == 200
     finally:

@@ -1,4 +1,4 @@
-"""The `openai` client against a real target, a real draft and the gateway: what its users do beyond plain chats."""
+"""The `openai` client against a real target, draft service and gateway: tools, reasoning, schemas."""
 
 from typing import Literal
 
@@ -123,7 +123,7 @@ def test_results_of_calls_go_back(client):
     assert chat(client, messages=messages, tools=TOOLS, max_tokens=5).choices[0].finish_reason in ("length", "stop")
 
 
-def test_what_is_wrong_is_named(client):
+def test_errors_name_the_wrong_field(client):
     for options in ({"tool_choice": "required"}, {"tools": TOOLS, "tool_choice": "maybe"}):
         with pytest.raises(openai.BadRequestError) as error:
             chat(client, **options)
@@ -148,7 +148,7 @@ def test_reasoning_stands_apart(client, stream):
     assert (hidden.content, getattr(hidden, "reasoning_content", None)) == (content, None)
 
 
-# --- one text, whatever is said of speculation and whichever route is taken ---
+# --- one text, for any speculation and any route ---
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -186,7 +186,7 @@ def test_the_best_of_several_are_those_whose_tokens_are_the_likeliest(client, lo
     assert [one.index for one in best.choices] == [0, 1, 2, 3]
     assert best.usage.completion_tokens == every.usage.completion_tokens
     assert best.usage.prompt_tokens == every.usage.prompt_tokens
-    for told, one in zip(best.choices, expected, strict=True):
-        assert (told.logprobs is None) == (logprobs is None)
+    for choice, one in zip(best.choices, expected, strict=True):
+        assert (choice.logprobs is None) == (logprobs is None)
         if logprobs is not None:
-            assert told.logprobs.token_logprobs == one.logprobs.token_logprobs
+            assert choice.logprobs.token_logprobs == one.logprobs.token_logprobs

@@ -1,4 +1,4 @@
-"""A pool of two real targets and two real drafts: the same tokens wherever a session goes."""
+"""A pool of two real targets and two real draft services: the same tokens on every replica."""
 
 import pytest
 
@@ -14,7 +14,7 @@ OPTIONS = {"max_tokens": 400, "temperature": 0.8, "seed": 7, "ignore_eos": True,
 
 @pytest.fixture
 def pool(tmp_path):
-    """Targets of different sizes, a draft for both, and a gateway."""
+    """Targets of different sizes, a draft service for both, and a gateway."""
     folder = write_tokenizer(write_model(tmp_path / "model", seed=1, num_hidden_layers=2))
     services = [
         target_service(folder, f"unix:{tmp_path}/target0", max_running_requests=4),
@@ -55,6 +55,6 @@ def test_sessions_move_between_real_targets_and_keep_their_tokens(pool):
         stream.join(60)
     assert [stream.tokens for stream in streams] == [tokens for tokens in plain for _ in range(2)]
     fresh = [Stream(gateway, prompt=list(range(first, first + 40)), **OPTIONS) for first in (10, 30, 80, 100)]
-    for stream in fresh:  # nobody has their prefixes, so that they are shared out
+    for stream in fresh:  # no target has cached their prefixes, so they are divided among both
         stream.join(60)
     until(lambda: gateway.metric("outrider_engine_cached_pages", address=targets[0].address) > 0)

@@ -1,4 +1,4 @@
-"""A real target and a real draft behind the services that routers know; where `smg` is installed, behind it, too."""
+"""A real target and draft service behind the services of other engines' routers, and, if installed, behind `smg`."""
 
 import json
 import os
@@ -80,8 +80,8 @@ def test_the_answer_matches_its_schema(engine, gateway):
 
 def test_logprobs_are_those_of_rest(engine, gateway):
     (message,) = ask(engine, temperature=0, max_tokens=5, logprobs=2, prompt_logprobs=0)
-    told = gateway.complete(PROMPT, max_tokens=5, logprobs=2)["choices"][0]["logprobs"]
-    assert list(message.complete.output_logprobs.token_logprobs) == pytest.approx(told["token_logprobs"])
+    reported = gateway.complete(PROMPT, max_tokens=5, logprobs=2)["choices"][0]["logprobs"]
+    assert list(message.complete.output_logprobs.token_logprobs) == pytest.approx(reported["token_logprobs"])
     assert len(message.complete.input_logprobs.token_logprobs) == len(PROMPT)
 
 
@@ -104,7 +104,7 @@ def test_the_cache_is_flushed_once_nothing_runs(engine, target):
 
 @pytest.fixture(scope="module")
 def router(gateway, tmp_path_factory):
-    """URL of smg with the gateway as its one worker."""
+    """URL of smg with the gateway as its only worker."""
     port, log = free_port(), tmp_path_factory.mktemp("smg") / "log"
     command = [SMG, "launch", "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
     command += ["--worker-urls", f"grpc://127.0.0.1:{gateway.grpc_port}", "--policy", "round_robin"]
@@ -127,15 +127,15 @@ def router(gateway, tmp_path_factory):
         {"temperature": 0, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
     ],
 )
-def test_smg_s_answers_are_ours(gateway, router, options):
+def test_the_router_returns_the_gateways_answers(gateway, router, options):
     model = gateway.client.get("/v1/models").json()["data"][0]["id"]
     body = {"model": model, "messages": [{"role": "user", "content": "weather?"}], "max_tokens": 40, **options}
     answers = [httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json() for url in (gateway.url, router)]
     # smg leaves out a character that is not complete when an answer ends; we say that there is one.
-    told = [
+    reported = [
         [(choice["message"]["content"].rstrip("\ufffd"), choice["finish_reason"]) for choice in answer["choices"]]
         for answer in answers
     ]
-    assert told[0] == told[1]
+    assert reported[0] == reported[1]
     usage = [(answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) for answer in answers]
     assert usage[0] == usage[1]

@@ -1,4 +1,4 @@
-"""The gateway's self-test of a draft, through real services: a head that fits, and one with its tokens mixed up."""
+"""The gateway's self-test of a drafter through real services: a head that fits, and one with permuted tokens."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from tests.support.tiny import write_tokenizer
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A target, a head that knows it, and the same head with a `d2t` that names other tokens."""
+    """A target, a head that predicts it, and the same head with a wrong `d2t`."""
     base = tmp_path_factory.mktemp("models")
     target = write_tokenizer(write_cyclic_target(base / "target"))
     write_perfect_eagle3(base / "right", target)
@@ -26,7 +26,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def target(base, tmp_path):
-    """Each pair has a new one, which has not found yet that hints do not pay."""
+    """Each pair has a new target, which has not yet measured whether speculation is profitable."""
     service = target_service(base / "target", f"unix:{tmp_path}/target", speculative_num_draft_tokens=8).start()
     yield service
     service.stop()
@@ -48,11 +48,11 @@ def test_a_pair_is_judged_once_at_start_up(base, target, tmp_path, name):
     gateway = Gateway(tmp_path, [target.address], [draft.address], self_test=True).wait()
     try:
         until(lambda: "self-test of the draft" in gateway.log.read_text(), 60)
-        told = gateway.log.read_text()
-        warned = "does not seem to fit the target" in told
-        assert warned == (name == "wrong"), told
-        assert ("EAGLE3 predicted 0 of" in told) == warned
-        assert ("d2t" in told) == warned
+        logged = gateway.log.read_text()
+        warned = "did not belong together" in logged
+        assert warned == (name == "wrong"), logged
+        assert ("EAGLE3 foretold 0 of" in logged) == warned
+        assert ("d2t" in logged) == warned
         for metric in ("generated_tokens_total", "verification_steps_total", "prompt_tokens_total", "requests_total"):
             assert gateway.metric(f"outrider_{metric}") == 0
         until(lambda: target.engine.load().running_sessions == draft.engine.load().running_sessions == 0)

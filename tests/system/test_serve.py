@@ -1,7 +1,5 @@
-"""The whole system as a user starts it: `outrider serve`, three processes, the `openai` client, and real kills."""
+"""The whole system as a user starts it: `outrider serve`, three processes, the `openai` client, killed processes."""
 
-import concurrent.futures
-import contextlib
 import os
 import signal
 import socket
@@ -9,70 +7,13 @@ import subprocess
 import sys
 import time
 
-import httpx
-import openai
 import pytest
 
+from tests.support.outrider.children import free_port
+from tests.support.system.serve import PROMPTS, System, processes_of
 from tests.support.tiny import write_model, write_slower_twin, write_tokenizer
 
 pytestmark = pytest.mark.system
-
-PROMPTS = ["hello there", "a b a b a b", "the quick brown fox", "12345", "Zürich", "x", "so so so", "end of list"]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def processes_of(supervisor, role):
-    """Ids of the supervisor's children that play a role."""
-    children = subprocess.run(["ps", "--ppid", str(supervisor.pid), "-o", "pid=,args="], capture_output=True, text=True)
-    rows = [line.split(None, 1) for line in children.stdout.splitlines()]
-    return [int(pid) for pid, args in rows if f"outrider {role}" in args]
-
-
-class System:
-    def __init__(self, folder, *flags):
-        self.port, self.grpc_port = free_port(), free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        ports = ["--port", str(self.port), "--grpc-port", str(self.grpc_port), "--max-running-requests", "8"]
-        command = [sys.executable, "-m", "outrider", "serve", "--model-path", str(folder), *ports, *flags]
-        self.process = subprocess.Popen(command)
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
-
-    def wait(self, seconds=300):
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, "the supervisor ended"
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
-                    return self
-            time.sleep(0.1)
-        self.stop()
-        raise AssertionError("not ready in time")
-
-    def ask(self, prompt, *, stream=False, max_tokens=60, temperature=0.0, **options):
-        answer = self.client.completions.create(
-            model="default", prompt=prompt, max_tokens=max_tokens, temperature=temperature, seed=7, stream=stream,
-            extra_body={"ignore_eos": True, "return_token_ids": True, **options},
-        )  # fmt: skip
-        return answer if stream else answer.choices[0].text
-
-    def ask_all(self, **options):
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            return list(pool.map(lambda prompt: self.ask(prompt, **options), PROMPTS))
-
-    def metric(self, name):
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split()[0] == name)
-
-    def stop(self):
-        self.client.close()
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-        return self.process.wait(30)
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +23,13 @@ def draft_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, draft_folder):
-    """The target's model: as the draft's, but so slow that hints come in time."""
+    """The target's model: as the draft model, but slow enough for proposals to arrive in time."""
     return write_tokenizer(write_slower_twin(tmp_path_factory.mktemp("target"), draft_folder, 64000))
 
 
 @pytest.fixture(scope="module")
 def plain_texts(folder):
-    """What the model says without any drafter, by temperature."""
+    """The model's texts without a drafter, by temperature."""
     system = System(folder, "--speculative-algorithm", "NONE").wait()
     try:
         return {t: system.ask_all(temperature=t) for t in (0.0, 1.0)}
@@ -99,7 +40,7 @@ def plain_texts(folder):
 @pytest.fixture(scope="module")
 def system(folder, draft_folder, plain_texts):
     flags = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(draft_folder)]
-    # An explicit tree, and cores apart: hints are used although on a small machine they might not pay.
+    # An explicit tree and separate cores: draft tokens are verified although they might not be profitable here.
     flags += ["--speculative-num-steps", "4", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "8"]
     cores = sorted(os.sched_getaffinity(0))
     flags += ["--cores-target", str(cores[0]), "--cores-draft", str(cores[-1])]
@@ -111,7 +52,7 @@ def system(folder, draft_folder, plain_texts):
 
 
 def believed(system, before, plain_texts, temperature):
-    """More tokens of the draft are accepted than before, within 90 seconds of the same texts."""
+    """Repeating the texts, more draft tokens are accepted than before within 90 seconds."""
     deadline = time.monotonic() + 90
     while system.metric("outrider_accepted_draft_tokens_total") == before and time.monotonic() < deadline:
         assert system.ask_all(temperature=temperature) == plain_texts[temperature]

@@ -1,4 +1,4 @@
-"""Target, draft and gateway started one by one, as on several machines: over TCP, each with a certificate to show."""
+"""Target, draft service and gateway started one by one, as on several machines: over TCP, each with a certificate."""
 
 import contextlib
 import signal
@@ -52,7 +52,7 @@ def running(role, *flags):
 
 @pytest.fixture(scope="module")
 def services(tmp_path_factory, ours, server):
-    """Addresses of a target and of a draft that ask for certificates."""
+    """Addresses of a target and a draft service that require client certificates."""
     folder = write_tokenizer(write_model(tmp_path_factory.mktemp("model")))
     target, draft = (f"127.0.0.1:{free_port()}" for _ in range(2))
     shared = ["--max-running-requests", 8, *server.argv(ours.ca_certs)]
@@ -93,7 +93,7 @@ def test_requests_go_all_the_way(gateway, ours, visitor, context):
         assert client.complete(PROMPT, max_tokens=30, temperature=0, ignore_eos=True).text == text
 
 
-def test_routers_are_let_in_with_a_certificate(gateway, ours, visitor):
+def test_routers_with_a_certificate_are_accepted(gateway, ours, visitor):
     address = f"127.0.0.1:{gateway.grpc_port}"
     with open_blocking_channel(address, [], visitor.asking(ours.ca_certs)) as channel:
         stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
@@ -105,7 +105,7 @@ def test_routers_are_let_in_with_a_certificate(gateway, ours, visitor):
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_nobody_is_let_in_without(gateway, services, ours, visitor):
+def test_clients_without_a_certificate_are_refused(gateway, services, ours, visitor):
     def ask_target(channel):
         return target_pb2_grpc.TargetServiceStub(channel).GetTargetInfo(target_pb2.GetTargetInfoRequest(), timeout=20)
 
@@ -126,7 +126,7 @@ def test_nobody_is_let_in_without(gateway, services, ours, visitor):
             httpx.get(f"{gateway.url}/health", verify=verify)
 
 
-def test_health_is_told_to_those_who_show_theirs(services, ours, visitor):
+def test_health_checks_need_a_certificate(services, ours, visitor):
     shown = ["--service-ssl-certfile", visitor.certfile, "--service-ssl-keyfile", visitor.keyfile]
     for address in services:
         asked = ["healthcheck", address, "--timeout", "20", "--service-ssl-ca-certs", ours.ca_certs]
@@ -134,7 +134,7 @@ def test_health_is_told_to_those_who_show_theirs(services, ours, visitor):
         assert main(asked) == 1
 
 
-def test_a_gateway_without_a_certificate_ends_and_says_why(services, ours):
+def test_a_gateway_without_a_certificate_ends_with_the_reason(services, ours):
     target, draft = services
     ports = ["--port", str(free_port()), "--grpc-port", str(free_port()), "--service-ssl-ca-certs", ours.ca_certs]
     command = [sys.executable, "-m", "outrider", "gateway", "--target", target, "--draft", draft, *ports]

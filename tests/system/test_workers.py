@@ -1,4 +1,4 @@
-"""`outrider serve` with several gateway processes: real services behind one port, real kills, an end without losses."""
+"""`outrider serve` with several gateway workers: real services behind one port, killed processes, graceful shutdown."""
 
 import concurrent.futures
 import contextlib
@@ -12,8 +12,8 @@ import pytest
 
 from outrider.client import Client
 from tests.support.gateway.services import Gateway, until
+from tests.support.system.serve import PROMPTS, System, processes_of
 from tests.support.tiny import write_model, write_tokenizer
-from tests.system.test_serve import PROMPTS, System, processes_of
 
 pytestmark = pytest.mark.system
 
@@ -34,7 +34,7 @@ def sockets(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, sockets):
-    """A gateway of one process before the same services."""
+    """A gateway of one process for the same services."""
     target, draft = sockets
     made = Gateway(tmp_path_factory.mktemp("alone"), [target], [draft])
     yield made
@@ -53,7 +53,7 @@ def system(folder, sockets, alone):
 
 
 def workers_up(system):
-    """For each worker whether it is up, as whichever is asked says; nothing if that one goes away meanwhile."""
+    """Whether each worker is up, according to the worker that answers; empty if that worker ends meanwhile."""
     with contextlib.suppress(httpx.TransportError):
         return [figure(system, f'outrider_worker_up{{worker="{worker}"}}') for worker in range(WORKERS)]
     return []
@@ -65,12 +65,12 @@ def figure(system, sample):
 
 
 def generated(system):
-    """Tokens that each worker has given its clients."""
+    """Tokens that each worker has sent to clients."""
     return [figure(system, f'outrider_generated_tokens_total{{worker="{worker}"}}') for worker in range(WORKERS)]
 
 
 def complete(url, prompt, temperature=0.0, tokens=40):
-    """Over a connection of its own, which any worker may take."""
+    """Send a request over a new connection, which any worker may accept."""
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": temperature, "seed": 7, "ignore_eos": True}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
@@ -78,7 +78,7 @@ def complete(url, prompt, temperature=0.0, tokens=40):
 
 
 def gateway_processes(system):
-    """The gateway's parent, and its workers by number."""
+    """The gateway's parent process, and its workers by number."""
     (parent,) = processes_of(system.process, "gateway")
     rows = subprocess.run(["ps", "--ppid", str(parent), "-o", "pid=,args="], capture_output=True, text=True).stdout
     found = {}
@@ -97,7 +97,7 @@ def gone(pid):
     return False
 
 
-def test_both_workers_say_what_one_says(system, alone):
+def test_two_workers_give_the_answers_of_one(system, alone):
     asked = [(prompt, temperature) for prompt in PROMPTS for temperature in (0.0, 1.0)] * 2
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda one: complete(system.url, *one), asked))
@@ -111,8 +111,8 @@ def test_both_answer_grpc(system, alone):
 
     def ask(_=None):
         with Client(f"127.0.0.1:{system.grpc_port}") as client:
-            told = client.complete(PROMPTS[0], max_tokens=40, temperature=0.0, ignore_eos=True)
-        assert told.text == text
+            answers = client.complete(PROMPTS[0], max_tokens=40, temperature=0.0, ignore_eos=True)
+        assert answers.text == text
         return all(now > then for now, then in zip(generated(system), before, strict=True))
 
     until(ask, 30)
@@ -131,7 +131,7 @@ def test_a_killed_worker_is_started_again(system, alone):
     until(lambda: complete(system.url, PROMPTS[1]) == complete(alone.url, PROMPTS[1]) and generated(system)[1] > 0)
 
 
-def test_a_killed_parent_takes_its_workers_along_and_all_come_back(system, alone):
+def test_workers_of_a_killed_parent_end_and_all_are_restarted(system, alone):
     parent, before = gateway_processes(system)
     os.kill(parent, signal.SIGKILL)
     until(lambda: all(map(gone, before.values())))
@@ -140,22 +140,22 @@ def test_a_killed_parent_takes_its_workers_along_and_all_come_back(system, alone
     assert complete(system.url, PROMPTS[0]) == complete(alone.url, PROMPTS[0])
 
 
-def test_all_that_is_under_way_ends_before_the_system_does(system, alone):
-    """The last test: it ends the system."""
+def test_requests_in_progress_end_before_the_system(system, alone):
+    """The last test, because it ends the system."""
     parent, workers = gateway_processes(system)
     prompts = PROMPTS[:4]
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
         whole = dict(
             zip(prompts, pool.map(lambda prompt: complete(alone.url, prompt, tokens=LONG), prompts), strict=True)
         )
-    begun, told = threading.Semaphore(0), {}
+    begun, answers = threading.Semaphore(0), {}
 
     def listen(prompt):
         stream = system.ask(prompt, stream=True, max_tokens=LONG)
         text = next(stream).choices[0].text
         begun.release()
         chunks = [chunk.choices[0] for chunk in stream if chunk.choices]
-        told[prompt] = (text + "".join(chunk.text for chunk in chunks), chunks[-1].finish_reason)
+        answers[prompt] = (text + "".join(chunk.text for chunk in chunks), chunks[-1].finish_reason)
 
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
         listening = [pool.submit(listen, prompt) for prompt in prompts]
@@ -164,7 +164,7 @@ def test_all_that_is_under_way_ends_before_the_system_does(system, alone):
         system.process.terminate()
         for task in listening:
             task.result()
-    assert told == {prompt: (text, "length") for prompt, text in whole.items()}
+    assert answers == {prompt: (text, "length") for prompt, text in whole.items()}
     assert system.process.wait(40) == 0
     assert all(map(gone, (parent, *workers.values())))
     with pytest.raises(httpx.ConnectError):

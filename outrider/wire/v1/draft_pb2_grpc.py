@@ -60,29 +60,29 @@ class DraftServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def GetDraftInfo(self, request, context):
-        """Facts for the handshake.
+        """Returns the facts of the handshake.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetFusion(self, request, context):
-        """The fusion layer that belongs to GetDraftInfoResponse.features, as the target takes it, in parts.
+        """Returns the fusion layer of GetDraftInfoResponse.features, in parts, as the target reads it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlushDraft(self, request, context):
-        """Forgets what was learned from texts: stored n-grams, and cached prefixes; and takes the target's new embedding and
-        head over where it shares them. Sessions go on.
+        """Drops stored n-grams and cached prefixes, and loads the target's new embedding and LM head if the drafter shares
+        them. Sessions go on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Propose(self, request_iterator, context):
-        """One stream for all sessions of a gateway. When it ends, its sessions end.
+        """Carries all sessions of a gateway. When the stream ends, its sessions end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,19 +50,19 @@ class GatewayServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def GetGatewayInfo(self, request, context):
-        """Facts about the model that is served.
+        """Returns facts about the served model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Generates text, streamed in parts as it is committed. A call that is cancelled, or whose deadline is over, ends its
-        session. What is wrong with a request is INVALID_ARGUMENT, NOT_FOUND if it asks for another model, OUT_OF_RANGE if
-        prompt and answer do not fit into the context, UNAUTHENTICATED without a key that is asked for. RESOURCE_EXHAUSTED
-        and UNAVAILABLE are worth another try, after the seconds that `retry-after` says where the trailing metadata has it.
-        Requests may have 4 MiB, or what `--max-body-bytes` of the gateway says; responses up to 64 MiB, where log-probabilities
-        of a long prompt need more than the 4 MiB that clients take by default.
+        """Generates text, streamed in parts as it is committed. A cancelled call, or one past its deadline, ends its session.
+        Errors: INVALID_ARGUMENT for a wrong request, NOT_FOUND for another model, OUT_OF_RANGE if prompt and answer exceed
+        the context, UNAUTHENTICATED without a required key. RESOURCE_EXHAUSTED and UNAVAILABLE may be retried, after the
+        seconds in `retry-after` if the trailing metadata has it. Requests have at most 4 MiB, or the gateway's
+        `--max-body-bytes`; responses at most 64 MiB: log-probabilities of a long prompt exceed the 4 MiB that clients
+        accept by default.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

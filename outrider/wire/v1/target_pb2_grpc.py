@@ -85,65 +85,65 @@ class TargetServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def GetTargetInfo(self, request, context):
-        """Facts for the handshake.
+        """Returns the facts of the handshake.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTokenizer(self, request, context):
-        """The tokenizer's files, so that a gateway needs no checkpoint.
+        """Returns the tokenizer's files, so that a gateway needs no checkpoint.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ConfigureFeatures(self, request_iterator, context):
-        """Hands over which hidden states sessions may ask for, and the drafter's fusion layer. Handing the same over again
-        changes nothing. The first message has the specification, all have parts of the fusion.
+        """Sets the hidden states that sessions may ask for, and the drafter's fusion layer. Repeating the same call changes
+        nothing. The first message has the specification, all messages have parts of the fusion.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeightsFromDisk(self, request, context):
-        """Replaces all weights by those of a folder. Everything is checked first: FAILED_PRECONDITION says what does not fit,
-        and nothing has changed then. Takes place between two steps.
+        """Replaces all weights by those of a folder, between two steps. Everything is checked first: FAILED_PRECONDITION names
+        what does not fit, and nothing changes then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeightsFromTensor(self, request_iterator, context):
-        """Replaces some or all weights by tensors that come in parts. Checked and done as above, once all have come.
+        """Replaces some or all weights by tensors sent in parts. Checked and done as above, once all parts have arrived.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Drops cached prefixes. INVALID_ARGUMENT while sessions run.
+        """Drops the prefix cache. INVALID_ARGUMENT while sessions run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PauseGeneration(self, request, context):
-        """Stops taking steps. Pausing again only changes what becomes of sessions.
+        """Pauses generation: the engine takes no steps. Pausing again only changes the mode.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ContinueGeneration(self, request, context):
-        """Goes on.
+        """Continues generation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request_iterator, context):
-        """One stream for all sessions of a gateway. When it ends, its sessions end.
+        """Carries all sessions of a gateway. When the stream ends, its sessions end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,1 +1,4 @@
-"""The drafters: algorithms that say which tokens may follow a node of a speculation tree."""
+"""The drafters: algorithms that expand nodes of draft trees.
+
+A new drafter implements base.Drafter, or ModelDrafter if it runs a model; services/draft/process builds it.
+"""

@@ -1,16 +1,16 @@
 """EAGLE, EAGLE3 and NEXTN: a head drafts from the target's own hidden states.
 
-Row j of the trunk pairs token j + 1 with the target's feature j, so the root's children come from row length - 2, and
-they can be known only once the feature of the token before the root has come. Two tiers:
+Row j of the prefix KV pairs token j + 1 with the target's feature j. The root's children therefore come from row
+length - 2, and are known only after the feature of the token before the root has arrived. Two tiers:
 
-    own features    while the target is silent, the tree grows on what the head itself hands on. Accepted nodes' rows go
-                    into the trunk, but they are provisional there.
-    true features   once those of all committed rows have come, the provisional rows are computed again with them, and a
-                    new tree grows from there. What the target knows already is not sent again.
+    own features    until the target's features arrive, the tree grows on the states that the head passes on. Rows of
+                    accepted nodes move into the prefix KV, where they are provisional.
+    true features   after those of all committed rows have arrived, the provisional rows are computed again from them,
+                    and a new tree grows. Nodes that the target knows are not sent again.
 
-Prompts are fed while the target computes them: its features stream in chunk by chunk, and each row's token is known.
-A session whose features have not come yet is blocked; one that has lost some is opened again by the gateway, which asks
-the target for all of them.
+The head processes a prompt while the target computes it: features arrive chunk by chunk, and each row's token is known.
+A session is blocked until its features arrive; the gateway opens a session that has lost some again, and requests all
+of them from the target.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from outrider.errors import Unavailable
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureSpec, decode, row_bytes
 from outrider.speculation.shape import TreeShape
-from services.draft.drafters.model import ModelDrafter, Work
+from services.draft.drafters.model import ModelDrafter, PendingWork
 from services.draft.model.programs.runner import ModelRunner
-from services.draft.sessions.batch import Job, Shape
-from services.draft.sessions.prefix_kv import SCRATCH_SLOTS, Trunk
+from services.draft.sessions.batch import SessionWork, StepShape
+from services.draft.sessions.prefix_kv import SCRATCH_SLOTS, PrefixKV
 from services.draft.sessions.session import DraftSession
 
 _SHIFT = 1
-_TREES = (1, 4)  # sessions whose whole trees one program grows
-# Rows that one session may have to catch up on in such a program: what a commit along another drafter's nodes leaves.
+_TREE_SESSIONS = (1, 4)  # sessions whose whole trees one program grows
+# Pending rows of a session in such a program, for commits along another drafter's nodes.
 _LONG_COMMIT = 16
-# Bytes of rows that may wait while nobody wants hints, which sessions share evenly; more are computed all the same, so
-# that they do not pile up. What is computed then takes the time of plain steps where both share cores.
-_MOST_HELD = 128 << 20
+# Bytes of rows that may wait while drafting is paused, shared evenly by the sessions. Beyond that rows are computed, so
+# that they do not accumulate; on shared cores that slows down the target's plain steps.
+_MAX_HELD_BYTES = 128 << 20
 
 
 class FeatureDrafter(ModelDrafter):
-    """Drafts with a head that the target feeds."""
+    """Drafts with a head that reads the target's features. received_row_bytes: of a row as the target sends it."""
 
     features: FeatureSpec
 
@@ -48,116 +48,120 @@ class FeatureDrafter(ModelDrafter):
         self, name: str, runner: ModelRunner, prefix: PrefixCache, max_running: int, chunk: int, features: FeatureSpec,
         fusion: bytes = b"",
     ) -> None:  # fmt: skip
-        """name: the algorithm's. features, fusion: what is asked of the target. Others as of ModelDrafter."""
+        """name: of the algorithm. features, fusion: requested from the target. Others as of ModelDrafter."""
         super().__init__(runner, prefix, max_running, chunk)
         self.name = name
         self.features = features
         self.fusion = fusion
-        self._row_bytes = row_bytes(runner.feature_width, features.format)
+        self.received_row_bytes = row_bytes(runner.feature_width, features.format)
         self._tree: TreeShape | None = None  # of explicit trees that one program grows
-        self._tree_shapes: list[Shape] = []
+        self._tree_shapes: list[StepShape] = []
 
-    def follow(self, tree: TreeShape) -> None:
-        """As of ModelDrafter; where few sessions are drafted for, a tree is one program."""
-        super().follow(tree)
+    def set_tree_shape(self, tree: TreeShape) -> None:
+        """As of ModelDrafter; for few sessions one program grows a whole tree."""
+        super().set_tree_shape(tree)
         if not self.runner.stacked and tree.expansions <= SCRATCH_SLOTS and self.runner.children == tree.topk:
             self._tree = tree
-            sizes = [size for size in _TREES if size <= self._max_running]
-            rows = tree.steps + 1  # what a commit along its own nodes leaves
-            self._tree_shapes = [Shape(size, rows, 1, tree) for size in sizes]
+            sizes = [size for size in _TREE_SESSIONS if size <= self._max_running]
+            rows = tree.steps + 1  # pending after a commit along its own nodes
+            self._tree_shapes = [StepShape(size, rows, 1, tree) for size in sizes]
             if rows < _LONG_COMMIT:
-                self._tree_shapes.append(Shape(1, _LONG_COMMIT, 1, tree))
+                self._tree_shapes.append(StepShape(1, _LONG_COMMIT, 1, tree))
+
+    def grow_by_levels(self) -> None:
+        """Never grow a whole tree in one program."""
+        self._tree = None
 
     @property
-    def shapes(self) -> list[Shape]:
-        """All that rounds may have."""
+    def shapes(self) -> list[StepShape]:
+        """All shapes of rounds."""
         return [*super().shapes, *self._tree_shapes]
 
-    def new_trunk(self, session: DraftSession) -> Trunk:
+    def new_prefix_kv(self, session: DraftSession) -> PrefixKV:
         """Row j is token j + 1."""
-        return Trunk(self.prefix, session.tokens, session.cache_salt, _SHIFT)
+        return PrefixKV(self.prefix, session.tokens, session.cache_salt, _SHIFT)
 
     def will_commit(self, session: DraftSession, count: int, path: list[int]) -> bool:
-        """Take the rows of accepted nodes over, provisionally. Their children serve until the true features come."""
-        trunk = self.accept(session, count, path)
-        return trunk.computed == session.length + count - _SHIFT
+        """Move the rows of accepted nodes, provisionally. Their children serve until the true features arrive."""
+        prefix_kv = self.accept(session, count, path)
+        return prefix_kv.computed == session.length + count - _SHIFT
 
     def did_commit(self, session: DraftSession, kept: list[int]) -> None:
-        """Free the slots of nodes that are gone. Without children of the root, provisional rows are of no use."""
+        """Free scratch slots. Without children of the root, provisional rows are useless."""
         super().did_commit(session, kept)
         if not session.root_expanded:
             self._forget_provisional(session)
 
-    def fed(self, session: DraftSession) -> None:
-        """Begin anew at the root if it can be computed with the target's features; else see whether it must wait.
+    def features_changed(self, session: DraftSession) -> None:
+        """Regrow the tree if the root can be computed from the target's features; otherwise update `blocked`.
 
         Raises Unavailable for features that are missing, or of another width.
         """
-        trunk, held = self.trunks[session.id], session.features
-        held.skip(trunk.settled)
-        if held.lost or held.first > trunk.settled:
+        prefix_kv, held = self.prefix_kvs[session.id], session.features
+        held.skip(prefix_kv.settled)
+        if held.lost or held.first > prefix_kv.settled:
             raise Unavailable("hidden states of its tokens are missing")
-        if held and held.width != self._row_bytes:
-            raise Unavailable(f"its hidden states have {held.width} bytes a token, not {self._row_bytes}")
-        if session.root_expanded and trunk.settled < session.length - _SHIFT <= held.end:
-            session.replant()
+        if held and held.width != self.received_row_bytes:
+            raise Unavailable(f"its hidden states have {held.width} bytes a token, not {self.received_row_bytes}")
+        if session.root_expanded and prefix_kv.settled < session.length - _SHIFT <= held.end:
+            session.regrow()
             self._forget_provisional(session)
-        session.blocked = not session.root_expanded and self.pending(session, trunk) == 0
-        session.set_urgent(not session.root_expanded and self._piles_up(session))
+        session.blocked = not session.root_expanded and self.pending(session, prefix_kv) == 0
+        session.set_urgent(not session.root_expanded and self._exceeds_share(session))
 
-    def _piles_up(self, session: DraftSession) -> bool:
-        return len(session.features) * self._row_bytes * len(self.trunks) > _MOST_HELD
+    def _exceeds_share(self, session: DraftSession) -> bool:
+        return len(session.features) * self.received_row_bytes * len(self.prefix_kvs) > _MAX_HELD_BYTES
 
     def _forget_provisional(self, session: DraftSession) -> None:
-        self.trunks[session.id].forget_provisional()
-        self.moves.pop(session.id, None)
+        self.prefix_kvs[session.id].forget_provisional()
+        self.executor.moves.pop(session.id, None)
 
-    def pending(self, session: DraftSession, trunk: Trunk) -> int:
-        """Rows whose features have come. Those that the prefix cache has need none."""
-        session.features.skip(trunk.settled)
-        count = max(min(session.features.end, session.length - _SHIFT) - trunk.settled, 0)
+    def pending(self, session: DraftSession, prefix_kv: PrefixKV) -> int:
+        """Rows whose features have arrived. Rows from the prefix cache need none."""
+        session.features.skip(prefix_kv.settled)
+        count = max(min(session.features.end, session.length - _SHIFT) - prefix_kv.settled, 0)
         session.blocked = count == 0
         return count
 
-    def best_round(self, works: list[Work]) -> tuple[Shape, list[Work]]:
-        """As of ModelDrafter, or whole trees, where those that have waited longest can have them for less."""
+    def best_round(self, works: list[PendingWork]) -> tuple[StepShape, list[PendingWork]]:
+        """As of ModelDrafter, or whole trees for the sessions that have waited longest, where these cost less."""
         shape, chosen = super().best_round(works)
         if self._tree is None:
             return shape, chosen
         works = sorted(works, key=lambda work: -work.session.rounds_waited)
-        trees = [(shape, self._takers(works, shape)) for shape in self._tree_shapes]
-        costs = [(self.runner.cost(shape) / len(takers), i) for i, (shape, takers) in enumerate(trees) if takers]
+        trees = [(shape, self._tree_works(works, shape)) for shape in self._tree_shapes]
+        costs = [(self.runner.cost(shape) / len(fitting), i) for i, (shape, fitting) in enumerate(trees) if fitting]
         if not costs:
             return shape, chosen
         cost, best = min(costs)
-        if not self.fits_level(works[0]):  # the turn of one that has no other way
+        if not self.fits_level(works[0]):  # only a whole tree can serve the session that has waited longest
             return trees[best]
         levels = self._tree.steps * self.runner.cost(shape) / len(chosen)  # a round each
         return (shape, chosen) if cost > levels else trees[best]
 
-    def _takers(self, works: list[Work], shape: Shape) -> list[Work]:
-        """The first sessions, as far as they can have whole trees from a program."""
+    def _tree_works(self, works: list[PendingWork], shape: StepShape) -> list[PendingWork]:
+        """The first sessions, as far as one program can grow their whole trees."""
         fitting = itertools.takewhile(lambda work: self._takes_tree(work, shape.rows), works)
         return list(itertools.islice(fitting, shape.sessions))
 
-    def _takes_tree(self, work: Work, rows: int) -> bool:
+    def _takes_tree(self, work: PendingWork, rows: int) -> bool:
         assert self._tree is not None
-        reaches_root = work.trunk.settled + work.pending == work.session.length - _SHIFT
-        return reaches_root and 0 < work.pending <= rows and work.session.takes_whole(self._tree)
+        reaches_root = work.prefix_kv.settled + work.pending == work.session.length - _SHIFT
+        return reaches_root and 0 < work.pending <= rows and work.session.grower.accepts_whole_tree(self._tree)
 
-    def fits_round(self, work: Work) -> bool:
-        """As of ModelDrafter; what is behind after a long commit fits, too, where a whole tree comes with it."""
+    def fits_round(self, work: PendingWork) -> bool:
+        """As of ModelDrafter; the rows of a long commit fit as well, if a whole tree grows from them."""
         return self.fits_level(work) or (self._tree is not None and self._takes_tree(work, _LONG_COMMIT))
 
-    def job(self, work: Work, rows: int) -> Job:
-        """Rows of the trunk take their features along."""
+    def session_work(self, work: PendingWork, rows: int) -> SessionWork:
+        """As of ModelDrafter; rows of the prefix KV come with their features."""
         if not work.pending:
-            return super().job(work, rows)
+            return super().session_work(work, rows)
         feed, held = min(work.pending, rows), work.session.features
         features = self.features_of(held.take(feed))
-        work.session.set_urgent(self._piles_up(work.session))
-        return Job(work.session, work.trunk, feed=feed, features=features)
+        work.session.set_urgent(self._exceeds_share(work.session))
+        return SessionWork(work.session, work.prefix_kv, feed=feed, features=features)
 
     def features_of(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """What rows of the target are for the model. rows: [n, row bytes]. Returns [n, width]."""
+        """Received rows as the model's features. rows: [n, row bytes]. Returns [n, width]."""
         return decode(rows, self.features.format)

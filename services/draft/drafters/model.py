@@ -1,10 +1,10 @@
-"""What drafters with a model have in common: STANDALONE's small decoders, and heads that the target feeds.
+"""The common part of drafters with a model: STANDALONE's small decoders, and heads that read the target's features.
 
-    trunk   committed tokens that the cache lacks are fed; the last of them gives the root's children
-    nodes   the most promising leaves are expanded, all of a round in one call of the model
+    prefill     committed tokens without a row in the prefix KV are computed; the last row gives the root's children
+    expansion   the likeliest leaves are expanded, all of a round in one step of the model
 
-A round is one compiled program of one of a few shapes. Which one is a matter of measured cost: the shape that gains the
-most reach probability per second wins. Long prompts are fed in chunks that take turns with rounds of growth.
+A round is one compiled program of a few shapes. The shape is chosen by measured cost: the one that gains the most reach
+probability per second. Long prompts are computed in chunks that alternate with rounds of expansion.
 """
 
 from __future__ import annotations
@@ -14,137 +14,133 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.messages import EngineLoad
 from outrider.speculation.shape import TreeShape
 from outrider.speculation.tree import ROOT
 from outrider.telemetry import Progress, no_progress
-from services.draft.drafters.base import Drafter, Growth, Wish
+from services.draft.drafters.base import Drafter, ExpandRequest, Expansion
+from services.draft.drafters.execution import StepExecutor
 from services.draft.model.programs.runner import ModelRunner
-from services.draft.sessions.batch import Job, Shape, build_inputs
-from services.draft.sessions.prefix_kv import Trunk
+from services.draft.sessions.batch import SessionWork, StepShape
+from services.draft.sessions.prefix_kv import PrefixKV
 from services.draft.sessions.session import DraftSession
 
-# Candidates below this edge probability are not worth a node.
-_LEAST_EDGE = math.log(2e-3)
-# What a round of waiting adds to the gain of feeding a root, so that the narrow shapes cannot starve it.
-_PATIENCE_GAIN = 0.25
+# Gain of a root for each round of waiting, so that shapes with few rows cannot starve it.
+_WAITING_GAIN = 0.25
 
 
 @dataclass
-class Work:
-    """What one session would like a round to do: feed `pending` rows, or expand nodes, best first."""
+class PendingWork:
+    """Work that a session has for a round: `pending` rows to compute, or nodes to expand, best first."""
 
     session: DraftSession
-    trunk: Trunk
+    prefix_kv: PrefixKV
     pending: int = 0
     nodes: list[int] = field(default_factory=list)
     reach: list[float] = field(default_factory=list)
 
     def gain(self, rows: int) -> float:
-        """Reach probability that a number of rows would expand."""
+        """Reach probability of the nodes that `rows` rows would expand."""
         if self.pending:
-            return 1.0 + _PATIENCE_GAIN * self.session.rounds_waited if self.pending <= rows else 0.0
+            return 1.0 + _WAITING_GAIN * self.session.rounds_waited if self.pending <= rows else 0.0
         return sum(self.reach[:rows])
 
 
-def growth_shapes(max_running: int, tree: TreeShape | None = None) -> list[Shape]:
-    """Shapes of rounds of growth, small to large. tree: of explicit trees: a level of one takes a round, or the root,
-    fed with what a step can commit.
+def expansion_shapes(max_running: int, tree: TreeShape | None = None) -> list[StepShape]:
+    """Shapes of rounds of expansion, small to large.
+
+    tree: of explicit trees; then a round expands a level, or computes the rows of a commit and expands the root
     """
     sizes = [1, 4, 16, 64]
     count = next((i for i, size in enumerate(sizes) if size >= max_running), len(sizes) - 1)
     rows = {1: (1, 4, 8), 4: (1, 4), 16: (1, 4), 64: (2,)}
     if tree is not None:
         rows = dict.fromkeys(sizes, tuple(sorted({tree.topk, tree.steps + 1})))
-    return [Shape(size, q, q) for size in sizes[: count + 1] for q in rows[size]]
+    return [StepShape(size, q, q) for size in sizes[: count + 1] for q in rows[size]]
 
 
 class ModelDrafter(Drafter):
-    """Rounds, pages and the rows of all sessions. What differs: `new_trunk`, `pending`, `will_commit`, `job`."""
+    """Rounds, pages and prefix KV of all sessions. Subclasses define `new_prefix_kv`, `pending` and `will_commit`."""
 
     def __init__(self, runner: ModelRunner, prefix: PrefixCache, max_running: int, chunk: int) -> None:
-        """chunk: tokens of a prompt that are fed at a time."""
+        """chunk: tokens of a prompt that a step computes."""
         self.runner = runner
         self.prefix = prefix
+        self.executor = StepExecutor(runner)
         self.eos_token_ids = runner.config.eos_token_ids
         self.max_session_tokens = min(runner.config.context, runner.table_pages * runner.page_size)
+        self.prefix_kvs: dict[int, PrefixKV] = {}  # by session
         self._max_running = max_running
-        self._chunk_shape = Shape(1, chunk, 1)
-        self._least_edge = _LEAST_EDGE
-        self._grow_in(growth_shapes(max_running))
-        self.trunks: dict[int, Trunk] = {}
-        self.moves: dict[int, list[tuple[int, int]]] = {}  # by session: rows to move before the next step
-        self._fed_chunk = False  # the last round was a chunk
-        self._step_tokens = 0
+        self._chunk_shape = StepShape(1, chunk, 1)
+        self._ran_chunk = False  # the last round computed a chunk of a prompt
+        self.set_expansion_shapes(expansion_shapes(max_running))
 
-    def follow(self, tree: TreeShape) -> None:
-        """Grow trees of a fixed shape, in which no candidate is too unlikely. Called before the warm-up."""
-        self._least_edge = -math.inf
-        self._grow_in(growth_shapes(self._max_running, tree))
+    def set_tree_shape(self, tree: TreeShape) -> None:
+        """Grow explicit trees, which keep unlikely candidates. Called before the warm-up."""
+        self.executor.min_edge = -math.inf
+        self.set_expansion_shapes(expansion_shapes(self._max_running, tree))
 
-    def _grow_in(self, shapes: list[Shape]) -> None:
-        self._growth_shapes = shapes
-        self._most_rows = max(shape.rows for shape in shapes if shape.sessions == 1)
+    def set_expansion_shapes(self, shapes: list[StepShape]) -> None:
+        """Set the shapes of rounds of expansion. Called before the warm-up."""
+        self._expansion_shapes = shapes
+        self._max_rows = max(shape.rows for shape in shapes if shape.sessions == 1)
 
-    def warm_up(self, tell: Progress = no_progress) -> None:
+    def warm_up(self, report: Progress = no_progress) -> None:
         """Compile and measure every shape."""
-        self.runner.warm_up(self.shapes, tell)
+        self.runner.warm_up(self.shapes, report)
 
     @property
-    def shapes(self) -> list[Shape]:
-        """All that rounds may have."""
-        return [*self._growth_shapes, self._chunk_shape]
+    def shapes(self) -> list[StepShape]:
+        """All shapes of rounds."""
+        return [*self._expansion_shapes, self._chunk_shape]
 
     # --- sessions ---
 
     def open(self, session: DraftSession) -> None:
-        """Lease trunk and scratch. Raises OutOfPages."""
-        self.trunks[session.id] = self.new_trunk(session)
+        """Lease prefix KV and scratch. Raises OutOfPages."""
+        self.prefix_kvs[session.id] = self.new_prefix_kv(session)
 
     @abstractmethod
-    def new_trunk(self, session: DraftSession) -> Trunk:
-        """Trunk and scratch of a new session. Raises OutOfPages."""
+    def new_prefix_kv(self, session: DraftSession) -> PrefixKV:
+        """Prefix KV and scratch of a new session. Raises OutOfPages."""
 
     @abstractmethod
-    def pending(self, session: DraftSession, trunk: Trunk) -> int:
-        """Rows of the trunk that can be fed now. Asked while the root's children are wanted."""
+    def pending(self, session: DraftSession, prefix_kv: PrefixKV) -> int:
+        """Rows of the prefix KV that can be computed now. Called while the root is to be expanded."""
 
     def close(self, session: DraftSession) -> None:
-        """Give the pages back."""
-        pending = len(self.moves.pop(session.id, ()))
-        trunk = self.trunks.pop(session.id)
-        trunk.publish(session.tokens, pending)
-        trunk.release()
+        """Release the pages."""
+        pending = len(self.executor.moves.pop(session.id, ()))
+        prefix_kv = self.prefix_kvs.pop(session.id)
+        prefix_kv.publish(session.tokens, pending)
+        prefix_kv.release()
 
-    def accept(self, session: DraftSession, count: int, path: list[int]) -> Trunk:
-        """Take the rows of accepted nodes over into the trunk. Arguments as of `will_commit`. Returns the trunk."""
-        trunk = self.trunks[session.id]
-        if moves := trunk.accept(session.length, count, path):
-            self.moves.setdefault(session.id, []).extend(moves)
-        return trunk
+    def accept(self, session: DraftSession, count: int, path: list[int]) -> PrefixKV:
+        """Move the rows of accepted nodes into the prefix KV, which is returned. Arguments as of `will_commit`."""
+        prefix_kv = self.prefix_kvs[session.id]
+        if moves := prefix_kv.accept(session.length, count, path):
+            self.executor.moves.setdefault(session.id, []).extend(moves)
+        return prefix_kv
 
     def did_commit(self, session: DraftSession, kept: list[int]) -> None:
-        """Free the slots of nodes that are gone, or expanded no longer."""
-        self.trunks[session.id].renumber(kept, session.frontiers[-1].expanded)
+        """Free the scratch slots of nodes that are gone, or no longer expanded."""
+        self.prefix_kvs[session.id].renumber(kept, session.frontiers[-1].expanded)
 
     def load(self) -> EngineLoad:
-        """Pages, and rows of the last round."""
+        """Pages, and tokens of the last round."""
         allocator = self.prefix.allocator
         return EngineLoad(
             free_pages=allocator.free_pages,
             total_pages=allocator.total_pages,
-            step_tokens=self._step_tokens,
+            step_tokens=self.executor.step_tokens,
             cached_pages=allocator.cached_pages,
             compilations=self.runner.compilations.while_serving,
         )
 
     def check(self) -> None:
-        """Audit the pages against what the sessions hold."""
-        tables = [table for trunk in self.trunks.values() for table in trunk.tables]
+        """Audit the pages against the page tables of the sessions."""
+        tables = [table for prefix_kv in self.prefix_kvs.values() for table in prefix_kv.tables]
         self.prefix.allocator.check(tables=[table.pages.tolist() for table in tables])
         self.prefix.check()
 
@@ -154,53 +150,53 @@ class ModelDrafter(Drafter):
 
     # --- rounds ---
 
-    def grow(self, wishes: Sequence[Wish]) -> list[Growth]:
-        """Feed a chunk of a prompt, or grow the trees where it pays most."""
-        works = [work for work in self._works(wishes) if work.pending or work.nodes]
+    def expand(self, requests: Sequence[ExpandRequest]) -> list[Expansion]:
+        """Compute a chunk of a prompt, or expand nodes in the shape with the highest gain per second."""
+        works = [work for work in self._pending_works(requests) if work.pending or work.nodes]
         if not works:
             return []
         leaves = [work for work in works if self.fits_round(work)]
         prompts = [work for work in works if not self.fits_round(work)]
-        self._fed_chunk = bool(prompts) and not (leaves and self._fed_chunk)
-        if self._fed_chunk:
-            # The shortest first, but none waits for ever.
+        self._ran_chunk = bool(prompts) and not (leaves and self._ran_chunk)
+        if self._ran_chunk:
+            # The shortest prompt first; waiting counts as a shorter one, so that none starves.
             chunk = self._chunk_shape.rows
             work = min(prompts, key=lambda work: work.pending - chunk * work.session.rounds_waited)
-            return self._run(self._chunk_shape, [self.job(work, chunk)])
+            return self.executor.run(self._chunk_shape, [self.session_work(work, chunk)])
         shape, chosen = self.best_round(leaves)
-        return self._run(shape, [self.job(work, shape.rows) for work in chosen])
+        return self.executor.run(shape, [self.session_work(work, shape.rows) for work in chosen])
 
-    def fits_round(self, work: Work) -> bool:
-        """True if a round of growth can take on all that a session has to feed; else it is fed as prompts are."""
+    def fits_round(self, work: PendingWork) -> bool:
+        """True if a round of expansion can compute all pending rows; otherwise they are computed in chunks."""
         return self.fits_level(work)
 
-    def fits_level(self, work: Work) -> bool:
-        """True if a round that grows one level can."""
-        return work.pending <= self._most_rows
+    def fits_level(self, work: PendingWork) -> bool:
+        """True if a round that expands one level can compute all pending rows."""
+        return work.pending <= self._max_rows
 
-    def job(self, work: Work, rows: int) -> Job:
-        """The part of a session's work that fits into a number of rows."""
-        return Job(work.session, work.trunk, feed=min(work.pending, rows), nodes=tuple(work.nodes[:rows]))
+    def session_work(self, work: PendingWork, rows: int) -> SessionWork:
+        """The part of a session's work that fits into `rows` rows."""
+        return SessionWork(work.session, work.prefix_kv, feed=min(work.pending, rows), nodes=tuple(work.nodes[:rows]))
 
-    def _works(self, wishes: Sequence[Wish]) -> list[Work]:
-        works: dict[int, Work] = {}
-        for wish in wishes:
-            session = wish.session
+    def _pending_works(self, requests: Sequence[ExpandRequest]) -> list[PendingWork]:
+        works: dict[int, PendingWork] = {}
+        for request in requests:
+            session = request.session
             work = works.get(session.id)
             if work is None:
-                work = works[session.id] = Work(session, self.trunks[session.id])
-            if wish.node == ROOT:
-                work.trunk.attach(session.tokens)  # another session may have computed what comes next
-                work.pending = self.pending(session, work.trunk)
+                work = works[session.id] = PendingWork(session, self.prefix_kvs[session.id])
+            if request.node == ROOT:
+                work.prefix_kv.attach(session.tokens)  # another session may have computed the next rows
+                work.pending = self.pending(session, work.prefix_kv)
             else:
-                work.nodes.append(wish.node)
-                work.reach.append(math.exp(wish.log_reach))
+                work.nodes.append(request.node)
+                work.reach.append(math.exp(request.log_reach))
         return list(works.values())
 
-    def best_round(self, works: list[Work]) -> tuple[Shape, list[Work]]:
-        """The shape of a round, and the sessions in it, that gain the most reach probability per second."""
-        best: tuple[float, Shape, list[Work]] | None = None
-        for shape in self._growth_shapes:
+    def best_round(self, works: list[PendingWork]) -> tuple[StepShape, list[PendingWork]]:
+        """The shape of a round, and its sessions, with the highest gain of reach probability per second."""
+        best: tuple[float, StepShape, list[PendingWork]] | None = None
+        for shape in self._expansion_shapes:
             gains = sorted(((work.gain(shape.rows), i) for i, work in enumerate(works)), reverse=True)
             chosen = [(gain, i) for gain, i in gains[: shape.sessions] if gain > 0]
             rate = sum(gain for gain, _ in chosen) / self.runner.cost(shape)
@@ -208,51 +204,3 @@ class ModelDrafter(Drafter):
                 best = rate, shape, [works[i] for _, i in chosen]
         assert best is not None
         return best[1], best[2]
-
-    def _run(self, shape: Shape, jobs: list[Job]) -> list[Growth]:
-        moves = self._due_moves(jobs)
-        if len(moves) > shape.moves:
-            self.runner.move(moves)
-            moves = []
-        inputs = build_inputs(self.runner.blank(shape), jobs, moves)
-        self._step_tokens = sum(job.feed or len(job.nodes) for job in jobs)
-        if shape.tree is not None:
-            found = zip(jobs, *(part.tolist() for part in self.runner.grow(shape, inputs)), strict=False)
-            return [growth for job, *nodes in found if (growth := self._tree_growth(job, *nodes)) is not None]
-        ids, log_scores = self.runner.run(shape, inputs)
-        growths: list[Growth] = []
-        for row, job in enumerate(jobs):
-            growths += self._growths(job, ids[row], log_scores[row])
-        return growths
-
-    def _due_moves(self, jobs: list[Job]) -> list[tuple[int, int]]:
-        """All moves, but for those into rows that this step computes anew."""
-        for job in jobs:
-            if job.feed and job.session.id in self.moves:
-                start = job.trunk.settled
-                anew = set(job.trunk.table.slots(start, start + job.feed).tolist())
-                self.moves[job.session.id] = [move for move in self.moves[job.session.id] if move[1] not in anew]
-        moves = [move for moves in self.moves.values() for move in moves]
-        self.moves = {}
-        return moves
-
-    def _fed(self, job: Job) -> bool:
-        """The rows of a job have been fed. Returns True if nothing is missing before the root."""
-        job.trunk.feed(job.feed)
-        job.trunk.publish(job.session.tokens)
-        return job.trunk.settled == job.session.length - job.trunk.shift
-
-    def _tree_growth(self, job: Job, tokens: list[int], parents: list[int], scores: list[float]) -> Growth | None:
-        return Growth(job.session, ROOT, tokens, parents, scores, whole=True) if self._fed(job) else None
-
-    def _growths(self, job: Job, ids: NDArray[np.int32], log_scores: NDArray[np.float32]) -> list[Growth]:
-        if job.feed and not self._fed(job):
-            return []
-        nodes = (ROOT,) if job.feed else job.nodes
-        found = zip(nodes, ids.tolist(), log_scores.tolist(), strict=False)
-        return [self._growth(job.session, node, tokens, scores) for node, tokens, scores in found]
-
-    def _growth(self, session: DraftSession, node: int, tokens: list[int], scores: list[float]) -> Growth:
-        """tokens, scores: candidates, best first."""
-        count = sum(score > self._least_edge for score in scores)
-        return Growth(session, node, tokens[:count], [-1] * count, scores[:count])

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from services.draft.drafters.model import ModelDrafter
-from services.draft.sessions.prefix_kv import Trunk
+from services.draft.sessions.prefix_kv import PrefixKV
 from services.draft.sessions.session import DraftSession
 
 
 class StandaloneDrafter(ModelDrafter):
-    """Drafts with a model of its own, which reads tokens alone."""
+    """Drafts with a model that reads tokens alone."""
 
     name = "STANDALONE"
 
     def will_commit(self, session: DraftSession, count: int, path: list[int]) -> bool:
-        """Take the rows of accepted nodes over into the trunk; they are what feeding the tokens would give."""
-        trunk = self.accept(session, count, path)
-        return trunk.computed == session.length + count
+        """Move the rows of accepted nodes into the prefix KV; they equal those that prefill would compute."""
+        prefix_kv = self.accept(session, count, path)
+        return prefix_kv.computed == session.length + count
 
-    def new_trunk(self, session: DraftSession) -> Trunk:
+    def new_prefix_kv(self, session: DraftSession) -> PrefixKV:
         """Row j is token j."""
-        return Trunk(self.prefix, session.tokens, session.cache_salt)
+        return PrefixKV(self.prefix, session.tokens, session.cache_salt)
 
-    def pending(self, session: DraftSession, trunk: Trunk) -> int:
-        """All committed tokens that have no row."""
-        return session.length - trunk.computed
+    def pending(self, session: DraftSession, prefix_kv: PrefixKV) -> int:
+        """All committed tokens without a row."""
+        return session.length - prefix_kv.computed

@@ -4,12 +4,12 @@
     level i    each node of the beam gets K children; the best K of these K * K are the next beam
     choice     the N - 1 best candidates of all levels are proposed at once, in the order of flat numbers
 
-A candidate's score is the product of probabilities along its path. Ties go to the lower flat number, which counts
-candidates level by level, in the order of the beam and of each node's children; so no child stands before its parent.
-Nothing is drafted ahead: the next tree begins with the next commit. What of it is known already is not computed again.
+A candidate's score is the product of probabilities along its path. Flat numbers count candidates level by level, in the
+order of the beam and of each node's children. Ties go to the lower number, so parents stand before their children.
+Nothing is drafted ahead: the next tree begins with the next commit. Known nodes are not computed again.
 
-Where n-grams grow the same tree, they come first, and the best N - 1 of all nodes are proposed. Their nodes may be in
-the beam, too, unless a head's tree comes whole from one program.
+Where n-grams grow the same tree, they expand first, and the best N - 1 of all nodes are proposed. Their nodes may be in
+the beam, too, unless one program grows a head's whole tree.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from services.draft.sessions.prefix_kv import SCRATCH_SLOTS
 
 
 class BeamFrontier(Frontier):
-    """The main drafter's view of a tree whose shape is fixed."""
+    """The main drafter's frontier in a tree of fixed shape."""
 
     def __init__(self, shape: TreeShape, *, lasting: bool, merged: bool = False) -> None:
-        """lasting: what is known of a node's children stays true when the node is committed.
+        """lasting: a node's children remain valid when the node is committed.
 
         merged: another drafter grows the same tree.
         """
@@ -34,32 +34,34 @@ class BeamFrontier(Frontier):
         self.shape = shape
         self._lasting = lasting
         self._merged = merged
-        self._missing: list[int] = []  # nodes of the beam that have no children yet
+        self._missing: list[int] = []  # nodes of the beam that are not expanded
         self._candidates: list[int] = []  # by flat number, as far as they are known
-        self._whole = False  # the tree was planted as it is to be proposed
+        self._whole = False  # the tree was added as it will be proposed
 
     @property
     def complete(self) -> bool:
-        """True if nothing of the tree is missing."""
+        """True if every node of the beam is expanded."""
         return self.root_expanded and not self._missing
 
     @property
-    def wants(self) -> bool:
-        """True if there is something to expand."""
+    def expandable(self) -> bool:
+        """True if there is a node to expand."""
         return self.held and (bool(self._missing) if self.root_expanded else not self.blocked)
 
-    def wishes(self, tree: SpeculationTree, count: int) -> list[tuple[float, int]]:
-        """Nodes of the beam, or the root; all are needed, however likely they are."""
+    def best_leaves(self, tree: SpeculationTree, count: int) -> list[tuple[float, int]]:
+        """Nodes of the beam, or the root; all are needed, regardless of their probability."""
         del tree
-        return [(0.0, node) for node in (self._missing[:count] if self.root_expanded else [ROOT])] if self.wants else []
+        if not self.expandable:
+            return []
+        return [(0.0, node) for node in (self._missing[:count] if self.root_expanded else [ROOT])]
 
-    def mark(self, tree: SpeculationTree, node: int) -> list[int]:
-        """A node, or the root, is expanded now."""
-        super().mark(tree, node)
+    def mark_expanded(self, tree: SpeculationTree, node: int) -> list[int]:
+        """A node, or the root, was expanded."""
+        super().mark_expanded(tree, node)
         return []
 
-    def enter(self, tree: SpeculationTree, node: int) -> None:
-        """Which nodes are expanded is a matter of the beam."""
+    def offer(self, tree: SpeculationTree, node: int) -> None:
+        """Nothing to do: the beam decides which nodes are expanded."""
 
     def reset(self) -> None:
         """Nothing is expanded."""
@@ -67,13 +69,13 @@ class BeamFrontier(Frontier):
         self._missing, self._candidates, self._whole = [], [], False
 
     @property
-    def takes_whole(self) -> bool:
-        """True if nothing of a tree outlasts a commit, and none of it is there."""
+    def accepts_whole_tree(self) -> bool:
+        """True if trees do not survive commits, and the present one is empty."""
         return not self._lasting and not self.root_expanded
 
-    def finish(self) -> None:
-        """All of the tree has been planted."""
-        super().finish()
+    def mark_complete(self) -> None:
+        """A whole tree was added."""
+        super().mark_complete()
         self._whole = True
 
     def renumber(self, kept: list[int], *, root_expanded: bool) -> None:
@@ -81,15 +83,15 @@ class BeamFrontier(Frontier):
         self._whole = False
         super().renumber(kept, root_expanded=root_expanded and self._lasting)
 
-    def survey(self, tree: SpeculationTree, max_depth: int) -> None:
-        """Go over the tree as far as it is known. max_depth: of nodes worth having, in levels."""
+    def refresh(self, tree: SpeculationTree, max_depth: int) -> None:
+        """Compute the beam and the candidates of the present tree. max_depth: deepest useful level."""
         if self._whole:
             self._candidates, self._missing = list(range(len(tree))), []
             return
         score = tree.path_score
         beam = list(tree.root_children) if self.root_expanded else []
         self._candidates, self._missing = list(beam), []
-        if self._merged:  # more than the K children of this drafter's
+        if self._merged:  # the root may have more children than this drafter's K
             beam = self._best(score, beam)
         for _ in range(1, min(self.shape.steps, max_depth)):
             self._missing = [node for node in beam if node not in self.expanded][: self._room]
@@ -104,13 +106,13 @@ class BeamFrontier(Frontier):
 
     @property
     def _room(self) -> int:
-        """Nodes that may still be expanded: where another drafter's come meanwhile, the beam moves on to others."""
+        """Number of nodes that may still be expanded; nodes of another drafter may move the beam to further ones."""
         return max(SCRATCH_SLOTS, self.shape.expansions) - len(self.expanded)
 
     def needed(self, tree: SpeculationTree) -> list[int]:
-        """Nodes that the tree is made of, parents before children, and what is known below them.
+        """Nodes of the tree, parents before children, and known nodes below them.
 
-        That is kept as far as there is room beside a whole tree; what loses its children is to be expanded anew.
+        The latter are kept while a whole tree has room beside them; a node that loses its children is expanded again.
         """
         kept, expanded = set(self._candidates), set[int]()
         room = max(SCRATCH_SLOTS - self.shape.expansions, 0)
@@ -127,12 +129,12 @@ class BeamFrontier(Frontier):
         self.expanded = expanded
         return sorted(kept)
 
-    def chosen(self, tree: SpeculationTree) -> list[int]:
-        """The nodes to propose, by flat number; none before all is known."""
-        alone = self._merged and not self.held  # the other drafter's nodes are all that will come
+    def selected(self, tree: SpeculationTree) -> list[int]:
+        """The nodes to propose, by flat number; none before the tree is complete."""
+        alone = self._merged and not self.held  # only the other drafter grows this tree
         if not self.complete and not alone:
             return []
         score = tree.path_score
-        candidates = range(len(tree)) if self._merged else self._candidates  # both have parents before children
+        candidates = range(len(tree)) if self._merged else self._candidates  # in both, parents come before children
         flat = sorted(range(len(candidates)), key=lambda i: -score[candidates[i]])
         return [candidates[i] for i in sorted(flat[: self.shape.rows - 1])]

@@ -1,6 +1,6 @@
-"""What drafters promised and what came of it: counted at every commit, and told with the engine's load.
+"""Statistics of the draft tokens of each drafter: counted at every commit, and reported with the engine's load.
 
-A node had its chance if its parent was committed: then it either came next, or did not.
+A node is counted when its parent is committed, because the commit then shows whether the node was accepted.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from services.draft.sessions.session import DraftSession
 
 log = logging.getLogger(__name__)
 
-# A drafter of which less than this part of what it promised comes true does not know the target.
-_LEAST_PART = 0.15
-_PROMISES = 300.0  # promised nodes after which that is believed
+# A drafter does not fit the target if fewer than this fraction of the expected draft tokens are accepted.
+_MIN_CALIBRATION = 0.15
+_MIN_EXPECTED = 300.0  # expected accepted draft tokens before the calibration is checked
 
 
 @dataclass
-class Record:
-    """Of one drafter: nodes that had their chance, the sum of their probabilities, and how many were committed.
+class DraftStats:
+    """Counts of one drafter. Fields as in DrafterStats.
 
-    chances: tokens that it could have foretold, those that another drafter foretold left out
+    offered:  nodes whose parent was committed
+    promised: sum of their probabilities
+    accepted: nodes that were committed
+    chances:  committed tokens below a node with children of this drafter, without those that another drafter predicted
     """
 
     name: str
@@ -33,40 +36,42 @@ class Record:
     promised: float = 0.0
     accepted: int = 0
     chances: int = 0
-    judged: bool = False
+    checked: bool = False
 
     def load(self) -> DrafterStats:
-        """As it is told."""
+        """The counts for the engine's load."""
         return DrafterStats(self.name, self.offered, self.promised, self.accepted, self.chances)
 
-    def judge(self) -> None:
-        """Warn once, after the first promises, if nearly none was kept."""
-        if self.judged or self.promised < _PROMISES:
+    def check_calibration(self) -> None:
+        """Log a warning, once, if nearly all of the first draft tokens were rejected."""
+        if self.checked or self.promised < _MIN_EXPECTED:
             return
-        self.judged = True
-        if self.accepted < _LEAST_PART * self.promised:
+        self.checked = True
+        if self.accepted < _MIN_CALIBRATION * self.promised:
             log.warning(
-                "%s promised that %.0f of its tokens would be accepted, and %d were: draft and target look as if they "
-                "do not belong together. Check that the draft was made for this model, and how it is read",
+                "%s expected %.0f of its draft tokens to be accepted, but %d were: draft and target seem to be a wrong "
+                "pair. Check that the draft was trained for this model, and its --speculative-algorithm",
                 self.name, self.promised, self.accepted,
             )  # fmt: skip
 
 
-def observe(records: Sequence[Record], session: DraftSession, tokens: Sequence[int], path: Sequence[int]) -> None:
-    """Count what tokens, about to be committed, say of the nodes. path: the nodes among them; by drafter, records."""
-    tree, origin = session.tree, session.origin
+def count_commit(
+    stats: Sequence[DraftStats], session: DraftSession, tokens: Sequence[int], path: Sequence[int]
+) -> None:
+    """Count the nodes that a commit decides. tokens: about to be committed; path: the nodes among them."""
+    tree, origin = session.tree, session.grower.origin
     for parent, token in zip((ROOT, *path), tokens, strict=False):
-        speakers: set[int] = set()
-        foretold = -1  # by this drafter
+        drafters: set[int] = set()
+        hit = -1  # the drafter that predicted the token
         for child in tree.children_of(parent):
-            record = records[origin[child]]
-            speakers.add(origin[child])
-            record.offered += 1
-            record.promised += math.exp(tree.log_score[child])
+            own = stats[origin[child]]
+            drafters.add(origin[child])
+            own.offered += 1
+            own.promised += math.exp(tree.log_score[child])
             if tree.token[child] == token:
-                foretold = origin[child]
-                record.accepted += 1
-        for speaker in speakers if foretold < 0 else (foretold,):
-            records[speaker].chances += 1
-    for record in records:
-        record.judge()
+                hit = origin[child]
+                own.accepted += 1
+        for drafter in drafters if hit < 0 else (hit,):
+            stats[drafter].chances += 1
+    for own in stats:
+        own.check_calibration()

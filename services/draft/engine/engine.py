@@ -1,17 +1,16 @@
-"""The draft engine: grows every session's speculation tree and says what is new in it.
+"""The draft engine: grows the draft tree of every session, and proposes its new nodes.
 
-    1. commits move the roots down; what survives below them is already the next proposal
-    2. a step takes the most promising leaves over all sessions and lets the drafter expand them
-    3. nodes that are new and likely enough are proposed, hung on what the target knows; an empty proposal tells it
-       that a commit has led to none, so that it need not wait
+    1. commits move the roots down; the surviving nodes are already the next proposal
+    2. a step takes the likeliest leaves over all sessions and lets a drafter expand them
+    3. new nodes that are likely enough are proposed below nodes that the target knows; an empty proposal reports that a
+       commit led to none, so that the target does not wait
 
-Nothing waits for the target: while it verifies, the trees keep growing, and that is all there is to drafting ahead. The
-engine rests once no leaf is likely enough, or every tree is as large as it may be.
+The engine never waits for the target: while the target verifies, the trees keep growing, which is drafting ahead. The
+engine is idle once no leaf is likely enough, or every tree has reached its limits.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,105 +18,104 @@ from outrider.errors import InvalidRequest, Unavailable
 from outrider.serving.features import FeatureBlock
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, StepOutput
-from outrider.speculation.proposal import Commit, FinishReason, Proposal, joined
-from outrider.speculation.tree import ROOT
+from outrider.speculation.proposal import Commit, FinishReason, Proposal, merge_commits
 from outrider.tracing import Tracing
-from services.draft.drafters.base import Drafter, Wish
+from services.draft.drafters.base import Drafter
 from services.draft.engine import spans
 from services.draft.engine.beam import BeamFrontier
-from services.draft.engine.draft_stats import Record, observe
-from services.draft.engine.weight_slots import Places
+from services.draft.engine.draft_stats import DraftStats, count_commit
+from services.draft.engine.expansion import ExpansionScheduler, expand
+from services.draft.engine.session_slots import QueueOrders, SessionSlots
 from services.draft.sessions.frontier import Frontier, TreeLimits
 from services.draft.sessions.session import DraftSession
 
-# Wishes of a session that one round looks at; more than any drafter grants.
-_WISHES_A_SESSION = 16
-# A round of waiting counts as this much log-probability, so that no session waits for ever behind likelier nodes.
-_PATIENCE = 0.1
-_MOST_WAITING = 1 << 30  # bytes of hidden states of all sessions that wait for a place
-_MOST_TURNS = 1024  # sessions that keep their turns until they are opened again; not all are
+_MAX_WAITING_BYTES = 1 << 30  # of hidden states of all sessions that wait for a slot
 
 
 class DraftEngine(Engine):
-    """Owns the sessions and their trees. The main drafter may have a quick one beside it: both grow the same trees."""
+    """Owns the sessions and their trees. The main drafter may have a quick one beside it: both grow the same trees.
+
+    sessions: by id. stats: of each drafter, the main one's last. tracing: receives the spans of sessions, if set.
+    """
 
     def __init__(self, drafter: Drafter, limits: TreeLimits, max_running: int, beside: Drafter | None = None) -> None:
-        """max_running: most sessions that are drafted for together. beside: a drafter of short rounds."""
+        """max_running: largest number of sessions that a drafter holds. beside: a drafter with short rounds."""
         self.drafter = drafter
         self.drafters = (drafter,) if beside is None else (beside, drafter)
         self.limits = limits
         self.max_running = max_running
-        self._sessions: dict[int, DraftSession] = {}
-        self._places = [Places(drafter, index, max_running) for index, drafter in enumerate(self.drafters)]
-        self._records = [Record(drafter.name) for drafter in self.drafters]
-        self._quick_was_last = False
+        self.sessions: dict[int, DraftSession] = {}
+        self.stats = [DraftStats(drafter.name) for drafter in self.drafters]
+        self.tracing: Tracing | None = None
+        self._slots = [SessionSlots(drafter, index, max_running) for index, drafter in enumerate(self.drafters)]
+        self._scheduler = ExpansionScheduler(self._slots)
         self._failures: list[SessionFailure] = []
-        self._newest = itertools.count()  # turns of new sessions
-        self._turns: dict[int, int] = {}  # of those that are to be opened again
-        self.tracing: Tracing | None = None  # where spans of sessions go
+        self._queue_orders = QueueOrders()
 
     # --- sessions ---
 
     @property
     def running(self) -> dict[int, DraftSession]:
         """Sessions that the main drafter holds, by id."""
-        return self._places[-1].held
+        return self._slots[-1].held
+
+    @property
+    def waiting(self) -> dict[int, DraftSession]:
+        """Sessions that wait for the main drafter, by id, in the order of their admission."""
+        return self._slots[-1].waiting
 
     def open(self, request: OpenSession) -> None:
-        """Take a session on. One that is longer than a drafter can follow is not drafted for by it.
+        """Open a session. A drafter ignores sessions that are longer than it supports.
 
         Raises InvalidRequest for a session without tokens.
         """
         if not 1 <= request.prompt_length <= len(request.tokens):
             self.close(request.session_id)
             raise InvalidRequest("a session needs at least one token to draft for", param="prompt")
-        self._leave(request.session_id, comes_again=True)
+        self._leave(request.session_id, reopens=True)
         frontiers = [self._frontier(drafter) for drafter in self.drafters]
-        turn = self._turns.pop(request.session_id, None)
-        turn = next(self._newest) if turn is None else turn
-        session = DraftSession(request, self.limits, self.drafter.eos_token_ids, frontiers, turn)
-        for places in self._places:
-            places.enter(session)
-        if any(session in places for places in self._places):  # nobody waits for one that was never drafted for
-            self._sessions[session.id] = session
+        order = self._queue_orders.take(request.session_id)
+        session = DraftSession(request, self.limits, self.drafter.eos_token_ids, frontiers, order)
+        for slots in self._slots:
+            slots.enter(session)
+        if any(session in slots for slots in self._slots):  # otherwise no drafter supports it
+            self.sessions[session.id] = session
         self._admit()
 
     def _frontier(self, drafter: Drafter) -> Frontier:
         if self.limits.shape is not None and drafter is self.drafter:
             merged = len(self.drafters) > 1
             return BeamFrontier(self.limits.shape, lasting=drafter.features is None, merged=merged)
-        floor = max(self.limits.floor, drafter.least_reach)
-        # Beside a head's explicit trees nothing outlasts a commit: roots alone are worth a look.
+        floor = max(self.limits.floor, drafter.min_reach)
+        # Explicit trees of a feature-based head do not survive commits: beside them only roots are worth expanding.
         ahead = self.limits.shape is None or self.drafter.features is None
         return Frontier(drafter.expansions if ahead else 0, floor, from_parents=drafter.from_parents)
 
     def close(self, session_id: int) -> None:
-        """Forget a session and free what it holds."""
+        """Close a session and release its pages."""
         self._leave(session_id)
         self._admit()
 
-    def _leave(self, session_id: int, *, comes_again: bool = False) -> None:
-        """What `close` does for a session itself. comes_again: it goes before all that came later then."""
-        session = self._sessions.pop(session_id, None)
+    def _leave(self, session_id: int, *, reopens: bool = False) -> None:
+        """Close a session without admitting others. reopens: it keeps its place in the queue."""
+        session = self.sessions.pop(session_id, None)
         if session is None:
             return
-        for places in self._places:
-            places.leave(session)
-        if comes_again:
-            self._turns[session_id] = session.turn
-            if len(self._turns) > _MOST_TURNS:
-                del self._turns[next(iter(self._turns))]
-        if self.tracing is not None and session.traceparent:
-            spans.tell(self.tracing, session, [drafter.name for drafter in self.drafters])
+        for slots in self._slots:
+            slots.leave(session)
+        if reopens:
+            self._queue_orders.remember(session)
+        if self.tracing is not None and session.span_start.traceparent:
+            spans.record(self.tracing, session, [drafter.name for drafter in self.drafters])
 
     def _admit(self) -> None:
-        for places in self._places:
-            while admitted := places.admit():  # one that fails at once has left its place to the next
+        for slots in self._slots:
+            while admitted := slots.admit():  # a session that fails at once leaves its slot to the next
                 for session in admitted:
-                    self._feed(session)
+                    self._check_features(session)
 
     def flush(self, *, only_fed: bool = False) -> None:
-        """Forget what drafters have kept of texts for later ones. only_fed: what a target's hidden states went into."""
+        """Drop what drafters keep of texts. only_fed: only of drafters that use the target's hidden states."""
         for drafter in self.drafters:
             if drafter.features is not None or not only_fed:
                 drafter.flush()
@@ -125,78 +123,77 @@ class DraftEngine(Engine):
     # --- commits ---
 
     def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
-        """Apply what the target committed. Proposals of other drafters are of no use here."""
+        """Apply commits of the target. Proposals of other drafters are ignored."""
         del proposals
-        for commit in joined(commits):
-            session = self._sessions.get(commit.session_id)
+        for commit in merge_commits(commits):
+            session = self.sessions.get(commit.session_id)
             if session is not None:
                 self._commit(session, commit)
-        self._admit()  # one that has given its pages back may have made room
+        self._admit()  # a session may have released its pages
 
     def receive_features(self, blocks: Sequence[FeatureBlock]) -> None:
-        """Keep hidden states of the target for a drafter that feeds on them."""
+        """Keep hidden states of the target for the main drafter."""
         if self.drafter.features is None:
             return
         for block in blocks:
-            session = self._sessions.get(block.session_id)
-            if session is not None and session in self._places[-1]:
+            session = self.sessions.get(block.session_id)
+            if session is not None and session in self._slots[-1]:
                 session.features.add(block.first, block.rows)
-                self._feed(session)
+                self._check_features(session)
             elif session is None:
-                self.drafter.overtaken(block)
-        self._give_up_waiting()
-        self._admit()  # one that failed has left its place
+                self.drafter.late_features(block)
+        self._limit_waiting_features()
+        self._admit()  # a session that failed has left its slot
 
-    def _give_up_waiting(self) -> None:
-        """Drop hidden states of waiting sessions that are too many; they are asked for again where there is a place."""
-        waiting = self._places[-1].waiting.values()
-        held = sum(session.features.nbytes for session in waiting)
-        for session in reversed(waiting):
-            if held <= _MOST_WAITING:
+    def _limit_waiting_features(self) -> None:
+        """Drop hidden states of waiting sessions beyond a limit; they are requested again when there is a slot."""
+        held = sum(session.features.nbytes for session in self.waiting.values())
+        for session in reversed(self.waiting.values()):
+            if held <= _MAX_WAITING_BYTES:
                 break
             if own := session.features.nbytes:
                 held -= own
                 session.features.give_up()
 
-    def _feed(self, session: DraftSession) -> None:
-        """Let the main drafter look at a session's hidden states, if it holds the session."""
+    def _check_features(self, session: DraftSession) -> None:
+        """Let the main drafter examine a session's hidden states, if it holds the session."""
         if session.id in self.running:
             try:
-                self.drafter.fed(session)
+                self.drafter.features_changed(session)
             except Unavailable as error:
                 self._fail(session, error.message)
 
     def _commit(self, session: DraftSession, commit: Commit) -> None:
         known = session.length - commit.base_length
         if commit.finish_reason != FinishReason.RUNNING:
-            for places in self._places:
-                places.ended(session, commit.tokens[known:] if known >= 0 else commit.tokens[:0])
+            for slots in self._slots:
+                slots.finished(session, commit.tokens[known:] if known >= 0 else commit.tokens[:0])
             self.close(session.id)
             return
         if known < 0:
             self._fail(session, f"commits of {-known} tokens are missing")
         elif known < len(commit.tokens):
             self._apply(session, commit, known)
-        elif known == 0:  # no tokens yet: a word of whether hints are wanted
+        elif known == 0:  # a commit without tokens changes the draft budget
             session.draft_budget = commit.draft_budget
 
     def _apply(self, session: DraftSession, commit: Commit, known: int) -> None:
         tokens = commit.tokens[known:]
         session.draft_budget = commit.draft_budget
         path = session.path_of(tokens.tolist())
-        observe(self._records, session, tokens.tolist(), path)
-        ready = [places.will_commit(session, len(tokens), path) for places in self._places]
+        count_commit(self.stats, session, tokens.tolist(), path)
+        ready = [slots.will_commit(session, len(tokens), path) for slots in self._slots]
         kept = session.commit(tokens, ready[-1])
-        for places in self._places:
-            places.did_commit(session, kept)
+        for slots in self._slots:
+            slots.did_commit(session, kept)
         if session.tree.root_hash != commit.root_hash:
             self._fail(session, "its tokens differ from the target's")
-        else:  # one that has outgrown all drafters is answered on: a silent one would be waited for
-            self._feed(session)
+        else:  # sessions without a drafter still get empty proposals, so that the target does not wait for them
+            self._check_features(session)
 
     def _fail(self, session: DraftSession, reason: str) -> None:
-        """Let go of a session, and say so with the next step. Whoever calls sees to who gets its place."""
-        self._leave(session.id, comes_again=True)
+        """Close a session, and report the failure with the next step. The caller admits others."""
+        self._leave(session.id, reopens=True)
         error = Unavailable(f"the draft service lost track of the session: {reason}; open it again")
         self._failures.append(SessionFailure(session.id, error))
 
@@ -204,77 +201,35 @@ class DraftEngine(Engine):
 
     @property
     def idle(self) -> bool:
-        """True if no tree wants to grow, and no drafter has work of its own."""
+        """True if no tree can grow, no proposal is due, and no drafter has background work."""
         return (
             not self._failures
             and not any(drafter.busy for drafter in self.drafters)
-            and not any(session.growing or not session.silent for session in self._sessions.values())
+            and not any(session.growing or not session.nothing_to_send for session in self.sessions.values())
         )
 
     def step(self) -> StepOutput:
-        """One round of growth, and what came of it."""
+        """Expand leaves of the trees, and return the new proposals."""
         self._admit()
         for drafter in self.drafters:
             drafter.work()
-        wishes, index = self._choose()
-        left = self.drafters[index].step_wishes
-        while wishes:
-            left -= self._grow(wishes, index)
-            wishes = self._wishes(index) if left > 0 else []
-        proposals = [proposal for session in self._sessions.values() for proposal in session.answer()]
+        requests, index = self._scheduler.choose()
+        drafter = self.drafters[index]
+        left = drafter.expansions_per_step
+        while requests:
+            left -= expand(drafter, requests, index)
+            requests = self._scheduler.requests(index) if left > 0 else []
+        proposals = [proposal for session in self.sessions.values() for proposal in session.reply()]
         failures, self._failures = self._failures, []
         return StepOutput(proposals=proposals, failures=failures, load=self.load())
 
-    def _grow(self, wishes: Sequence[Wish], index: int) -> int:
-        """Let a drafter grant wishes. Returns how many it granted, or what a step can take if it granted none."""
-        drafter = self.drafters[index]
-        growths = drafter.grow(wishes)
-        for growth in growths:
-            if growth.whole:
-                growth.session.plant(growth.tokens, growth.parents, growth.log_scores, index)
-            else:
-                growth.session.add(growth.node, growth.tokens, growth.parents, growth.log_scores, index)
-            growth.session.frontiers[index].rounds_waited = 0
-        return len(growths) or drafter.step_wishes
-
-    def _choose(self) -> tuple[list[Wish], int]:
-        """The wishes that this round is about, and the index of the drafter that may grant them.
-
-        The quick drafter comes first where a root is new: its hints are out before the main one has begun. Apart from
-        that they take turns.
-        """
-        main = len(self.drafters) - 1
-        quick = self._wishes(0) if main else []
-        if quick and (quick[0].node == ROOT or not self._quick_was_last):
-            self._quick_was_last = True
-            return quick, 0
-        self._quick_was_last = False
-        wishes = self._wishes(main)
-        return (wishes, main) if wishes or not quick else (quick, 0)
-
-    def _wishes(self, index: int) -> list[Wish]:
-        """The most promising nodes for a drafter over all sessions, best first; those count more that wait longer."""
-        ranked: list[tuple[float, int, int, Wish]] = []
-        for session in self._places[index].held.values():
-            if own := session.wishes(_WISHES_A_SESSION, index):
-                frontier = session.frontiers[index]
-                frontier.rounds_waited += 1
-                bonus = _PATIENCE * (frontier.rounds_waited - 1)
-                waited, first = -frontier.rounds_waited, len(ranked)
-                for place, (reach, node) in enumerate(own, first):
-                    log_reach = min(reach + bonus, 0.0)
-                    ranked.append((-log_reach, waited, place, Wish(session, node, log_reach)))
-        ranked.sort()  # of equals the first: no two places are alike
-        return [wish for *_, wish in ranked]
-
     def load(self) -> EngineLoad:
-        """Sessions and pages at present."""
-        main = self._places[-1]
+        """Sessions, pages and draft statistics at present."""
         return replace(
             self.drafter.load(),
-            running_sessions=len(main.held),
-            waiting_sessions=len(main.waiting),
-            drafters=tuple(record.load() for record in self._records),
+            running_sessions=len(self.running),
+            waiting_sessions=len(self.waiting),
+            drafters=tuple(own.load() for own in self.stats),
         )
 
     def check(self) -> None:

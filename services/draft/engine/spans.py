@@ -1,4 +1,4 @@
-"""The span of a session on the draft, made when it ends."""
+"""The trace span of a session in the draft service, recorded when the session ends."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from outrider.tracing import Tracing
 from services.draft.sessions.session import DraftSession
 
 
-def tell(tracing: Tracing, session: DraftSession, drafters: Sequence[str]) -> None:
-    """Say how long a session was drafted for. drafters: names of those at work."""
-    attributes = {
+def record(tracing: Tracing, session: DraftSession, drafters: Sequence[str]) -> None:
+    """Record the span of a session that ends now. drafters: names of the engine's drafters."""
+    start = session.span_start
+    attributes: dict[str, str | int | Sequence[str]] = {
         "outrider.session_id": str(session.id),
         "outrider.drafters": list(drafters),
         "gen_ai.usage.input_tokens": session.prompt_length,
-        "outrider.followed_tokens": session.length - session.opened_length,
+        "outrider.followed_tokens": session.length - start.length,
     }
-    tracing.add("draft", session.traceparent, session.opened_at, time.time_ns(), attributes)
+    tracing.add("draft", start.traceparent, start.time, time.time_ns(), attributes)

@@ -1,4 +1,4 @@
-"""What every reader of a format hands over."""
+"""The result of every format reader."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 from outrider.serving.features import FeatureSpec
 from services.draft.model.layers.config import ModelConfig
-from services.draft.model.layers.heads import Params
+from services.draft.model.params import Params
 
 
 @dataclass(frozen=True)
-class Draft:
-    """A draft model that has been read but for its weights.
+class DraftCheckpoint:
+    """A draft model whose configuration was read, but not its weights.
 
-    load:     the parameters in a number format (a dtype of JAX). Raises ConfigError
-    features: what it wants of the target; None if it is not fed
-    fusion:   what the target applies to them, as FeatureSpec describes it
-    shares:   embedding or head are the target's
+    load:     reads the parameters in a number format (a dtype of JAX). Raises ConfigError
+    features: the hidden states of the target that it needs; None if it reads tokens alone
+    fusion:   the layer that the target applies to them, as FeatureSpec describes it
+    shares:   the embedding or the head is the target's
     """
 
     config: ModelConfig

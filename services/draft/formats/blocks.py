@@ -1,4 +1,4 @@
-"""The parts of a decoder layer by the keys of config.json and the tensors that the layer has."""
+"""Attention and feed-forward part of a decoder layer, from the keys of config.json and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from services.draft.model.layers.config import Attention, Experts, LatentAttention, Mlp, attention_of
 from services.draft.model.layers.rope import rope_of, yarn_amplitude
 
-# Families whose attention is gated; Qwen3.5 also says so.
+# Model types whose attention is gated; Qwen3.5 has a key for it, too.
 _GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def attention_part(raw: dict[str, Any], names: Set[str]) -> Attention | LatentAttention:
-    """Attention of a layer. names: of the layer's tensors. Raises KeyError for a key that is missing."""
+    """Attention of a layer. names: the layer's tensors. Raises KeyError for a missing key."""
     if "self_attn.kv_b_proj.weight" in names:
         return _latent(raw)
     if "swa_num_key_value_heads" in raw:
@@ -31,7 +31,7 @@ def attention_part(raw: dict[str, Any], names: Set[str]) -> Attention | LatentAt
 
 
 def _latent(raw: dict[str, Any]) -> LatentAttention:
-    rope = rope_of(raw | {"partial_rotary_factor": None})  # what is rotated has numbers of its own
+    rope = rope_of(raw | {"partial_rotary_factor": None})  # the rotated part has dimensions of its own
     plain, rotary = raw["qk_nope_head_dim"], raw["qk_rope_head_dim"]
     scaling = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     scale = float((plain + rotary) ** -0.5)
@@ -53,7 +53,7 @@ def _latent(raw: dict[str, Any]) -> LatentAttention:
 
 
 def _windowed(raw: dict[str, Any], names: Set[str]) -> Attention:
-    """MiMo-V2: MTP layers are made like the model's layers with a window."""
+    """MiMo-V2: MTP layers are built like the model's sliding-window layers."""
     rotation = raw | {"rope_theta": raw.get("swa_rope_theta") or raw.get("rope_theta"), "rope_parameters": None}
     dim = raw.get("swa_head_dim") or raw["head_dim"]
     previous = raw.get("sliding_window_size")  # does not count the token itself
@@ -73,10 +73,10 @@ def _windowed(raw: dict[str, Any], names: Set[str]) -> Attention:
 
 
 def feed_forward_part(raw: dict[str, Any], names: Set[str]) -> Mlp | Experts:
-    """Feed-forward part of a layer. Others as of `attention_part`."""
+    """Feed-forward part of a layer. Arguments as of `attention_part`."""
     if "mlp.gate_proj.weight" in names:
         return Mlp(raw["intermediate_size"], "mlp.gate_proj.bias" in names)
-    # DeepSeek's way, or Qwen's: they name the number of experts differently.
+    # DeepSeek and Qwen name the number of experts differently.
     deepseek = "n_routed_experts" in raw
     sigmoid = raw.get("scoring_func", "sigmoid" if deepseek else "softmax") == "sigmoid"
     width = raw["moe_intermediate_size"]

@@ -1,6 +1,6 @@
-"""Whole decoders, the drafts of STANDALONE: which architectures there are, and how their weights are read.
+"""Whole decoders, which STANDALONE drafts with: the supported architectures, and how their weights are read.
 
-The names of tensors are Llama's in all of them; in those that see images, behind a prefix.
+All of them have Llama's tensor names; models with a vision tower put a prefix before them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any
 
 from outrider.checkpoints.checkpoint import load_json
 from outrider.errors import ConfigError
-from services.draft.formats.base import Draft
+from services.draft.formats.base import DraftCheckpoint
 from services.draft.formats.gemma import describe_gemma, describe_gemma3_text
 from services.draft.formats.llama import describe_llama
 from services.draft.model.layers.config import ModelConfig
-from services.draft.model.layers.heads import Params
+from services.draft.model.params import Params
 from services.draft.model.weights.arrays import layer_params, layer_shapes, putter
 from services.draft.model.weights.tensors import Tensors
 
@@ -29,14 +29,14 @@ _IMAGES = ("vision_tower.", "multi_modal_projector.")
 _NOT_READ = ".not_read"
 
 
-def read_decoder(folder: Path) -> Draft:
-    """A small decoder. Raises ConfigError."""
+def read_decoder(folder: Path) -> DraftCheckpoint:
+    """A decoder checkpoint. Raises ConfigError."""
     config = read_config(folder)
-    return Draft(config, lambda dtype: load_params(folder, config, dtype))
+    return DraftCheckpoint(config, lambda dtype: load_params(folder, config, dtype))
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The configuration of a checkpoint. Raises ConfigError for what this decoder cannot compute."""
+    """The configuration of a checkpoint. Raises ConfigError for an unsupported model."""
     raw = load_json(folder / "config.json")
     architecture = (raw.get("architectures") or ["none"])[0]
     if architecture not in _READERS:
@@ -62,11 +62,11 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def load_params(folder: Path, config: ModelConfig, dtype: Any) -> Params:
-    """Load a checkpoint's weights onto the device. Raises ConfigError naming the tensor that does not fit."""
+    """Load a checkpoint's weights onto the device. Raises ConfigError with the tensor that does not fit."""
     put, shapes = putter(dtype), expected_shapes(config)
-    offset = 1.0 if config.architecture.startswith("Gemma") else 0.0  # its norms multiply by 1 + weight
+    offset = 1.0 if config.architecture.startswith("Gemma") else 0.0  # Gemma's norms multiply by 1 + weight
     with Tensors(folder, _plain) as tensors:
-        # The head comes again where it is tied.
+        # Files with a tied head may store the head again.
         tensors.check(f"a {config.architecture}", shapes, [_NOT_READ, *([_HEAD] if config.tied_head else [])])
         embed = tensors.read(_EMBED, shapes[_EMBED])
         params: Params = {"norm": put(tensors.read(_NORM, shapes[_NORM]).astype("float32") + offset)}

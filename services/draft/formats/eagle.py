@@ -1,8 +1,8 @@
-"""EAGLE-1 and -2 heads: layers of a Llama behind `fc`, which joins the embedding and the target's normed state.
+"""EAGLE-1 and -2 heads: Llama layers behind `fc`, which fuses the embedding and the target's normed state.
 
-What differs from a Llama: layer 0 has no input norm, there is no final norm, `fc` has a bias unless it is said not to,
-embedding and head are the target's, and names lack `model.` except in files that were converted for SGLang. What comes
-out stands for the target's state, so its logits have the target's factor and softcap.
+Differences to a Llama: layer 0 has no input norm, there is no final norm, `fc` has a bias unless config.json denies it,
+embedding and head are the target's, and names lack `model.` except in files that were converted for SGLang. The output
+predicts the target's state, so its logits use the target's factor and softcap.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 from outrider.checkpoints.checkpoint import load_json
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
-from services.draft.formats.base import Draft
-from services.draft.formats.target import Target, check_fit, target_logits
+from services.draft.formats.base import DraftCheckpoint
+from services.draft.formats.target import TargetCheckpoint, check_fit, target_logits
 from services.draft.model.layers.config import Layer, Mlp, ModelConfig, attention_of, check_activation
-from services.draft.model.layers.heads import EagleHead, Params
+from services.draft.model.layers.heads import EagleHead
+from services.draft.model.params import Params
 from services.draft.model.weights.arrays import layer_params, layer_shapes, putter
 from services.draft.model.weights.tensors import Tensors
 
@@ -25,8 +26,8 @@ _FC, _BIAS = "fc.weight", "fc.bias"
 _NOT_READ = ("embed_tokens.weight", "lm_head.weight")  # frozen copies of the target's
 
 
-def read_eagle(folder: Path, target: Target) -> Draft:
-    """An EAGLE-1 or -2 head. Raises ConfigError naming what does not fit."""
+def read_eagle(folder: Path, target: TargetCheckpoint) -> DraftCheckpoint:
+    """An EAGLE-1 or -2 head. Raises ConfigError with the part that does not fit."""
     raw = load_json(folder / "config.json")
     with Tensors(folder, plain_name) as tensors:
         try:
@@ -42,7 +43,7 @@ def read_eagle(folder: Path, target: Target) -> Draft:
     def load(dtype: Any) -> Params:
         return _load(folder, config, shapes, target, dtype)
 
-    return Draft(config, load, FeatureSpec(final=True), shares=True)
+    return DraftCheckpoint(config, load, FeatureSpec(final=True), shares=True)
 
 
 def plain_name(name: str) -> str:
@@ -50,7 +51,7 @@ def plain_name(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def _config(raw: dict[str, Any], tensors: Tensors, target: Target) -> ModelConfig:
+def _config(raw: dict[str, Any], tensors: Tensors, target: TargetCheckpoint) -> ModelConfig:
     check_activation(raw)
     hidden, epsilon = raw["hidden_size"], raw.get("rms_norm_eps", 1e-6)
     qkv_bias = bool(raw.get("qkv_bias", "layers.0.self_attn.q_proj.bias" in tensors))
@@ -82,7 +83,9 @@ def _shapes(config: ModelConfig, *, bias: bool) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _load(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]], target: Target, dtype: Any) -> Params:
+def _load(
+    folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]], target: TargetCheckpoint, dtype: Any
+) -> Params:
     put = putter(dtype)
     with Tensors(folder, plain_name) as tensors:
         params: Params = {"fuse": put(tensors.read(_FC, shapes[_FC]).T)}

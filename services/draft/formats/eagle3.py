@@ -1,10 +1,10 @@
 """EAGLE-3 heads, as SpecForge and lmsys, AngelSlim and speculators publish them.
 
-`fc` and its norms fuse the target's states; they are handed to the target, which applies them. The first layer's
-attention takes [norm(embedding); norm(feature)]; the head has a small vocabulary of its own, and `d2t` holds for each
-of its entries what must be added to get the target's id.
+`fc` and its norms fuse the target's states; the target gets them and applies them. The first layer's attention reads
+[norm(embedding); norm(feature)]. The head has a small vocabulary of its own; `d2t` holds for each of its entries the
+offset to the target's id.
 
-What its config.json may say, and how its tensors may be named: outrider/checkpoints/eagle3.py.
+Keys of config.json and names of tensors: outrider/checkpoints/eagle3.py.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from outrider.checkpoints.checkpoint import load_json
 from outrider.checkpoints.eagle3 import DEFAULT_STATES, flat, is_speculators, layer_ids, plain_name, target_ids
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
-from services.draft.formats.base import Draft
-from services.draft.formats.target import Target, check_fit
+from services.draft.formats.base import DraftCheckpoint
+from services.draft.formats.target import TargetCheckpoint, check_fit
 from services.draft.model.layers.config import Layer, Mlp, ModelConfig, attention_of, check_activation
-from services.draft.model.layers.heads import Eagle3Head, Params
+from services.draft.model.layers.heads import Eagle3Head
+from services.draft.model.params import Params
 from services.draft.model.weights.arrays import layer_params, layer_shapes, putter
 from services.draft.model.weights.tensors import Tensors
 
@@ -35,8 +36,8 @@ _NOT_READ = (_EMBED, _MEMBERS, _OFFSETS, "verifier_norm.weight", "verifier_lm_he
 _Shapes = dict[str, tuple[int, ...]]
 
 
-def read_eagle3(folder: Path, target: Target) -> Draft:
-    """An EAGLE-3 head. Raises ConfigError naming what does not fit."""
+def read_eagle3(folder: Path, target: TargetCheckpoint) -> DraftCheckpoint:
+    """An EAGLE-3 head. Raises ConfigError with the part that does not fit."""
     raw = load_json(folder / "config.json")
     with Tensors(folder, plain_name) as tensors:
         try:
@@ -48,16 +49,16 @@ def read_eagle3(folder: Path, target: Target) -> Draft:
 
 @dataclass
 class _Reader:
-    """Reads one head. raw: its configuration, flat. speculators: in that library's format."""
+    """Reads one head. raw: its flattened configuration. speculators: True for that library's format."""
 
     folder: Path
     raw: dict[str, Any]
     tensors: Tensors
-    target: Target
+    target: TargetCheckpoint
     speculators: bool
 
-    def draft(self) -> Draft:
-        """Raises ConfigError for what does not fit, KeyError for a key that config.json lacks."""
+    def draft(self) -> DraftCheckpoint:
+        """Raises ConfigError for a part that does not fit, KeyError for a key that config.json lacks."""
         check_activation(self.raw)
         hidden = self.raw["hidden_size"]
         width = self.raw.get("target_hidden_size") or hidden
@@ -72,7 +73,7 @@ class _Reader:
                 return self._load(tensors, config, shapes, ids, dtype)
 
         shares = _EMBED not in shapes or _HEAD not in shapes
-        return Draft(config, load, self._features(), self._fusion(hidden), shares)
+        return DraftCheckpoint(config, load, self._features(), self._fusion(hidden), shares)
 
     # --- configuration ---
 
@@ -108,16 +109,16 @@ class _Reader:
         return layer_ids(self.raw, speculators=self.speculators)
 
     def _states(self) -> int:
-        """How many states of the target stand side by side."""
+        """Number of target states that the fusion concatenates."""
         if not self._aux:
             return 1
         ids = self._layer_ids()
-        said = self.raw.get("num_aux_hidden_states")
-        if ids and said and said != len(ids):
+        declared = self.raw.get("num_aux_hidden_states")
+        if ids and declared and declared != len(ids):
             raise ConfigError(
-                f"{self.folder / 'config.json'} names {len(ids)} layers, but num_aux_hidden_states {said}"
+                f"{self.folder / 'config.json'} names {len(ids)} layers, but num_aux_hidden_states is {declared}"
             )
-        return len(ids) or said or DEFAULT_STATES
+        return len(ids) or declared or DEFAULT_STATES
 
     def _features(self) -> FeatureSpec:
         epsilon = self.raw.get("rms_norm_eps", 1e-6)
@@ -125,7 +126,7 @@ class _Reader:
             return FeatureSpec(final=True, norm_epsilon=epsilon)
         if not self._layer_ids() and self._states() != DEFAULT_STATES:
             raise ConfigError(
-                f"{self.folder / 'config.json'} wants {self._states()} states of the target without naming their "
+                f"{self.folder / 'config.json'} needs {self._states()} states of the target, but does not name their "
                 "layers in eagle_aux_hidden_state_layer_ids"
             )
         return FeatureSpec(self._layer_ids(), norm_epsilon=epsilon)
@@ -146,22 +147,22 @@ class _Reader:
 
     @property
     def _own_head(self) -> bool:
-        """Without draft_vocab_size the head is the target's, unless the file has one all the same."""
+        """True if the head has its own output matrix: draft_vocab_size is set, or the file has the tensor."""
         own = self.raw.get("draft_vocab_size") is not None or _HEAD in self.tensors
         if not own and self.raw["hidden_size"] != self.target.hidden_size:
             raise ConfigError(
-                f"{self.folder} has no {_HEAD}, and the target's does not fit: it takes {self.target.hidden_size} "
-                f"numbers, the head has {self.raw['hidden_size']}"
+                f"{self.folder} has no {_HEAD}, and the target's does not fit: its inputs have "
+                f"{self.target.hidden_size} dimensions, the draft's states {self.raw['hidden_size']}"
             )
         return own
 
     def _input_norm(self, layer: int) -> str:
-        """The norm before a layer's attention; further layers go by either name."""
+        """Name of the norm before a layer's attention; layers after the first are published with either name."""
         both = layer == 0 or f"layers.{layer}.hidden_norm.weight" in self.tensors
         return "hidden_norm" if both else "input_layernorm"
 
     def _spare_norms(self, config: ModelConfig) -> list[str]:
-        """Norms that further layers publish without using them."""
+        """Unused norms that are published with layers after the first."""
         layers = range(1, len(config.layers))
         return [f"layers.{i}.input_layernorm.weight" for i in layers if self._input_norm(i) == "hidden_norm"]
 
@@ -180,31 +181,31 @@ class _Reader:
             shapes["norm_before_fc.weight"] = (states * width,)
         if each and whole:
             raise ConfigError(
-                f"{self.folder / 'config.json'} has both fc_norm and norm_before_fc; one of them is meant"
+                f"{self.folder / 'config.json'} has both fc_norm and norm_before_fc; remove the one that is not used"
             )
         return shapes
 
     def _fusion(self, hidden: int) -> bytes:
         shapes = self._fusion_shapes(hidden)
         tensors = {name: self.tensors.read(name, shapes[name]) for name in sorted(shapes)}
-        # safetensors writes memory as it lies, whatever the strides are.
+        # safetensors writes memory in its present order and ignores strides.
         return save({name: np.array(tensor, order="C") for name, tensor in tensors.items()}) if shapes else b""
 
     def _target_ids(self, entries: int) -> NDArray[np.int32] | None:
-        """The target's id of each entry of the head; None if they are the same. Raises ConfigError."""
+        """The target's id of each entry of the head; None if the ids are equal. Raises ConfigError."""
         vocab = self.target.vocab_size
         if _OFFSETS not in self.tensors:
             if entries != vocab:
                 raise ConfigError(
-                    f"{self.folder} lacks {_OFFSETS}, which says what the {entries} entries of its head mean among the "
-                    f"{vocab} tokens of the target"
+                    f"{self.folder} lacks {_OFFSETS}, which maps the {entries} entries of its head to the {vocab} "
+                    "tokens of the target"
                 )
             return None
         ids = target_ids(self.tensors.read(_OFFSETS, (entries,), integers=True), vocab)
         if ids is None:
             raise ConfigError(
                 f"tensor {_OFFSETS} of {self.folder} must hold offsets, so that {_OFFSETS}[i] + i ascends and stays "
-                f"below the target's {vocab} tokens; it looks as if it held ids, or were another vocabulary's"
+                f"below the target's {vocab} tokens; it may hold ids, or belong to another vocabulary"
             )
         self._check_members(ids)
         return None if entries == vocab else ids.astype(np.int32)

@@ -2,9 +2,10 @@
 
 All scale embeddings by sqrt(hidden size), multiply norms by 1 + weight, and tie the head to the embedding.
 
-    Gemma 2    norms also behind attention and feed-forward part; bounded scores and logits; every second layer sees all
-    Gemma 3    norms as in 2, also of queries and keys; five layers with a window, then one that sees all, which turns
-               by other angles
+    Gemma 2    norms also behind attention and feed-forward part; softcapped scores and logits; full attention in every
+               second layer
+    Gemma 3    norms as in 2, also of queries and keys; five sliding-window layers, then one with full attention and
+               another RoPE base
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from services.draft.model.layers.heads import TokenHead
 from services.draft.model.layers.rope import Rope, rope_of
 
 _SLIDES = "sliding_attention"
-_PERIOD = {"Gemma2ForCausalLM": 2, "Gemma3ForCausalLM": 6}  # the last layer of each period sees everything
+_PERIOD = {"Gemma2ForCausalLM": 2, "Gemma3ForCausalLM": 6}  # the last layer of each period has full attention
 _LOCAL_THETA, _GLOBAL_THETA = 10_000.0, 1_000_000.0
-# What configurations of Gemma 3 that sees images leave out of its text part.
+# Keys that configurations of multimodal Gemma 3 leave out of their text part.
 _DEFAULTS = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208,
     "max_position_embeddings": 131_072, "sliding_window": 4096, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
@@ -27,14 +28,14 @@ _DEFAULTS = {
 
 
 def describe_gemma3_text(raw: dict[str, Any], architecture: str) -> ModelConfig:
-    """The text part of a Gemma 3 that sees images. Raises as `describe_gemma`."""
+    """The text part of a multimodal Gemma 3. Raises as `describe_gemma`."""
     del architecture
     above = {key: raw[key] for key in ("eos_token_id", "tie_word_embeddings") if key in raw}
     return describe_gemma(_DEFAULTS | above | raw["text_config"], "Gemma3ForCausalLM")
 
 
 def describe_gemma(raw: dict[str, Any], architecture: str) -> ModelConfig:
-    """Raises ConfigError for what cannot be computed, KeyError for a key that is missing."""
+    """Raises ConfigError for unsupported options, KeyError for a missing key."""
     _check(raw)
     period = int(raw.get("sliding_window_pattern") or _PERIOD.get(architecture, 0))
     later = architecture in _PERIOD
@@ -70,7 +71,7 @@ def describe_gemma(raw: dict[str, Any], architecture: str) -> ModelConfig:
 
 
 def _rope(raw: dict[str, Any], slides: bool) -> Rope:
-    """Newer configurations have both rotations by the kind of layer; in older ones, only the global one is scaled."""
+    """Newer configurations have RoPE parameters by layer type; in older ones only the global RoPE is scaled."""
     both = raw.get("rope_parameters") or {}
     if own := both.get(_SLIDES if slides else "full_attention"):
         return rope_of(raw | {"rope_parameters": own, "rope_scaling": None})
@@ -80,9 +81,9 @@ def _rope(raw: dict[str, Any], slides: bool) -> Rope:
 
 
 def _check(raw: dict[str, Any]) -> None:
-    # Gemma's first files say "gelu" and mean the same.
+    # Early Gemma files have "gelu", which means the same.
     activation = raw.get("hidden_activation") or "gelu_pytorch_tanh"
     if activation != "gelu_pytorch_tanh":
         raise ConfigError(f"the draft model's activation {activation!r} is not supported; expected 'gelu_pytorch_tanh'")
     if raw.get("use_bidirectional_attention"):
-        raise ConfigError("the draft model's tokens see later ones (use_bidirectional_attention); it cannot draft")
+        raise ConfigError("the draft model attends bidirectionally (use_bidirectional_attention); it cannot draft")

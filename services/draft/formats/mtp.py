@@ -1,15 +1,15 @@
-"""MTP layers (NEXTN), which come with the target's own checkpoint: each is a decoder layer of the model behind a join.
+"""MTP layers (NEXTN), part of the target's own checkpoint: each is a decoder layer of the model behind a fusion layer.
 
-    layout        names                           join                     layer
+    layout        names                           fused input              layer
     DeepSeek-V3   model.layers.L.*                [embedding; feature]     latent attention, experts
     GLM-4.5       model.layers.L.*                [embedding; feature]     experts; latent attention in the small ones
     MiMo-7B       model.mtp_layers.0.*            [feature; embedding]     dense, as Qwen2
-    MiMo-V2       model.mtp.layers.{0, 1, 2}.*    [embedding; feature]     dense, a window with sinks
+    MiMo-V2       model.mtp.layers.{0, 1, 2}.*    [embedding; feature]     dense, sliding window with sinks
     Qwen3-Next,
     Qwen3.5       mtp.*                           [embedding; feature]     gated attention, dense or experts
 
-L is the number of the model's layers, or 0 in exports of the MTP layer alone; the layer that owns eh_proj is meant.
-Names are read as mtp.<i>.*, under those of DeepSeek. Embedding and head are the target's; copies are not read.
+L is the number of the model's layers, or 0 in exports of the MTP layer alone; the layer with eh_proj is the MTP layer.
+Tensors are read as mtp.<i>.* with DeepSeek's names. Embedding and head are the target's; copies are not read.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ import numpy as np
 from outrider.checkpoints.checkpoint import load_json
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
-from services.draft.formats.base import Draft
+from services.draft.formats.base import DraftCheckpoint
 from services.draft.formats.blocks import attention_part, feed_forward_part
-from services.draft.formats.target import Target, check_fit
+from services.draft.formats.target import TargetCheckpoint, check_fit
 from services.draft.model.layers.config import Attention, Layer, ModelConfig, check_activation
-from services.draft.model.layers.heads import MtpHead, Params
+from services.draft.model.layers.heads import MtpHead
+from services.draft.model.params import Params
 from services.draft.model.weights.arrays import Put, layer_params, layer_shapes, putter
 from services.draft.model.weights.tensors import Tensors
 
-State = Literal["auto", "normed", "raw"]
+FeatureState = Literal["auto", "normed", "raw"]
 
 _COPIES = ("shared_head.head.weight", "embed_tokens.weight", "lm_head.weight")
 _JOIN = "eh_proj.weight"
@@ -54,17 +55,17 @@ _QWEN = (
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a family publishes its MTP layers.
+class MtpLayout:
+    """How a model family publishes its MTP layers.
 
-    layer:         a layer's names begin so, its number is the group; what follows is its own
-    join:          what follows of the join's weight
-    outside:       names of the only layer that begin otherwise, the join's first, and what stands for that
-    feature_first: the join takes [feature; embedding]
-    norm_offset:   what must be added to published weights of norms
+    layer:         pattern of the beginning of a layer's names; its group is the layer's number
+    join:          the rest of the name of the fusion layer's weight
+    outside:       names of a single layer that begin otherwise, the fusion layer first, and their replacements
+    feature_first: the fusion layer reads [feature; embedding]
+    norm_offset:   added to published weights of norms
     blind_start:   the embedding at position 0 counts as zeros
-    raw_feature:   the target hands over its last state before the final norm, and not behind it
-    stacked:       each layer predicts one token further from the target's states alone, and never from another's
+    raw_feature:   the feature is the target's last state before the final norm instead of behind it
+    stacked:       each layer predicts one token further from the target's states alone, never from another layer's
     """
 
     name: str
@@ -79,22 +80,22 @@ class Layout:
 
 
 _PREFIX = r"^(?:language_model\.)?(?:model\.)?(?:language_model\.)?"
-LAYOUTS = (
-    Layout("MiMo-7B", _PREFIX + r"mtp_layers\.(\d+)\.", "input_proj.weight", feature_first=True, blind_start=True),
-    Layout("MiMo-V2", _PREFIX + r"mtp\.layers\.(\d+)\.", raw_feature=True, stacked=True),
-    Layout("Qwen3-Next", r"^mtp\.layers\.(\d+)\.", outside=_QWEN, norm_offset=1.0),
-    Layout("DeepSeek-V3", _PREFIX + r"layers\.(\d+)\."),
+MTP_LAYOUTS = (
+    MtpLayout("MiMo-7B", _PREFIX + r"mtp_layers\.(\d+)\.", "input_proj.weight", feature_first=True, blind_start=True),
+    MtpLayout("MiMo-V2", _PREFIX + r"mtp\.layers\.(\d+)\.", raw_feature=True, stacked=True),
+    MtpLayout("Qwen3-Next", r"^mtp\.layers\.(\d+)\.", outside=_QWEN, norm_offset=1.0),
+    MtpLayout("DeepSeek-V3", _PREFIX + r"layers\.(\d+)\."),
 )
 
 
-def find_layout(names: Iterable[str]) -> Layout | None:
-    """The layout that a checkpoint's tensors are in, by the tensor of the join; None if it has no MTP layer."""
+def find_layout(names: Iterable[str]) -> MtpLayout | None:
+    """The layout of a checkpoint's tensors, found by the fusion layer's tensor; None without MTP layers."""
     found = set(names)
-    return next((layout for layout in LAYOUTS if _joined_layers(layout, found)), None)
+    return next((layout for layout in MTP_LAYOUTS if _joined_layers(layout, found)), None)
 
 
-def _joined_layers(layout: Layout, names: Iterable[str]) -> set[str]:
-    """The numbers of the layers that have a join."""
+def _joined_layers(layout: MtpLayout, names: Iterable[str]) -> set[str]:
+    """The numbers of the layers that have a fusion layer."""
     if layout.outside:
         return {"0"} if f"{layout.outside[0][0]}weight" in names else set()
     pattern = re.compile(layout.layer)
@@ -108,12 +109,17 @@ def holds_mtp(folder: Path) -> bool:
 
 
 def read_mtp(
-    folder: Path, target: Target, *, feature: State = "auto", own: State = "auto", several: bool = False
-) -> Draft:
-    """The MTP layers of a checkpoint. Raises ConfigError naming what does not fit.
+    folder: Path,
+    target: TargetCheckpoint,
+    *,
+    feature: FeatureState = "auto",
+    own: FeatureState = "auto",
+    several: bool = False,
+) -> DraftCheckpoint:
+    """The MTP layers of a checkpoint. Raises ConfigError with the part that does not fit.
 
-    feature: the target's state that is handed over; own: the one that the layer hands on to itself. Raw ones have not
-    been through the final norm. several: use all layers, each for a token further, and not the first alone.
+    feature: the target's state that is the feature; own: the state that the layer passes on to its next step. "raw"
+    states are those before the final norm. several: use all layers, each for one token further, instead of the first.
     """
     raw = load_json(folder / "config.json")
     raw = raw.get("text_config") or raw
@@ -123,7 +129,7 @@ def read_mtp(
             raise ConfigError(
                 f"{folder} has no MTP layer: no tensor named like model.layers.N.eh_proj.weight, "
                 "model.mtp_layers.0.input_proj.weight, model.mtp.layers.0.eh_proj.weight or mtp.fc.weight. Choose "
-                "another --speculative-algorithm, or a checkpoint that was published with one"
+                "another --speculative-algorithm, or a checkpoint with an MTP layer"
             )
         known_as = _renaming(layout, tensors.names)
     with Tensors(folder, known_as) as tensors:
@@ -133,8 +139,8 @@ def read_mtp(
             raise ConfigError(f"{folder / 'config.json'} lacks {error}") from None
 
 
-def _renaming(layout: Layout, names: Iterable[str]) -> Callable[[str], str]:
-    """From a name in the files to mtp.<i>.<name as of DeepSeek>; other names stay."""
+def _renaming(layout: MtpLayout, names: Iterable[str]) -> Callable[[str], str]:
+    """Maps a name in the files to mtp.<i>.<name as of DeepSeek>; other names stay."""
     pattern = re.compile(layout.layer)
     index = {number: i for i, number in enumerate(sorted(_joined_layers(layout, names), key=int))}
 
@@ -155,18 +161,18 @@ def _renaming(layout: Layout, names: Iterable[str]) -> Callable[[str], str]:
 
 @dataclass
 class _Reader:
-    """Reads one checkpoint. raw: its configuration."""
+    """Reads one checkpoint. raw: its config.json."""
 
     folder: Path
     raw: dict[str, Any]
     tensors: Tensors
-    target: Target
-    layout: Layout
+    target: TargetCheckpoint
+    layout: MtpLayout
     known_as: Callable[[str], str]
     several: bool
 
-    def draft(self, feature: State, own: State) -> Draft:
-        """Raises ConfigError for what does not fit, KeyError for a key that config.json lacks."""
+    def draft(self, feature: FeatureState, own: FeatureState) -> DraftCheckpoint:
+        """Raises ConfigError for a part that does not fit, KeyError for a key that config.json lacks."""
         check_activation(self.raw)
         hidden = self.raw["hidden_size"]
         check_fit(self.folder, self.target, vocab_size=self.raw["vocab_size"], hidden_size=hidden)
@@ -183,16 +189,16 @@ class _Reader:
 
         raw_feature = self.layout.raw_feature if feature == "auto" else feature == "raw"
         spec = FeatureSpec(layers=(self.target.layers,)) if raw_feature else FeatureSpec(final=True)
-        return Draft(config, load, spec, shares=True)
+        return DraftCheckpoint(config, load, spec, shares=True)
 
     def _published(self) -> str:
-        """What the first layer's names begin with in the files."""
+        """The beginning of the first layer's names in the files."""
         pattern = re.compile(self.layout.layer)
         with Tensors(self.folder) as tensors:
             found = [pattern.match(name) for name in tensors.names if self.known_as(name).startswith("mtp.0.")]
         return next((match[0] for match in found if match is not None), "mtp.")
 
-    def _config(self, hidden: int, own: State) -> ModelConfig:
+    def _config(self, hidden: int, own: FeatureState) -> ModelConfig:
         raw = self.raw
         epsilon = raw.get("rms_norm_eps") or raw.get("layernorm_epsilon") or 1e-6
         names = {name.removeprefix("mtp.0.") for name in self.tensors.names if name.startswith("mtp.0.")}
@@ -210,16 +216,16 @@ class _Reader:
         )
 
     def _stack(self, layer: Layer) -> tuple[Layer, ...]:
-        """The layers that are used."""
+        """The layers that draft."""
         count = len({name.split(".")[1] for name in self.tensors.names if name.startswith("mtp.")})
         if self.several and count == 1:
-            raise ConfigError(f"{self.folder} has one MTP layer; --enable-multi-layer-eagle is for several")
+            raise ConfigError(f"{self.folder} has one MTP layer; --enable-multi-layer-eagle needs several")
         if not self.several and not self.layout.stacked:
             return (layer,)
         if not isinstance(layer.attention, Attention):
             raise ConfigError(
-                f"{self.folder} has {count} MTP layers with latent attention; leave out --enable-multi-layer-eagle, so "
-                "that the first one drafts alone"
+                f"{self.folder} has {count} MTP layers with latent attention, which cannot draft together; leave out "
+                "--enable-multi-layer-eagle to draft with the first one"
             )
         return tuple(replace(layer, attention=replace(layer.attention, first=i)) for i in range(count))
 
@@ -243,7 +249,7 @@ class _Reader:
         return params | self.target.embedding_and_head(put)
 
     def _join(self, tensors: Tensors, prefix: str, shapes: dict[str, tuple[int, ...]], put: Put) -> Params:
-        """What stands before and behind a layer, as MtpHead has it."""
+        """The fusion layer and the norms of a layer, as MtpHead has them."""
 
         def norm(name: str) -> jax.Array:
             weight = tensors.read(prefix + name, shapes[prefix + name])

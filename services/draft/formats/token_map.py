@@ -1,8 +1,8 @@
-"""FR-Spec: a draft that proposes frequent tokens alone, whose head is as many rows of the whole one.
+"""FR-Spec: a draft that proposes only frequent tokens, so that its head has fewer columns.
 
-The map is what `torch.save` made of a list of ids of the target, most frequent first; some lists name an id twice. The
-draft's probabilities are those among the frequent tokens; noise belongs to the target's ids; the target knows nothing
-of it, so no text depends on it.
+The map is a list of the target's token ids that `torch.save` wrote, most frequent first; some lists repeat an id. The
+draft's probabilities are normalized over the frequent tokens, and noise uses the target's ids. The target does not see
+the map, so the text does not depend on it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import ConfigError
-from services.draft.formats.base import Draft
-from services.draft.model.layers.heads import Params
+from services.draft.formats.base import DraftCheckpoint
+from services.draft.model.params import Params
 from services.draft.model.weights.torch_files import load_torch_file
 
 _FLAG = "--speculative-token-map"
 
 
 def read_token_map(path: str, vocab_size: int) -> NDArray[np.int32]:
-    """Ids of the frequent tokens, each once, in the file's order. path: a local file, or REPOSITORY/FILE of the hub.
+    """Ids of the frequent tokens, without repetitions, in the file's order. Raises ConfigError.
 
-    vocab_size: ids that the head has. Raises ConfigError.
+    path: a local file, or REPOSITORY/FILE of the hub; vocab_size: entries of the head
     """
     file = Path(path).expanduser()
     if not file.is_file():
@@ -42,17 +42,18 @@ def read_token_map(path: str, vocab_size: int) -> NDArray[np.int32]:
             "it was made for another vocabulary"
         )
     _, first = np.unique(ids, return_index=True)
-    return ids[np.sort(first)].astype(np.int32)
+    unique: NDArray[np.int32] = ids[np.sort(first)].astype(np.int32)
+    return unique
 
 
-def with_token_map(draft: Draft, ids: NDArray[np.int32]) -> Draft:
-    """The same draft with the head's entries for these ids alone."""
+def with_token_map(draft: DraftCheckpoint, ids: NDArray[np.int32]) -> DraftCheckpoint:
+    """The same draft with only these entries of the head."""
 
     def load(dtype: Any) -> Params:
         params = draft.load(dtype)
         head: jax.Array = params["head"]
         rows = jnp.asarray(ids)
-        if "embed" not in params:  # the embedding of all tokens is the head itself
+        if "embed" not in params:  # tied: the head is the embedding of all tokens
             params = params | {"embed": head.T}
         return params | {"head": head[:, rows], "ids": rows}
 

@@ -1,1 +1,4 @@
-"""Kernels of the draft model. Each has a plain twin in jax.numpy, which is also what runs on CPUs."""
+"""Kernels of the draft model. All attention kernels have the plain twin in jax.numpy, which runs on every device.
+
+A new attention kernel is a module here, entered in services/draft/model/layers/backend.py.
+"""

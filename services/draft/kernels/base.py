@@ -1,4 +1,4 @@
-"""What attention kernels are told: what the rows of a step see, and how the programs are to compute it."""
+"""The inputs of attention kernels: the visibility of a step's rows, and static settings."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Backend = Literal["plain", "cpu", "pallas_gpu", "pallas_tpu"]
 
 
 class Context(NamedTuple):
-    """What the rows of a step see. S sessions, Q rows each.
+    """The keys that the rows of a step attend to. S sessions, Q rows each.
 
-    pages:         [S, P] int32, the trunk's pages in order; NULL_PAGE behind the last
-    visible:       [S, Q] int32, number of trunk tokens that each row sees
+    pages:         [S, P] int32, the pages of the prefix KV in order; NULL_PAGE behind the last
+    visible:       [S, Q] int32, number of tokens of the prefix KV that each row attends to
     scratch_slots: [S, C] int32, slots of the session's scratch
-    scratch_mask:  [S, Q, C] bool, which of them each row sees
+    scratch_mask:  [S, Q, C] bool, scratch slots that each row attends to
     """
 
     pages: jax.Array
@@ -25,9 +25,9 @@ class Context(NamedTuple):
 
 
 class Paging(NamedTuple):
-    """How keys and values are read; a static argument of the compiled programs, so that no step decides anything.
+    """How keys and values are read; a static argument of the compiled programs.
 
-    page_size: tokens of a page; backend: the kernel that reads them; interpret: run a Pallas kernel on the CPU, slowly
+    page_size: tokens of a page; backend: the attention kernel; interpret: run a Pallas kernel on the CPU, slowly
     """
 
     page_size: int

@@ -1,14 +1,14 @@
-"""Ragged paged attention in Pallas for GPUs: Triton compiles it, keys and values are read where they lie.
+"""Ragged paged attention in Pallas for GPUs, compiled by Triton; keys and values are read in place.
 
-A program takes one key head and M of a session's lanes, which are its rows times the query heads of that key head, and
-walks over the session's own blocks of N keys: a row of page ids gives their slots, so that pages may have any size, and
-what no lane sees is not read. Long contexts of few sessions are split among programs by the session's own length, and
-folded afterwards.
+A program processes one key head and M of a session's lanes, which are its rows times the query heads of that key head,
+and walks over the session's own blocks of N keys: the page table gives their slots, so that pages may have any size.
+Keys that no lane sees are not read. Long contexts of few sessions are split among programs by the session's own length,
+and merged afterwards.
 
     lanes       row 0: head 0 .. G-1 | row 1: head 0 .. G-1 | ...      M a program
     keys        since ... visible, in blocks of N, `splits` shares of them | scratch: with the first share
 
-Head sizes are cut into parts whose widths are powers of two, as Triton's blocks must be: 128 is one, 576 is 512 + 64.
+Heads are cut into parts whose widths are powers of two, as Triton's blocks must be: 128 is one, 576 is 512 + 64.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _LOG2E = math.log2(math.e)
 _NOTHING = -1e30
 # Programs that keep a large GPU busy; contexts are split until there are as many.
 _PROGRAMS = 264
-_MOST_SPLITS = 32
+_MAX_SPLITS = 32
 # Keys that are worth a share of their own.
-_LEAST_SHARE = 256
-_LEAST_WIDTH = 16  # of an operand of a product
+_MIN_SHARE = 256
+_MIN_WIDTH = 16  # of an operand of a product
 
 
 class Tile(NamedTuple):
-    """How a program cuts its work: lanes and keys a block, warps, blocks in flight."""
+    """Block sizes of a program: lanes and keys a block, warps, pipeline stages."""
 
     lanes: int
     keys: int
@@ -45,7 +45,7 @@ class Tile(NamedTuple):
 
 
 class Running(NamedTuple):
-    """Online softmax over the keys so far, in powers of two: [M], [M], and a part of the output [M, width] each."""
+    """Online softmax over the keys so far, in powers of two: [M], [M], and the parts of the output [M, width]."""
 
     maximum: jax.Array
     total: jax.Array
@@ -53,9 +53,9 @@ class Running(NamedTuple):
 
 
 def pick_tile(lanes: int, dim: int, itemsize: int) -> Tile:
-    """The tile of a shape: as large as registers hold without spilling, on GPUs since Ampere.
+    """The tile for a shape: as large as the registers hold without spilling, on GPUs since Ampere.
 
-    lanes: of a session and key head; dim: head size; itemsize: of a key's number, in bytes
+    lanes: of a session and key head; dim: head size; itemsize: bytes of an element of a key
     """
     wanted = max(16, pl.next_power_of_2(lanes))
     if itemsize > 2:  # exact products run outside the tensor cores
@@ -72,15 +72,15 @@ def parts(dim: int) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     start = 0
     while start < dim:
-        width = max(1 << (dim - start).bit_length() - 1, _LEAST_WIDTH)
+        width = max(1 << (dim - start).bit_length() - 1, _MIN_WIDTH)
         found.append((start, width))
         start += width
     return found
 
 
 def splits_for(programs: int, tokens: int) -> int:
-    """Shares of a context. programs: those of unsplit contexts; tokens: of the longest context."""
-    wanted = min(_PROGRAMS // programs, tokens // _LEAST_SHARE, _MOST_SPLITS)
+    """Shares of a context. programs: those without splits; tokens: of the longest context."""
+    wanted = min(_PROGRAMS // programs, tokens // _MIN_SHARE, _MAX_SPLITS)
     return max(wanted, 1)
 
 
@@ -97,7 +97,7 @@ def gpu_attention(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> jax.Array:
-    """As of kernels.attention. tile, splits: other than those that are picked."""
+    """As of model.layers.backend.attention. tile, splits: override the chosen ones."""
     sessions, rows, heads, dim = q.shape
     kv_heads = pool.shape[2]
     lanes = rows * (heads // kv_heads)
@@ -114,7 +114,7 @@ def gpu_attention(
     kernel = partial(
         _kernel, names=tuple(given), tile=tile, splits=splits, page_size=page_size, blocks=blocks, softcap=softcap
     )
-    # Masks travel as bytes: memory has no bits.
+    # Masks are passed as bytes, because memory is not addressed by bits.
     mask = context.scratch_mask.astype(jnp.int8)
     outputs = pl.pallas_call(
         kernel,
@@ -128,14 +128,14 @@ def gpu_attention(
 
 
 def _fold(output: jax.Array, maximum: jax.Array, total: jax.Array) -> jax.Array:
-    """Join the shares of contexts, each normed by its own total. Shares without keys have written no output."""
+    """Merge the shares of contexts, each normalized by its own total. Shares without keys have undefined output."""
     weight = jnp.exp2(maximum - maximum.max(axis=0)) * total  # [splits, S, Q, heads]
     share = weight / jnp.maximum(weight.sum(axis=0), 1e-30)
     return jnp.where(share[..., None] > 0, output * share[..., None], 0.0).sum(axis=0)
 
 
 class _Program(NamedTuple):
-    """Where a program stands: its session, key head and share, and its lanes, [M] each. live: lanes that there are."""
+    """Indices of a program: session, key head and share, and its lanes, [M] each. live: lanes that exist."""
 
     session: jax.Array
     head: jax.Array
@@ -145,8 +145,8 @@ class _Program(NamedTuple):
     q_head: jax.Array
 
 
-class _Trunk(NamedTuple):
-    """What a program reads of the trunk: blocks begin .. end. visible, since: of the lanes, [M]."""
+class _PrefixRange(NamedTuple):
+    """The blocks of the prefix KV that a program reads: begin .. end. visible, since: of the lanes, [M]."""
 
     visible: jax.Array
     since: jax.Array | None
@@ -169,7 +169,7 @@ def _kernel(
     blocks: int,
     softcap: float | None,
 ) -> None:
-    """One program. refs: the optional inputs of `names`, then the output, and for shares their maxima and totals."""
+    """One program. refs: the optional inputs of `names`, then the output, and with shares their maxima and totals."""
     optional = dict(zip(names, refs, strict=False))
     out_ref, *softmax_refs = refs[len(names) :]
     program = _place(q_ref.shape, pool_ref.shape[2], tile.lanes, blocks)
@@ -178,16 +178,16 @@ def _kernel(
         _load_part(q_ref, (session, row[:, None], q_head[:, None]), live, part) for part in parts(q_ref.shape[-1])
     ]
     take = partial(_take, queries, pool_ref, program.head, softcap)
-    trunk = _trunk(program, visible_ref, optional.get("since"), tile, splits)
+    prefix = _prefix_range(program, visible_ref, optional.get("since"), tile, splits)
     count = slots_ref.shape[1]
 
     def block(i: jax.Array, running: Running) -> Running:
         position = i * tile.keys + jnp.arange(tile.keys)
-        there = position < trunk.visible.max()
-        mask = position[None] < trunk.visible[:, None]
-        if trunk.since is not None:
-            there &= position >= trunk.since.min()
-            mask &= position[None] >= trunk.since[:, None]
+        there = position < prefix.visible.max()
+        mask = position[None] < prefix.visible[:, None]
+        if prefix.since is not None:
+            there &= position >= prefix.since.min()
+            mask &= position[None] >= prefix.since[:, None]
         page = plgpu.load(pages_ref.at[session, lax.div(position, page_size)], mask=there, other=0)
         return take(running, page * page_size + lax.rem(position, page_size), mask, there)
 
@@ -200,7 +200,7 @@ def _kernel(
         slot = plgpu.load(slots_ref.at[session, place], mask=known, other=0)
         return take(running, slot, mask, there)
 
-    running = lax.fori_loop(trunk.begin, trunk.end, block, _nothing(tile.lanes, q_ref.shape[-1]))
+    running = lax.fori_loop(prefix.begin, prefix.end, block, _nothing(tile.lanes, q_ref.shape[-1]))
     scratch_blocks = lax.select(split == 0, jnp.int32(pl.cdiv(count, tile.keys)), jnp.int32(0))
     running = lax.fori_loop(jnp.int32(0), scratch_blocks, scratch, running)
     if "sinks" in optional:
@@ -220,21 +220,21 @@ def _place(q_shape: tuple[int, ...], kv_heads: int, lanes: int, blocks: int) -> 
 
 
 def _columns(dim: int, part: tuple[int, int]) -> tuple[jax.Array, Any]:
-    """The columns [1, width] of a part, and which of them are there; None for all."""
+    """The columns [1, width] of a part, and a mask of those inside of the head; None if all are."""
     start, width = part
     column = (start + jnp.arange(width))[None]
     return column, None if start + width <= dim else column < dim
 
 
 def _load_part(ref: Any, index: tuple[Any, ...], there: jax.Array, part: tuple[int, int]) -> jax.Array:
-    """A part of the heads at an index, [N, width]; zeros for those that are not there."""
+    """A part of the heads at an index, [N, width]; zeros outside of the mask."""
     column, inside = _columns(ref.shape[-1], part)
     mask = there[:, None] if inside is None else there[:, None] & inside
     mask = jnp.broadcast_to(mask, (there.shape[0], part[1]))
     return plgpu.load(ref.at[(*index, column)], mask=mask, other=0.0)
 
 
-def _trunk(program: _Program, visible_ref: Any, since_ref: Any, tile: Tile, splits: int) -> _Trunk:
+def _prefix_range(program: _Program, visible_ref: Any, since_ref: Any, tile: Tile, splits: int) -> _PrefixRange:
     visible = plgpu.load(visible_ref.at[program.session, program.row], mask=program.live, other=0)
     first = jnp.int32(0)
     since = None
@@ -244,11 +244,11 @@ def _trunk(program: _Program, visible_ref: Any, since_ref: Any, tile: Tile, spli
     last = lax.div(visible.max() + tile.keys - 1, tile.keys)
     share = lax.div(last - first + splits - 1, splits)
     begin = first + program.split * share
-    return _Trunk(visible, since, begin, jnp.minimum(begin + share, last))
+    return _PrefixRange(visible, since, begin, jnp.minimum(begin + share, last))
 
 
 def _nothing(lanes: int, dim: int) -> Running:
-    """Before any key."""
+    """The state before any key."""
     return Running(
         jnp.full(lanes, _NOTHING, jnp.float32),
         jnp.zeros(lanes, jnp.float32),
@@ -266,8 +266,8 @@ def _take(
     mask: jax.Array,
     there: jax.Array,
 ) -> Running:
-    """Take keys in. queries: [M, width] of each part; slot, there: [N], there: which are read; mask: [M, N], what lanes
-    see.
+    """Accumulate a block of keys. queries: [M, width] of each part; slot: [N]; mask: [M, N], keys that lanes see;
+    there: [N], keys that are read.
     """
     dim = pool_ref.shape[-1]
     widths, compute = parts(dim), jnp.promote_types(queries[0].dtype, pool_ref.dtype)
@@ -292,7 +292,7 @@ def _take(
 
 
 def _product(left: jax.Array, right: jax.Array, contracted: int) -> jax.Array:
-    """left @ right, or @ its transpose where dimension 1 is contracted; in float32, and of float32 exactly."""
+    """left @ right, or @ its transpose where dimension 1 is contracted; summed in float32, exact for float32."""
     exact = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
     return lax.dot_general(
         left, right, (((1,), (contracted,)), ((), ())), precision=exact, preferred_element_type=jnp.float32
@@ -300,7 +300,7 @@ def _product(left: jax.Array, right: jax.Array, contracted: int) -> jax.Array:
 
 
 def _with_sink(running: Running, sink: jax.Array, split: jax.Array) -> Running:
-    """One more key without a value, which the first share sees. sink: [M], its scores."""
+    """Accumulate a key without a value, in the first share. sink: [M], its scores."""
     sink = sink.astype(jnp.float32) * _LOG2E
     sink = jnp.where(split == 0, sink, _NOTHING)
     maximum = jnp.maximum(running.maximum, sink)
@@ -310,7 +310,7 @@ def _with_sink(running: Running, sink: jax.Array, split: jax.Array) -> Running:
 
 
 def _store(running: Running, program: _Program, out_ref: Any, softmax_refs: list[Any]) -> None:
-    """Write what the lanes saw, normed by their totals."""
+    """Write the outputs of the lanes, normalized by their totals."""
     session, _, split, live, row, q_head = program
     maximum, total, output = running
     for ref, value in zip(softmax_refs, (maximum, total), strict=False):

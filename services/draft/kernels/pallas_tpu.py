@@ -1,13 +1,13 @@
-"""Ragged paged attention in Pallas for TPUs: pages are copied from the device's memory while those before are used.
+"""Ragged paged attention in Pallas for TPUs, compiled by Mosaic; copies of the next pages overlap with computation.
 
-A program takes M of a session's lanes, which are its rows times the query heads of a key head, with all key heads, and
-walks over the session's own pages, N keys at a time. Page ids and bounds are in scalar memory, so that a copy starts
+A program processes M of a session's lanes, which are its rows times the query heads of a key head, with all key heads,
+and walks over the session's own pages, N keys at a time. Page ids and bounds are in scalar memory: a copy starts
 while the block before is multiplied; pages that no lane sees are not read.
 
     lanes       row 0: head 0 .. G-1 | row 1: head 0 .. G-1 | ...      M a program, of each key head
     keys        scratch, if a lane sees any of it | since ... visible, in blocks of N
 
-Pools for this kernel hold heads filled up with zeros to a multiple of 128 (accelerators.with_cache_for).
+Pools for this kernel hold heads padded with zeros to a multiple of 128 (pallas_backend.with_cache_for).
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from jax.experimental.pallas import tpu as pltpu
 from services.draft.kernels.base import Context
 
 _NOTHING = -1e30
-_LANE = 128  # numbers of a register's row
-_MOST_KEYS = 256  # of a block, unless a page is larger
-_MOST_LANES = 256  # of a program
-# Bytes of the fast memory for two blocks of keys, and for what lanes carry along; there are 16 MiB by default.
+_LANE = 128  # width of a register's row
+_MAX_KEYS = 256  # of a block, unless a page is larger
+_MAX_LANES = 256  # of a program
+# Bytes of vector memory for two blocks of keys, and for the state of the lanes; there are 16 MiB by default.
 _KEY_BYTES = 4 << 20
 _LANE_BYTES = 6 << 20
 
 
 class _Lanes(NamedTuple):
-    """How a step's lanes are cut. group: query heads of a key head; count: of a session; taken: of a program; blocks:
-    programs of a session.
+    """The split of a step's lanes. group: query heads of a key head; lanes: of a session; taken: lanes of a
+    program; blocks: programs of a session.
     """
 
     group: int
-    count: int
+    lanes: int
     taken: int
     blocks: int
 
     @property
     def missing(self) -> int:
-        """Lanes of nobody at the end of the last block."""
-        return self.blocks * self.taken - self.count
+        """Padding lanes at the end of the last block."""
+        return self.blocks * self.taken - self.lanes
 
     def of_rows(self, x: jax.Array, fill: Any) -> jax.Array:
         """[S, Q, ...] to [S, lanes, ...]."""
@@ -58,13 +58,13 @@ class _Lanes(NamedTuple):
         sessions, rows, heads, dim = q.shape
         kv_heads = heads // self.group
         grouped = q.reshape(sessions, rows, kv_heads, self.group, dim).transpose(0, 2, 1, 3, 4)
-        grouped = grouped.reshape(sessions, kv_heads, self.count, dim)
+        grouped = grouped.reshape(sessions, kv_heads, self.lanes, dim)
         return jnp.pad(grouped, ((0, 0), (0, 0), (0, self.missing), (0, width - dim)))
 
     def of_sinks(self, sinks: jax.Array, rows: int) -> jax.Array:
         """[heads] to [kv_heads, lanes, 1]."""
         each = sinks.astype(jnp.float32).reshape(-1, 1, self.group)
-        each = jnp.tile(each, (1, rows, 1)).reshape(len(each), self.count)
+        each = jnp.tile(each, (1, rows, 1)).reshape(len(each), self.lanes)
         return jnp.pad(each, ((0, 0), (0, self.missing)))[..., None]
 
     def spec(self, *shape: int) -> pl.BlockSpec:
@@ -90,7 +90,7 @@ def tpu_attention(
     softcap: float | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """As of kernels.attention, for pools whose heads fill registers; scratch slots go through their pages in order."""
+    """As of model.layers.backend.attention, for pools of padded heads; scratch slots follow their pages in order."""
     sessions, rows, heads, dim = q.shape
     _, _, kv_heads, width = pool.shape
     view, sides_last = _view(pool)
@@ -138,12 +138,13 @@ def tpu_attention(
         interpret=interpret,
         name="ragged_paged_attention",
     )(*scalars, *inputs)
-    output = output[:, :, : lanes.count, :dim].reshape(sessions, kv_heads, rows, lanes.group, dim)
-    return output.transpose(0, 2, 1, 3, 4).reshape(q.shape)
+    output = output[:, :, : lanes.lanes, :dim].reshape(sessions, kv_heads, rows, lanes.group, dim)
+    attended: jax.Array = output.transpose(0, 2, 1, 3, 4).reshape(q.shape)
+    return attended
 
 
 def _input_specs(lanes: _Lanes, kv_heads: int, width: int, count: int) -> list[pl.BlockSpec]:
-    """Of queries, pool, bounds, the scratch's mask, which of the scratch any lane sees, and sinks."""
+    """Of queries, pool, bounds, the scratch's mask, the union of the masks of all lanes, and sinks."""
     return [
         lanes.spec(kv_heads, lanes.taken, width),
         pl.BlockSpec(memory_space=pl.ANY),
@@ -156,20 +157,20 @@ def _input_specs(lanes: _Lanes, kv_heads: int, width: int, count: int) -> list[p
 
 
 def _cut(count: int, group: int, kv_heads: int, width: int) -> _Lanes:
-    """A program takes as many lanes as there are, or as its memory holds."""
+    """A program processes all lanes of a session, or as many as its memory holds."""
     most = _LANE_BYTES // (kv_heads * (8 * width + 4 * 2 * _LANE)) // 16 * 16
-    taken = max(min(_MOST_LANES, most, pl.cdiv(count, 16) * 16), 16)
+    taken = max(min(_MAX_LANES, most, pl.cdiv(count, 16) * 16), 16)
     return _Lanes(group, count, taken, pl.cdiv(count, taken))
 
 
 def _keys(view: jax.Array) -> int:
     """Keys of a block."""
-    return min(_MOST_KEYS, _KEY_BYTES // (2 * math.prod(view.shape[1:]) * view.dtype.itemsize))
+    return min(_MAX_KEYS, _KEY_BYTES // (2 * math.prod(view.shape[1:]) * view.dtype.itemsize))
 
 
 def _view(pool: jax.Array) -> tuple[jax.Array, bool]:
-    """The pool as XLA lays it out, so that it need not be copied: [slots, D] of shared keys and values; else [slots,
-    kv_heads, 2, D], and True, for numbers of packed heads that fill no tile; else as it is.
+    """The pool in the layout that XLA chose, so that it is not copied: [slots, D] of shared keys and values; [slots,
+    kv_heads, 2, D], and True, for packed heads that fill no tile; otherwise unchanged.
     """
     slots, sides, kv_heads, width = pool.shape
     if sides == 1:
@@ -188,7 +189,7 @@ class _Buffers(NamedTuple):
     arrived: Any
 
     def copy(self, slot: Any, count: int, place: Any, buffer: Any) -> Any:
-        """The copy of slots that lie together, to places of a buffer."""
+        """The copy of consecutive slots into a buffer."""
         source = self.pool.at[pl.ds(pl.multiple_of(slot, count), count)]
         target = self.keys.at[buffer, pl.ds(pl.multiple_of(place * count, count), count)]
         return pltpu.make_async_copy(source, target, self.arrived.at[buffer])
@@ -204,14 +205,14 @@ class _Buffers(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """Online softmax over the keys so far, in memory: [K, M, 128], of which all columns are the same, and [K, M, D]."""
+    """Online softmax over the keys so far, in memory: [K, M, 128] with equal columns twice, and [K, M, D]."""
 
     maximum: Any
     total: Any
     output: Any
 
     def clear(self, sink_ref: Any) -> None:
-        """Before any key; a sink [K, M, 1] is one without a value."""
+        """The state before any key; a sink [K, M, 1] is a key without a value."""
         if sink_ref is None:
             self.maximum[...] = jnp.full(self.maximum.shape, _NOTHING, jnp.float32)
             self.total[...] = jnp.zeros(self.total.shape, jnp.float32)
@@ -221,7 +222,7 @@ class _Running(NamedTuple):
         self.output[...] = jnp.zeros(self.output.shape, jnp.float32)
 
     def take(self, head: int, scores: jax.Array, value: jax.Array, mask: jax.Array) -> None:
-        """Take keys of a head in. scores, mask: [M, N]; value: [N, D]."""
+        """Accumulate keys of a head. scores, mask: [M, N]; value: [N, D]."""
         scores = jnp.where(mask, scores, _NOTHING)
         before = self.maximum[head][:, :1]
         maximum = jnp.maximum(before, scores.max(axis=1, keepdims=True))
@@ -277,7 +278,7 @@ def _kernel(
         lax.fori_loop(jnp.maximum(lax.div(first, page_size), i * pages_a_block), most, page, None)
 
     def for_scratch(verb: str) -> None:
-        """The same for the scratch, whose buffer is the one that the trunk's first block leaves free."""
+        """The same for the scratch, in the buffer that the first block of the prefix KV leaves free."""
 
         def piece(j: Any, _: None) -> None:
             getattr(buffers.copy(scratch_ref[session, j], run, j, 1 - lax.rem(begin, 2)), verb)()
@@ -285,7 +286,7 @@ def _kernel(
         lax.fori_loop(0, count // run, piece, None)
 
     def take(buffer: Any, mask: jax.Array, there: jax.Array) -> None:
-        """Take a buffer's keys in. mask: [M, N], what lanes see; there: [N, 1], which of them any lane sees."""
+        """Accumulate a buffer's keys. mask: [M, N], keys that lanes see; there: [N, 1], keys that any lane sees."""
         for head in range(q_ref.shape[1]):
             key, value = buffers.head(buffer, head, sides_last=sides_last)
             value = jnp.where(there, value, 0)
@@ -319,6 +320,6 @@ def _kernel(
 
 
 def _scores(q: jax.Array, key: jax.Array, scale: float, softcap: float | None) -> jax.Array:
-    """[M, N] of queries [M, D] and keys [N, D]."""
+    """Scores [M, N] of queries [M, D] and keys [N, D]."""
     scores = lax.dot_general(q, key, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * scale
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)

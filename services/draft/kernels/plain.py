@@ -1,7 +1,7 @@
 """The plain twin of all attention kernels, in jax.numpy.
 
-Keys and values are gathered through the page table, whatever device it is. Softmax runs block by block with running
-maxima, so that work grows with the longest context of the batch and not with the table's width.
+Keys and values are gathered through the page table on any device. Softmax runs block by block with running maxima, so
+that work grows with the longest context of the batch instead of the table's width.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def plain_attention(
     sinks: jax.Array | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """As of kernels.attention."""
+    """As of model.layers.backend.attention."""
     sessions, rows, heads, dim = q.shape
     kv_heads = pool.shape[2]
     grouped = (q * dim**-0.5).reshape(sessions, rows, kv_heads, heads // kv_heads, dim)
@@ -50,7 +50,7 @@ def plain_attention(
     block = pages_a_block * page_size
 
     def body(i: jax.Array, running: _Running) -> _Running:
-        # The last block may be moved back by the slice; its positions are then moved back, too.
+        # The slice may move the last block back; its positions are then moved back, too.
         first = jnp.minimum(i * pages_a_block, context.pages.shape[1] - pages_a_block)
         pages = lax.dynamic_slice_in_dim(context.pages, first, pages_a_block, axis=1)
         slots = (pages[:, :, None] * page_size + jnp.arange(page_size)).reshape(sessions, block)
@@ -68,14 +68,14 @@ def plain_attention(
 
 
 def _attend(running: _Running, q: jax.Array, kv: jax.Array, mask: jax.Array, softcap: float | None) -> _Running:
-    """Take more keys in. q: [S, Q, K, G, D]; kv: [S, B, 2 or 1, K, D]; mask: [S, Q, B]."""
+    """Accumulate a block of keys. q: [S, Q, K, G, D]; kv: [S, B, 2 or 1, K, D]; mask: [S, Q, B]."""
     scores = jnp.einsum("sqkgd,sbkd->skgqb", q, kv[:, :, 0], preferred_element_type=jnp.float32)
     scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
     mask = mask[:, None, None]  # [S, 1, 1, Q, B]
     maximum = jnp.maximum(running.maximum, jnp.where(mask, scores, -1e30).max(axis=-1))
     p = jnp.where(mask, jnp.exp(scores - maximum[..., None]), 0.0)
     decay = jnp.exp(running.maximum - maximum)
-    # What no row sees may be anything, also no number, and 0 times that is none.
+    # Slots that no row sees may hold NaN, and 0 * NaN is NaN.
     seen = jnp.where(mask.any(axis=3)[:, 0, 0, :, None, None], kv[:, :, -1], 0)
     values = jnp.einsum("skgqb,sbkd->skgqd", p.astype(kv.dtype), seen, preferred_element_type=jnp.float32)
     return _Running(maximum, running.total * decay + p.sum(axis=-1), running.output * decay[..., None] + values)

@@ -1,1 +1,4 @@
-"""Learning a draft head, offline or online: packed batches, objective, optimizer, training algorithms."""
+"""Training of a draft model, offline or online: packed batches, objective, optimizer, training algorithms.
+
+A new training algorithm is a module in `algorithms`; nothing else here depends on the algorithm.
+"""

@@ -1,23 +1,23 @@
-"""Packs of records: the arrays that a step of the training sees, of few shapes, so that few programs are compiled.
+"""Packed training batches of a few fixed shapes, so that few programs are compiled.
 
-A pack is a row of `length` places that holds several records, one behind the other. Place i of a record holds the
-target's states at its token i. The row there is paired with token i + 1 in fed heads, and says the token after it; in
-other decoders it is paired with token i itself, and says the next one. Rows that have something to say are *learnt
-rows*; a pack has room for `learnt` of them, in random order, and only these pay for queries and logits. A record with
-more of them brings a random part.
+A pack is an array of `length` places that holds several records, one behind the other. Place i of a record holds the
+target's states at its token i. In feature-based heads the row there is paired with token i + 1 and predicts the token
+after it; in other decoders it is paired with token i and predicts the next one. Rows with a token to predict are
+*trained rows*; a pack has room for `learnt` of them, in random order, and only they need queries and logits. Of a
+record with more of them a random subset is used.
 
-The longer a pack, the less of it stays empty; but attention costs its length, so long records have packs of their own,
-twice as long, and again.
+Longer packs leave fewer places empty, but the cost of attention grows with their length. Long records therefore have
+packs of their own, of twice the length, and so on.
 
-Which records share a pack depends on the seed, the epoch and the records' lengths alone, so that a run that goes on
-sees what it would have seen.
+The records of a pack depend only on the seed, the epoch and the lengths of the records, so that a resumed run sees the
+same batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -26,20 +26,24 @@ from numpy.typing import NDArray
 from outrider.errors import ConfigError
 from services.draft.learning.store import Reader
 
-_OPEN = 64  # packs that are filled at a time
-_LEAST_LENGTH = 768
+_MAX_OPEN = 64  # packs that are filled at a time
+_MIN_LENGTH = 768
 _MANY = 4  # packs; with fewer records they are no longer than the longest record
-_ROUND = 16
+_MULTIPLE = 16  # of lengths
 _FILL = 0.9
 
 
 class Batch(NamedTuple):
-    """B packs of L places and R learnt rows; K tokens ahead.
+    """B packs of L places and R trained rows; K unroll steps.
 
-    states: [B, L, W] bfloat16; tokens: [B, L + K + 1] int32, those behind the places, zeros behind the last; inputs:
-    alike, those that rows are paired with; positions, segments:
-    [B, L] int32, segments counted from 1, 0 where there is nothing; rows: [B, R] int32, places of learnt rows; reach:
-    [B, R] int32, tokens ahead whose distribution is known, 0 for padding; sampled: [B, R] bool, not greedy
+    states:    [B, L, W] bfloat16, hidden states of the target
+    tokens:    [B, L + K + 1] int32, the token behind each place; zeros behind the last
+    inputs:    [B, L + K + 1] int32, the token that each row is paired with
+    positions: [B, L] int32
+    segments:  [B, L] int32, number of the record from 1; 0 for empty places
+    rows:      [B, R] int32, places of trained rows
+    reach:     [B, R] int32, unroll steps whose target distribution is known; 0 for padding
+    sampled:   [B, R] bool, False for greedy answers
     """
 
     states: Any
@@ -54,51 +58,51 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class PackShape:
-    """Sizes of a batch: packs, places and learnt rows of a pack, tokens that a row looks ahead.
+    """Sizes of a batch: packs, places and trained rows of a pack, unroll steps.
 
-    fed: rows are those of a fed head
+    uses_features: rows are those of a feature-based head
     """
 
     packs: int
     length: int
     learnt: int
-    ahead: int
-    fed: bool = True
+    unroll_steps: int
+    uses_features: bool = True
 
 
 def learnt_rows(entries: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of each record the first learnt row and the number of them, [n] each.
+    """The first trained row of each record and the number of them, [n] each.
 
-    The token behind the prompt never needs a draft: it comes with the prompt. The last place's state tells what follows
-    it, but no row is known that would foretell that.
+    The token behind the prompt needs no draft: the target samples it with the prompt. The last place's state gives the
+    distribution of the token behind it, but no row predicts that token.
     """
     first = np.maximum(entries["first"].astype(np.int64) - 1, 0)
     return first, np.maximum(entries["rows"].astype(np.int64) - 1 - first, 0)
 
 
 def shapes_of(
-    entries: NDArray[Any], rows: int, ahead: int, fed: bool = True
+    entries: NDArray[Any], rows: int, unroll_steps: int, uses_features: bool = True
 ) -> list[tuple[PackShape, NDArray[np.int64]]]:
-    """Shapes that fit the records, and the indices of those that each is for. rows: learnt rows of a batch, about.
+    """Shapes that fit the records, with the indices of the records for each. rows: trained rows of a batch, about.
 
-    Raises ConfigError if there is nothing to learn.
+    Raises ConfigError if there is nothing to train on.
     """
     counts = learnt_rows(entries)[1]
     if not counts.any():
-        raise ConfigError("no answer was written that could be learnt from; is --max-new-tokens too small?")
+        raise ConfigError("no answer has tokens to train on; --max-new-tokens may be too small")
     shapes: list[tuple[PackShape, NDArray[np.int64]]] = []
-    left, most = np.flatnonzero(counts), _LEAST_LENGTH
-    longest = -(-int(entries["rows"].max()) // _ROUND) * _ROUND
+    left, most = np.flatnonzero(counts), _MIN_LENGTH
+    longest = -(-int(entries["rows"].max()) // _MULTIPLE) * _MULTIPLE
     while len(left):
         many = entries["rows"][left].sum() > _MANY * most
         length = most if many else min(most, longest)
         fits = entries["rows"][left] <= length
         here, left = left[fits], left[~fits]
         if len(here):
-            # With a little less room than the average needs hardly any of it stays empty; some places do instead.
+            # Slightly less room than the average needs leaves hardly any trained row empty, but some places.
             share = counts[here].sum() / entries["rows"][here].sum()
-            learnt = min(-(-int(_FILL * share * length) // _ROUND) * _ROUND, length)
-            shapes.append((PackShape(max(1, round(rows / learnt)), length, learnt, ahead, fed), here))
+            learnt = min(-(-int(_FILL * share * length) // _MULTIPLE) * _MULTIPLE, length)
+            shapes.append((PackShape(max(1, round(rows / learnt)), length, learnt, unroll_steps, uses_features), here))
         most *= 2
     return shapes
 
@@ -106,7 +110,7 @@ def shapes_of(
 def plan(
     entries: NDArray[Any], indices: NDArray[np.int64], shape: PackShape, order: np.random.Generator
 ) -> list[list[int]]:
-    """Which records share a pack, in random order: each one goes into the fullest open pack that has room for it."""
+    """Pack records, in random order: each one goes into the fullest open pack that has room for it."""
     counts = np.minimum(learnt_rows(entries)[1], shape.learnt)
     packs: list[list[int]] = []
     open_packs: list[tuple[list[int], int, int]] = []
@@ -117,8 +121,8 @@ def plan(
             for i, (_, used, rows) in enumerate(open_packs)
             if used + size <= shape.length and rows + learnt <= shape.learnt
         ]
-        if not fitting and len(open_packs) == _OPEN:
-            fullest = max(range(_OPEN), key=lambda i: open_packs[i][2])
+        if not fitting and len(open_packs) == _MAX_OPEN:
+            fullest = max(range(_MAX_OPEN), key=lambda i: open_packs[i][2])
             packs.append(open_packs.pop(fullest)[0])
         if fitting:
             best = max(fitting, key=lambda i: open_packs[i][2])
@@ -130,16 +134,29 @@ def plan(
     return [packs[i] for i in order.permutation(len(packs))]
 
 
-def build(reader: Reader, packs: Sequence[Sequence[int]], shape: PackShape, order: np.random.Generator) -> Batch:
-    """The arrays of some packs; those that are missing are empty."""
+class RecordSource(Protocol):
+    """Records by index, on disk or in memory. entries: structured array with rows, first and temperature."""
+
+    entries: NDArray[Any]
+    row_bytes: int
+
+    def tokens(self, index: int) -> NDArray[np.uint32]:
+        """The tokens of a record, one more than its rows or more."""
+
+    def rows(self, index: int) -> NDArray[np.uint8]:
+        """The hidden states of a record, [m, row bytes]."""
+
+
+def build(reader: RecordSource, packs: Sequence[Sequence[int]], shape: PackShape, order: np.random.Generator) -> Batch:
+    """The arrays of some packs; missing packs are empty."""
     count, width, places = shape.packs, reader.row_bytes // 2, shape.length
 
     def ints(columns: int) -> NDArray[np.int32]:
         return np.zeros((count, columns), np.int32)
 
     batch = Batch(
-        np.zeros((count, places, width), ml_dtypes.bfloat16), ints(places + shape.ahead + 1),
-        ints(places + shape.ahead + 1), ints(places), ints(places), ints(shape.learnt), ints(shape.learnt),
+        np.zeros((count, places, width), ml_dtypes.bfloat16), ints(places + shape.unroll_steps + 1),
+        ints(places + shape.unroll_steps + 1), ints(places), ints(places), ints(shape.learnt), ints(shape.learnt),
         np.zeros((count, shape.learnt), bool),
     )  # fmt: skip
     for b, pack in enumerate(packs):
@@ -151,14 +168,20 @@ def build(reader: Reader, packs: Sequence[Sequence[int]], shape: PackShape, orde
             batch.states[b, here] = np.ascontiguousarray(rows).view(ml_dtypes.bfloat16)
             tokens = reader.tokens(index)
             batch.tokens[b, here] = tokens[1 : size + 1]
-            batch.inputs[b, here] = tokens[1 : size + 1] if shape.fed else tokens[:size]
+            batch.inputs[b, here] = tokens[1 : size + 1] if shape.uses_features else tokens[:size]
             batch.positions[b, here] = np.arange(size)
             batch.segments[b, here] = number
             own = np.arange(first, size - 1)
             if len(own) > shape.learnt:
                 own = order.choice(own, shape.learnt, replace=False)
             chosen.append(
-                np.stack([place + own + (not shape.fed), size - 1 - own, np.full(len(own), entry["temperature"] > 0)])
+                np.stack(
+                    [
+                        place + own + (not shape.uses_features),
+                        size - 1 - own,
+                        np.full(len(own), entry["temperature"] > 0),
+                    ]
+                )
             )
             place += size
         mixed = np.concatenate(chosen, axis=1)
@@ -169,15 +192,23 @@ def build(reader: Reader, packs: Sequence[Sequence[int]], shape: PackShape, orde
 
 
 class Batches:
-    """Batches without end, epoch after epoch. epoch: of them; learnt: rows of an epoch."""
+    """Batches without end, epoch after epoch. epoch: batches of an epoch; learnt: trained rows of an epoch."""
 
     def __init__(
-        self, reader: Reader, indices: Sequence[int], rows: int, ahead: int, seed: int, fed: bool = True
+        self,
+        reader: Reader,
+        indices: Sequence[int],
+        rows: int,
+        unroll_steps: int,
+        seed: int,
+        uses_features: bool = True,
     ) -> None:
-        """rows, ahead, fed: as of `shapes_of`. Raises ConfigError if there is nothing to learn."""
+        """rows, unroll_steps, fed: as of `shapes_of`. Raises ConfigError if there is nothing to train on."""
         self._reader, self._seed = reader, seed
         chosen = np.asarray(indices, np.int64)
-        self.shapes = [(shape, chosen[own]) for shape, own in shapes_of(reader.entries[chosen], rows, ahead, fed)]
+        self.shapes = [
+            (shape, chosen[own]) for shape, own in shapes_of(reader.entries[chosen], rows, unroll_steps, uses_features)
+        ]
         plans = self._epoch(0)
         self.epoch = len(plans)
         counts = learnt_rows(reader.entries)[1]
@@ -196,7 +227,7 @@ class Batches:
         epoch, start = divmod(batch, self.epoch)
         while True:
             groups = self._epoch(epoch)
-            # Epochs may differ a little in the number of their packs; all count as the first.
+            # Epochs may differ slightly in their number of packs; all have the length of the first.
             for i in range(start, self.epoch):
                 shape, packs = groups[i % len(groups)]
                 yield build(self._reader, packs, shape, np.random.default_rng([self._seed, epoch, i]))

@@ -1,4 +1,4 @@
-"""What a full disk means for a training: what is whole stays, and the user is told what to do."""
+"""Handling of a full disk: files are written whole or not at all, and the error names the remedy."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
-def told_when_full(folders: str) -> Iterator[None]:
-    """Raise EngineFault with a word of what to do where the disk of some folders is full. folders: in words."""
+def explain_full_disk(folders: str) -> Iterator[None]:
+    """Turn errors of a full disk into an EngineFault that names the remedy. folders: their description."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         if not is_full(error):
             raise
         raise EngineFault(
-            f"there is no room left on the disk of {folders}; make room and start again with the same flags: answers "
-            "and the last checkpoint are kept, and what was lost is done again"
+            f"there is no room left on the disk of {folders}; free some and start again with the same flags: answers "
+            "and the last checkpoint are kept, and lost work is repeated"
         ) from None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file, in one piece or not at all."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file, whole or not at all."""
     part = path.with_name(path.name + ".part")
     try:
         part.write_text(text)
@@ -39,7 +39,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def is_full(error: Exception) -> bool:
-    """True if an error of writing says that a disk, or what a user may have of it, is full."""
+    """True if a write error reports a full disk or an exceeded quota."""
     if isinstance(error, OSError):
         return error.errno in _FULL
-    return any(f"os error {number}" in str(error) for number in _FULL)  # safetensors tells it in words alone
+    return any(f"os error {number}" in str(error) for number in _FULL)  # safetensors reports it in its message alone

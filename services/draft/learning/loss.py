@@ -1,7 +1,7 @@
-"""Cross entropy between the target's distribution and a head's, with the head's matrix inside.
+"""Cross entropy between the target's distribution and the draft's, with the product with the head's matrix inside.
 
-Logits over a vocabulary are by far the largest thing that a step makes. As nothing but a weighted sum comes of them,
-their slopes are known at once, and those of states and matrix are formed in the same pass; the logits are never kept.
+Logits over a vocabulary are by far the largest arrays of a training step. Only a weighted sum is computed from them, so
+their gradients are known in the forward pass, which also forms those of states and matrix; logits are never stored.
 """
 
 from __future__ import annotations
@@ -12,30 +12,29 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from services.draft.model.matrices.mixed import Mixed, narrow_dot, narrow_slopes
+from services.draft.model.matrices.mixed_precision import MixedPrecisionWeight, bf16_dot, bf16_gradients
 
 
 class Product(NamedTuple):
-    """dot: a @ b; slopes: what it hands back, of a, b and its own slope."""
+    """dot: a @ b; gradients: gradients of a and b, from a, b and the gradient of the product."""
 
     dot: Callable[[jax.Array, jax.Array], jax.Array]
-    slopes: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    gradients: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-_NARROW = Product(narrow_dot, narrow_slopes)
-_EXACT = Product(jnp.matmul, lambda a, b, slope: (slope @ b.T, a.T @ slope))
+_BF16 = Product(bf16_dot, bf16_gradients)
+_EXACT = Product(jnp.matmul, lambda a, b, gradient: (gradient @ b.T, a.T @ gradient))
 
 
 def cross_entropy(
-    x: jax.Array, head: jax.Array | Mixed, p: jax.Array, weights: jax.Array, softcap: float | None = None
+    x: jax.Array, head: jax.Array | MixedPrecisionWeight, p: jax.Array, weights: jax.Array, softcap: float | None = None
 ) -> jax.Array:
-    """The sum over rows of weight * cross entropy, float32. The target's p and the weights have no slopes.
+    """The sum over rows of weight * cross entropy, float32. The target's p and the weights get no gradients.
 
-    x: [N, H]; head: [H, V]; p: [N, V], rows that add up to 1; weights: [N]; softcap: bound of the logits, which tanh
-    bends towards it
+    x: [N, H]; head: [H, V]; p: [N, V], rows that add up to 1; weights: [N]; softcap: bound of the logits by tanh
     """
-    if isinstance(head, Mixed):
-        return _weighted(_NARROW, softcap, x, head.numbers, p, weights)
+    if isinstance(head, MixedPrecisionWeight):
+        return _weighted(_BF16, softcap, x, head.numbers, p, weights)
     return _weighted(_EXACT, softcap, x, head, p, weights)
 
 
@@ -60,16 +59,16 @@ def _forward(
     product: Product, softcap: float | None, x: jax.Array, head: jax.Array, p: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, Any]:
     logits, total, rows = _rows(product, softcap, x, head, p)
-    slopes = (jnp.exp(logits - total[:, None]) - p.astype(jnp.float32)) * weights[:, None]
-    if softcap is not None:  # whose slope is 1 - tanh^2
-        slopes *= 1.0 - jnp.square(logits / softcap)
-    return jnp.sum(weights * rows), (*product.slopes(x, head, slopes), p, weights)
+    gradients = (jnp.exp(logits - total[:, None]) - p.astype(jnp.float32)) * weights[:, None]
+    if softcap is not None:  # the gradient of the softcap is 1 - tanh^2
+        gradients *= 1.0 - jnp.square(logits / softcap)
+    return jnp.sum(weights * rows), (*product.gradients(x, head, gradients), p, weights)
 
 
-def _backward(product: Product, softcap: float | None, kept: Any, slope: jax.Array) -> tuple[jax.Array, ...]:
+def _backward(product: Product, softcap: float | None, saved: Any, gradient: jax.Array) -> tuple[jax.Array, ...]:
     del product, softcap
-    x_slope, head_slope, p, weights = kept
-    return slope * x_slope, slope * head_slope, jnp.zeros_like(p), jnp.zeros_like(weights)
+    x_gradient, head_gradient, p, weights = saved
+    return gradient * x_gradient, gradient * head_gradient, jnp.zeros_like(p), jnp.zeros_like(weights)
 
 
 _weighted = jax.custom_vjp(_weighted_sum, nondiff_argnums=(0, 1))

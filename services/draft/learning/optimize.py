@@ -1,7 +1,7 @@
-"""The optimizer's life: steps of AdamW over batches, with a learning rate that rises and falls; checkpoints.
+"""The optimizer: steps of AdamW over batches with a schedule of the learning rate, and checkpoints.
 
-A step adds the slopes of several batches, so that memory is bounded by one of them. A run that goes on from a
-checkpoint takes the very steps that it would have taken: which batch is next follows from the number of steps.
+A step accumulates the gradients of several batches, so that a single batch bounds the memory. A run that resumes from a
+checkpoint takes the same steps as an uninterrupted one: the number of steps determines the next batch.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from safetensors.numpy import load_file, save_file
 
 from outrider.errors import ConfigError
 from services.draft.learning.batches import Batch
-from services.draft.learning.objective import Objective, Shared
-from services.draft.model.layers.heads import Params
+from services.draft.learning.objective import Objective, TargetWeights
+from services.draft.model.params import Params
 
 CHECKPOINT = "state.safetensors"  # in a folder of checkpoints
-_CLIP = 1.0  # largest norm of all slopes together
+_CLIP = 1.0  # largest global norm of the gradients
 _BETAS = 0.9, 0.95
-_FLOOR = 0.02  # of the highest learning rate, at the end
+_FLOOR = 0.02  # final learning rate over the highest one
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """steps: of the optimizer; rate: highest learning rate; warmup: part of the steps in which it rises; decay: of
-    matrices; batches: of a step
+    """steps: of the optimizer; rate: highest learning rate; warmup: fraction of the steps in which it rises; decay:
+    weight decay of matrices; batches: of a step
     """
 
     steps: int
@@ -50,15 +50,15 @@ class Schedule:
         )
 
     def optimizer(self) -> optax.GradientTransformation:
-        """AdamW with clipped slopes."""
+        """AdamW with clipped gradients."""
         decayed = {"weight_decay": self.decay, "mask": lambda params: jax.tree.map(_is_matrix, params)}
         adam = optax.adamw(self.rates(), *_BETAS, **decayed)
         return optax.chain(optax.clip_by_global_norm(_CLIP), adam)
 
 
 @dataclass(frozen=True)
-class Steady(Schedule):
-    """A training without an end: the rate rises over `steps`, and stays."""
+class ConstantSchedule(Schedule):
+    """A schedule without end: the rate rises over `steps`, then stays constant."""
 
     def rates(self) -> optax.Schedule:
         """The learning rate by step."""
@@ -69,63 +69,63 @@ def _is_matrix(array: Any) -> bool:
     return bool(array.ndim == 2)
 
 
-class State(NamedTuple):
-    """params: float32; moments: of the optimizer."""
+class TrainState(NamedTuple):
+    """params: float32; moments: state of the optimizer."""
 
     params: Params
     moments: Any
 
 
-class Done(NamedTuple):
-    """What a step was like. losses: mean cross entropy by tokens ahead; rows: that were learnt from."""
+class StepResult(NamedTuple):
+    """Results of a step. losses: mean cross entropy by unroll step; rows: trained rows."""
 
     losses: np.ndarray[Any, Any]
     rows: int
 
 
 class Trainer:
-    """Takes steps. `step` counts those that were taken."""
+    """Takes optimizer steps. `step` counts them."""
 
-    def __init__(self, objective: Objective, schedule: Schedule, shared: Shared, params: Params) -> None:
-        """params: to begin with."""
-        self._objective, self._schedule, self._shared = objective, schedule, shared
+    def __init__(self, objective: Objective, schedule: Schedule, target: TargetWeights, params: Params) -> None:
+        """params: initial ones."""
+        self._objective, self._schedule, self._target = objective, schedule, target
         self._optimizer = schedule.optimizer()
-        self.state = State(params, self._optimizer.init(params))
+        self.state = TrainState(params, self._optimizer.init(params))
         self.step = 0
-        self._slopes = jax.jit(jax.value_and_grad(objective, has_aux=True))
+        self._gradients = jax.jit(jax.value_and_grad(objective, has_aux=True))
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
         self._apply = jax.jit(self._applied, donate_argnums=0)
 
-    def _applied(self, state: State, slopes: Params, rows: jax.Array) -> State:
-        mean = jax.tree.map(lambda slope: slope / jnp.maximum(rows, 1), slopes)
+    def _applied(self, state: TrainState, gradients: Params, rows: jax.Array) -> TrainState:
+        mean = jax.tree.map(lambda gradient: gradient / jnp.maximum(rows, 1), gradients)
         updates, moments = self._optimizer.update(mean, state.moments, state.params)
-        return State(optax.apply_updates(state.params, updates), moments)
+        return TrainState(optax.apply_updates(state.params, updates), moments)
 
     @property
     def batches_taken(self) -> int:
-        """Batches that all steps so far have taken."""
+        """Batches of all steps so far."""
         return self.step * self._schedule.batches
 
-    def take_step(self, batches: Iterator[Batch]) -> Done:
+    def take_step(self, batches: Iterator[Batch]) -> StepResult:
         """One step of the optimizer."""
         total: Any = None
         for _ in range(self._schedule.batches):
-            (_, tally), slopes = self._slopes(self.state.params, self._shared, next(batches))
-            total = (slopes, tally) if total is None else self._add(total, (slopes, tally))
-        slopes, tally = total
-        self.state = self._apply(self.state, slopes, tally.counts[0])
+            (_, sums), gradients = self._gradients(self.state.params, self._target, next(batches))
+            total = (gradients, sums) if total is None else self._add(total, (gradients, sums))
+        gradients, sums = total
+        self.state = self._apply(self.state, gradients, sums.counts[0])
         self.step += 1
-        counts = np.asarray(tally.counts)
-        return Done(np.asarray(tally.losses) / np.maximum(counts, 1), int(counts[0]))
+        counts = np.asarray(sums.counts)
+        return StepResult(np.asarray(sums.losses) / np.maximum(counts, 1), int(counts[0]))
 
     def restart(self, params: Params) -> None:
-        """Go on from other parameters, without momentum. They are the trainer's from now on."""
-        self.state = State(params, self._optimizer.init(params))
+        """Go on from other parameters, without momentum. The trainer owns them from now on."""
+        self.state = TrainState(params, self._optimizer.init(params))
 
     # --- checkpoints ---
 
     def save(self, folder: Path, facts: dict[str, Any]) -> None:
-        """Write the state, in one piece or not at all. facts: what `load` gives back."""
+        """Write the state, whole or not at all. facts: returned by `load`."""
         folder.mkdir(parents=True, exist_ok=True)
         leaves = {f"{i:04}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(self.state))}
         part = folder / "state.part"
@@ -133,10 +133,10 @@ class Trainer:
             save_file(leaves, part, {"facts": json.dumps(facts | {"step": self.step})})
             part.replace(folder / CHECKPOINT)
         finally:
-            part.unlink(missing_ok=True)  # what there is of it would only take room
+            part.unlink(missing_ok=True)  # an incomplete file would only use disk space
 
     def load(self, folder: Path) -> dict[str, Any] | None:
-        """Go on where a checkpoint ends. Returns its facts; None if there is none. Raises ConfigError."""
+        """Restore the last checkpoint. Returns its facts; None without a checkpoint. Raises ConfigError."""
         file, facts = folder / CHECKPOINT, saved_facts(folder)
         if facts is None:
             return None
@@ -152,7 +152,7 @@ class Trainer:
 
 
 def saved_facts(folder: Path) -> dict[str, Any] | None:
-    """The facts in a folder's checkpoint; None if there is none."""
+    """The facts of a folder's checkpoint; None without one."""
     file = folder / CHECKPOINT
     if not file.is_file():
         return None

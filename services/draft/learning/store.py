@@ -1,14 +1,14 @@
-"""What the target wrote, on disk: tokens and hidden states of answers, appended, and read through memory maps.
+"""Generated answers on disk: tokens and hidden states of records, appended, and read through memory maps.
 
-    about.json       what was asked of which target; another one's answers are not mixed with them
-    records.bin      a fixed-size entry a record, in the order in which they were written
+    about.json       the target and the settings of the requests; answers to others are not mixed with them
+    records.bin      a fixed-size entry a record, in the order of writing
     tokens.bin       uint32
-    rows-0000.bin    the bytes of hidden states, row after row; a new file is begun beyond a size
+    rows-0000.bin    the bytes of hidden states, row after row; a new file begins beyond a size
     lock             held by the process that writes
 
-A record counts only if its entry is whole, and the entry is written last. What an ended run left behind that is cut
-away by the next one; and so are records whose tokens or rows are not all there, as a full disk or a machine that went
-down leaves them, with all behind them.
+A record is valid if its entry is complete; the entry is written last. The next run truncates incomplete data of an
+interrupted one. It also drops records whose tokens or rows are missing, after a full disk or a crash of the machine,
+and all records behind them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import ConfigError
-from services.draft.learning.disk import write_whole
+from services.draft.learning.disk import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +44,10 @@ _ENTRY = np.dtype(
 
 @dataclass(frozen=True)
 class Record:
-    """A sequence that the target wrote. Row j of `rows` is its state at token j.
+    """A sequence that the target generated. Row j of `rows` is its state at token j.
 
-    tokens: [n] uint32; rows: [m, row bytes] uint8, m < n; prompt: tokens before the answer; first: of those to learn
+    tokens: [n] uint32; rows: [m, row bytes] uint8, m < n; prompt: tokens of the prompt; first: index of the first token
+    to learn
     """
 
     tokens: NDArray[np.uint32]
@@ -59,17 +60,17 @@ class Record:
 
     @property
     def learnt(self) -> int:
-        """Tokens that are to be learnt."""
+        """Number of tokens to learn."""
         return len(self.tokens) - self.first
 
 
 class Store:
-    """The records of a folder. One process writes at a time, until it closes the store; any may read what is closed."""
+    """The records of a folder. One process writes at a time, until it closes the store; any may read a closed one."""
 
     def __init__(self, folder: Path, about: dict[str, Any], row_bytes: int) -> None:
-        """about: what must be the same for all records, as JSON has it.
+        """about: settings that must be the same for all records, as JSON values.
 
-        Raises ConfigError if it is not, or while another process writes.
+        Raises ConfigError if they differ, or while another process writes.
         """
         self.folder, self.row_bytes = folder, row_bytes
         folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +101,7 @@ class Store:
         return self.folder / f"rows-{number:04}.bin"
 
     def _recover(self) -> NDArray[Any]:
-        """The whole entries; the files are cut behind what belongs to them."""
+        """The complete entries; files are truncated behind their data."""
         path = self._path("records.bin")
         raw = path.read_bytes() if path.is_file() else b""
         entries = np.frombuffer(raw[: len(raw) // _ENTRY.itemsize * _ENTRY.itemsize], _ENTRY)
@@ -113,29 +114,29 @@ class Store:
         _cut(self._path("tokens.bin"), 4 * tokens)
         for number, end in ends.items():
             _cut(self._rows_file(number), end)
-            for later in self.folder.glob("rows-*.bin"):  # begun for an answer that was never entered
+            for later in self.folder.glob("rows-*.bin"):  # of records without an entry
                 if later.name > self._rows_file(number).name:
                     later.unlink()
         return entries
 
     def _whole(self, entries: NDArray[Any]) -> int:
-        """How many first entries have all of their tokens and rows in the files."""
+        """Number of leading entries whose tokens and rows are in the files."""
         there = 4 * (entries["token_start"] + entries["tokens"]) <= _size(self._path("tokens.bin"))
         ends = (entries["row_start"] + entries["rows"]) * self.row_bytes
         for number in np.unique(entries["file"]).tolist():
             there &= (entries["file"] != number) | (ends <= _size(self._rows_file(number)))
         whole = len(entries) if there.all() else int(there.argmin())
         if whole < len(entries):
-            log.warning("%d answers in %s are not all there; they are written again", len(entries) - whole, self.folder)
+            log.warning("%d answers in %s are incomplete; they are generated again", len(entries) - whole, self.folder)
         return whole
 
     def close(self) -> None:
-        """Write no more, so that others may. What is there can still be read."""
+        """Release the lock, so that other processes may write. The records remain readable."""
         if self._unlock is not None:
             self._unlock()
 
     def add(self, job: int, records: Sequence[Record]) -> None:
-        """Append what a job has led to, all of it or nothing. The store must not be closed."""
+        """Append the records of a job, all or none. The store must not be closed."""
         last = self._entries[-1] if len(self._entries) else None
         number = int(last["file"]) if last is not None else 0
         row = int(last["row_start"] + last["rows"]) if last is not None else 0
@@ -146,7 +147,7 @@ class Store:
         ends[self._path("records.bin")] = self._entries.nbytes
         try:
             entries = self._append(job, records, number, row, token)
-        except OSError:  # of a full disk, perhaps: what comes next begins where this one did
+        except OSError:  # for example of a full disk: remove what was written
             for path, end in ends.items():
                 _cut(path, end)
             raise
@@ -178,7 +179,7 @@ class Store:
         return np.fromfile(self._path("tokens.bin"), "<u4", int(entry["tokens"]), offset=4 * int(entry["token_start"]))
 
     def read(self, count: int | None = None) -> Reader:
-        """What there is at present. count: only so many first records."""
+        """The present records. count: only that many first ones."""
         return Reader(self, count)
 
 
@@ -217,11 +218,11 @@ class Reader:
         )  # fmt: skip
 
     def choose(self, *, held_out: bool) -> list[int]:
-        """Indices of the records that are kept for the evaluation, or of the others."""
+        """Indices of the records that are kept for evaluation, or of the others."""
         return np.flatnonzero(self.entries["held_out"].astype(bool) == held_out).tolist()
 
     def learnt(self, indices: Iterable[int]) -> Iterable[NDArray[np.uint32]]:
-        """The tokens to learn of some records."""
+        """The tokens to learn of the given records."""
         for index in indices:
             yield self.tokens(index)[int(self.entries["first"][index]) :]
 
@@ -241,9 +242,9 @@ def _cut(path: Path, size: int) -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """Descriptor of a folder's lock, held until it is closed; None where there can be none. Raises ConfigError.
+    """Descriptor of a folder's lock, held until it is closed; None for a read-only folder. Raises ConfigError.
 
-    Who may not write there needs none, and not every file system has locks.
+    A file system without locks is used unlocked, with a warning.
     """
     try:
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
@@ -256,24 +257,24 @@ def _locked(folder: Path) -> int | None:
     except BlockingIOError:
         os.close(lock)
         raise ConfigError(
-            f"another training writes answers into {folder}; wait until it has written them all, or name another "
+            f"another training writes answers into {folder}; wait until it is done, or name another "
             "folder with --answers"
         ) from None
     except OSError as error:
-        log.warning("%s cannot be locked (%s); let no other training write there", folder, error.strerror)
+        log.warning("%s cannot be locked (%s); run no other training that writes there", folder, error.strerror)
     return lock
 
 
 def _check(path: Path, about: dict[str, Any]) -> None:
-    """Raise ConfigError if the folder holds answers to something else."""
+    """Raise ConfigError if the folder holds answers to other settings."""
     about = json.loads(json.dumps(about))
     if not path.is_file():
-        write_whole(path, json.dumps(about, indent=1))  # what is half written would be the end of the folder
+        write_atomically(path, json.dumps(about, indent=1))  # an incomplete file would make the folder unusable
         return
     found = json.loads(path.read_text())
     wrong = [
         f"{name} was {found.get(name)!r}, not {value!r}" for name, value in about.items() if found.get(name) != value
     ]
     if wrong:
-        raise ConfigError(f"{path.parent} holds answers that were asked for differently: {'; '.join(wrong)}; name "
+        raise ConfigError(f"{path.parent} holds answers to other settings: {'; '.join(wrong)}; name "
                           "another folder with --answers")  # fmt: skip

@@ -1,19 +1,19 @@
-"""The draft as it will be used: on the target's states first, then on its own, several tokens ahead.
+"""Training-time unrolling: the draft model as the draft service runs it, on the target's states first, then on its own.
 
-    trunk     every place of a pack: the target's states, keys and values for all later rows of its record
-    ahead 0   learnt row r: the target's state r beside token r + 1, at position r, says token r + 2
-    ahead k   the same row, k tokens further: its own state of ahead k - 1 beside token r + 1 + k, at position r + k;
-              sees the trunk's rows up to r, and its own rows of ahead 1 .. k
+    prefix    every place of a pack: the target's states; keys and values for all later rows of its record
+    step 0    trained row r: the target's state r beside token r + 1, at position r, predicts token r + 2
+    step k    the same row, k tokens further: its own state of step k - 1 beside token r + 1 + k, at position r + k;
+              attends to the prefix up to r, and to its own rows of steps 1 .. k
 
-That is what the draft service does when it extends the trunk by true features, and grows a node, its child, and so on
-along the text ("training-time test", EAGLE-3). What its tokens are along the way is taken from the text.
+The draft service computes the same when it extends the prefix by true features, and expands a node, its child, and so
+on along the text ("training-time test", EAGLE-3). The tokens on the way are those of the text.
 
-A decoder that is not fed with states has a row for every token itself: learnt row r says token r + 1, and nothing else
-would come of looking further ahead.
+A decoder without features has a row for every token: trained row r predicts token r + 1, and further steps would add
+nothing.
 
-Fewer rows may look further ahead than the first token: the first ones of each pack.
+Later steps may use fewer rows than the first: the first ones of each pack.
 
-Legend of shapes: B packs, L places, R learnt rows, H hidden size, G key heads, D head size.
+Legend of shapes: B packs, L places, R trained rows, H hidden size, G key heads, D head size.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from services.draft.learning.batches import Batch
 from services.draft.model.layers.attention import project
 from services.draft.model.layers.config import Attention, Layer, ModelConfig
 from services.draft.model.layers.decoder import layer_input, layer_output
-from services.draft.model.layers.heads import Inputs, Params
-from services.draft.model.matrices.mixed import Mixed, narrow_matmul
-from services.draft.model.matrices.narrow import linear
+from services.draft.model.layers.heads import Inputs
+from services.draft.model.matrices.mixed_precision import MixedPrecisionWeight, bf16_matmul
+from services.draft.model.matrices.products import linear
+from services.draft.model.params import Params
 
 
-class Kept(NamedTuple):
-    """Keys and values of a layer: of the trunk [B, 2, G, L, D], and of each token ahead [B, 2, G, R, D]."""
+class UnrollKV(NamedTuple):
+    """Keys and values of a layer: of the prefix [B, 2, G, L, D], and of each unroll step [B, 2, G, R, D]."""
 
-    trunk: jax.Array
-    ahead: tuple[jax.Array, ...] = ()
+    prefix: jax.Array
+    steps: tuple[jax.Array, ...] = ()
 
-    def further(self, kv: jax.Array, count: int) -> Kept:
-        """With one token more ahead, for the first rows alone."""
-        return Kept(self.trunk, (*(past[:, :, :, :count] for past in self.ahead), kv))
+    def further(self, kv: jax.Array, count: int) -> UnrollKV:
+        """With one more step, for the first `count` rows alone."""
+        return UnrollKV(self.prefix, (*(past[:, :, :, :count] for past in self.steps), kv))
 
 
-class Ahead(NamedTuple):
-    """One token ahead. state: [B, R, H], which logits come from; place: [B, R], whose distribution it foretells."""
+class UnrollStep(NamedTuple):
+    """One unroll step. state: [B, R, H], input of the head; place: [B, R], whose target distribution it predicts."""
 
     state: jax.Array
     place: jax.Array
@@ -53,44 +54,48 @@ class Ahead(NamedTuple):
 
 def unroll(
     model: ModelConfig, params: Params, embed: jax.Array, feature: jax.Array | None, batch: Batch, counts: Sequence[int]
-) -> Iterator[Ahead]:
-    """The tokens ahead, one after the other. embed: [V, H]; feature: [B, L, H], what the target's states made;
-    None if the model is not fed.
+) -> Iterator[UnrollStep]:
+    """The unroll steps, one after the other. embed: [V, H]; feature: [B, L, H], made from the target's states; None for
+    models without features.
 
-    counts: learnt rows of each pack that look so far ahead, in number the first ones; they do not rise
+    counts: trained rows of each pack in each step, the first ones; non-increasing
     """
     rows = batch.rows[:, : counts[0]]
     sees = _sees(batch, rows)
-    handed, state, kept = _trunk(model, params, embed, feature, batch, rows, sees)
-    yield Ahead(state, rows + model.head.fed)
-    assert handed is not None or len(counts) == 1, "a fed head hands a state on"
-    for ahead, count in enumerate(counts[1:], start=1):
+    handed, state, kv_cache = _prefix(model, params, embed, feature, batch, rows, sees)
+    yield UnrollStep(state, rows + model.head.uses_features)
+    assert handed is not None or len(counts) == 1, "a feature-based head passes a state on"
+    for step, count in enumerate(counts[1:], start=1):
+        assert handed is not None
         rows, sees, handed = rows[:, :count], sees[:, :count], handed[:, :count]
-        place = rows + ahead
+        place = rows + step
         token = jnp.take_along_axis(batch.inputs, place, axis=1)
-        position = jnp.take_along_axis(batch.positions, rows, axis=1) + ahead
+        position = jnp.take_along_axis(batch.positions, rows, axis=1) + step
         x, beside = model.head.join(params, Inputs(embed[token].astype(handed.dtype), position, handed))
         for i, (layer, own) in enumerate(zip(model.layers, params["layers"], strict=True)):
             next_to = beside if layer.beside else None
             inner, residual = layer_input(layer, own, x, next_to)
             q, kv = _project(layer, own, inner, position)
-            kept[i] = kept[i].further(kv, count)
-            seen = linear(attend(q, kept[i], sees, isinstance(own["qkv"], Mixed)), own, "output")
+            kv_cache[i] = kv_cache[i].further(kv, count)
+            seen = linear(attend(q, kv_cache[i], sees, isinstance(own["qkv"], MixedPrecisionWeight)), own, "output")
             x = layer_output(layer, own, residual, seen)
-        state, own_state = model.head.finish(params, x)
-        handed = own_state
-        yield Ahead(state, place + 1)
+        state, handed = model.head.finish(params, x)
+        yield UnrollStep(state, place + 1)
 
 
 def _sees(batch: Batch, rows: jax.Array) -> jax.Array:
-    """Which places of the trunk rows see: those of their record up to their own. rows: [B, R]. [B, R, L] bool."""
+    """The places of the prefix that rows attend to: those of their record up to their own. rows: [B, R].
+
+    Returns [B, R, L] bool.
+    """
     places = jnp.arange(batch.segments.shape[1])
     segment = jnp.take_along_axis(batch.segments, rows, axis=1)
     same = segment[:, :, None] == batch.segments[:, None, :]
-    return same & (places <= rows[:, :, None])
+    visible: jax.Array = same & (places <= rows[:, :, None])
+    return visible
 
 
-def _trunk(
+def _prefix(
     model: ModelConfig,
     params: Params,
     embed: jax.Array,
@@ -98,40 +103,42 @@ def _trunk(
     batch: Batch,
     rows: jax.Array,
     sees: jax.Array,
-) -> tuple[jax.Array | None, jax.Array, list[Kept]]:
-    """What learnt rows hand on, their states, and the trunk's keys and values.
+) -> tuple[jax.Array | None, jax.Array, list[UnrollKV]]:
+    """States that trained rows pass on, their output states, and the prefix's keys and values.
 
-    All layers but the last are computed at every place; of the last one only learnt rows are needed.
+    All layers but the last are computed at every place; the last one only at trained rows.
     """
     places = batch.segments.shape[1]
     embedding = embed[batch.inputs[:, :places]].astype(jnp.float32)
     x, beside = model.head.join(params, Inputs(embedding, batch.positions, feature))
-    kept: list[Kept] = []
+    kv_cache: list[UnrollKV] = []
     everywhere = jnp.broadcast_to(jnp.arange(places), batch.segments.shape)
     for i, (layer, own) in enumerate(zip(model.layers, params["layers"], strict=True)):
         last = i == len(model.layers) - 1
         inner, residual = layer_input(layer, own, x, beside if layer.beside else None)
         q, kv = _project(layer, own, inner, batch.positions)
-        kept.append(Kept(kv))
+        kv_cache.append(UnrollKV(kv))
         if last:
             q, residual = jnp.take_along_axis(q, rows[:, None, None, :, None], axis=3), take(residual, rows)
-        seen = attend(q, kept[-1], sees if last else _sees(batch, everywhere), isinstance(own["qkv"], Mixed))
+        seen = attend(
+            q, kv_cache[-1], sees if last else _sees(batch, everywhere), isinstance(own["qkv"], MixedPrecisionWeight)
+        )
         x = layer_output(layer, own, residual, linear(seen, own, "output"))
     state, handed = model.head.finish(params, x)
-    return handed, state, kept
+    return handed, state, kv_cache
 
 
 def take(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows of packs; behind the last one, that. x: [B, L, N]; rows: [B, R]. Returns [B, R, N]."""
+    """Rows of packs; indices behind the end give the last row. x: [B, L, N]; rows: [B, R]. Returns [B, R, N]."""
     return jnp.take_along_axis(x, rows[:, :, None], axis=1, mode="clip")
 
 
 def _project(
     layer: Layer, params: dict[str, Any], inner: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries [B, G, heads / G, N, D], and keys beside values [B, 2, G, N, D]."""
+    """Queries [B, G, heads / G, N, D], and keys and values [B, 2, G, N, D]."""
     a = layer.attention
-    assert isinstance(a, Attention), "only grouped attention is trained"
+    assert isinstance(a, Attention), "only grouped-query attention is trained"
     assert not a.gated
     assert (a.window, a.first, a.sinks, a.softcap) == (None, 0, False, None)
     q, kv, _ = project(params, a, inner, positions, layer.epsilon)
@@ -139,18 +146,18 @@ def _project(
     return q, kv.transpose(0, 2, 3, 1, 4)
 
 
-def attend(q: jax.Array, kept: Kept, sees: jax.Array, narrow: bool) -> jax.Array:
-    """What rows see of the trunk and of their own tokens ahead. q: [B, G, J, N, D]; sees: [B, N, L].
+def attend(q: jax.Array, kv_cache: UnrollKV, sees: jax.Array, mixed_precision: bool) -> jax.Array:
+    """Attention over the prefix and the row's own unroll steps. q: [B, G, J, N, D]; sees: [B, N, L].
 
-    narrow: multiply in bfloat16. Returns [B, N, G * J * D].
+    mixed_precision: multiply in bfloat16. Returns [B, N, G * J * D].
     """
-    multiply = narrow_matmul if narrow else jnp.matmul
+    multiply = bf16_matmul if mixed_precision else jnp.matmul
     packs, groups, shared, rows, dim = q.shape
-    keys, values = kept.trunk[:, 0], kept.trunk[:, 1]  # [B, G, L, D]
+    keys, values = kv_cache.prefix[:, 0], kv_cache.prefix[:, 1]  # [B, G, L, D]
     q = q / dim**0.5
     scores = multiply(q.reshape(packs, groups, shared * rows, dim), keys.swapaxes(2, 3))
     scores = jnp.where(sees[:, None, None], scores.reshape(packs, groups, shared, rows, -1), -1e30)
-    own = [jnp.sum(q * kv[:, 0, :, None], axis=-1) for kv in kept.ahead]  # [B, G, J, N]
+    own = [jnp.sum(q * kv[:, 0, :, None], axis=-1) for kv in kv_cache.steps]  # [B, G, J, N]
     best = scores.max(axis=-1)
     for score in own:
         best = jnp.maximum(best, score)
@@ -158,7 +165,7 @@ def attend(q: jax.Array, kept: Kept, sees: jax.Array, narrow: bool) -> jax.Array
     shares = jnp.exp(scores - best[..., None])  # [B, G, J, N, L]
     total = shares.sum(axis=-1)
     seen = multiply(shares.reshape(packs, groups, shared * rows, -1), values).reshape(q.shape)
-    for score, kv in zip(own, kept.ahead, strict=True):
+    for score, kv in zip(own, kv_cache.steps, strict=True):
         share = jnp.exp(score - best)
         total = total + share
         seen = seen + share[..., None] * kv[:, 1, :, None]

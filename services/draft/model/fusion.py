@@ -1,7 +1,7 @@
-"""The fusion of the target's states into a feature, for drafts that do it themselves; else the target does.
+"""The fusion layer, which makes a feature from the target's hidden states, for drafts that apply it themselves.
 
-Params: `fuse` [n * Ht, H] and perhaps `fuse_bias` [H]; before it `state_norm_0` [Ht] and so on, or `whole_norm`
-[n * Ht]. They have a draft's number format, or are matrices of 8 bits or in panels (matrices/narrow.py).
+Params: `fuse` [n * Ht, H] and optionally `fuse_bias` [H]; before it the norms `state_norm_0` [Ht] and so on, or
+`whole_norm` [n * Ht]. Their number format is the draft's; matrices may be quantized or packed (matrices/products.py).
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ import jax.numpy as jnp
 from numpy.typing import NDArray
 
 from services.draft.kernels.base import Backend
-from services.draft.model.layers.heads import Params, rms_norm
-from services.draft.model.matrices.narrow import product
+from services.draft.model.layers.heads import rms_norm
+from services.draft.model.matrices.products import product
+from services.draft.model.params import Params
 from services.draft.model.weights.tensors import Tensors
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """A fusion. states: n, side by side in a row of `width` numbers; epsilon: of norms. Static where it is compiled."""
+    """A fusion layer. states: n, concatenated in rows of `width` numbers; epsilon: of norms. A static argument."""
 
     states: int
     width: int
     epsilon: float
 
     def __call__(self, params: Params, rows: jax.Array) -> jax.Array:
-        """The features of rows. rows: [..., n * Ht]. Returns [..., H] of the rows' number format."""
+        """The features of rows. rows: [..., n * Ht]. Returns [..., H] in the rows' number format."""
         x = rows
         if "state_norm_0" in params:
             parts = enumerate(jnp.split(x, self.states, axis=-1))
@@ -42,7 +43,7 @@ class Fusion:
 
 
 def read_fusion(tensors: Tensors, states: int) -> dict[str, NDArray[Any]]:
-    """Params of a fusion by the names that the target would be told (FeatureSpec), in the file's number format."""
+    """Params of a fusion by the names that FeatureSpec defines, in the file's number format."""
     names = {"fuse_bias": "fc.bias", "whole_norm": "norm_before_fc.weight"}
     names |= {f"state_norm_{i}": f"fc_norm.{i}.weight" for i in range(states)}
     params = {param: tensors.read(name) for param, name in names.items() if name in tensors}

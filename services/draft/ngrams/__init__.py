@@ -1,1 +1,1 @@
-"""Stored n-grams: a trie of token paths, and how it is asked what comes next."""
+"""Stored n-grams: a trie of token paths, and lookups of continuations, compiled in C++ with a twin in Python."""

@@ -1,4 +1,4 @@
-"""What stored n-grams can do, compiled or plain."""
+"""The interface of n-gram stores, compiled or plain."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-NO_LEAD = 0xFFFFFFFF
-"""The lead of what everybody shares. Any other stands before all paths of those who share it; no token is as large."""
+NO_NAMESPACE = 0xFFFFFFFF
+"""The namespace of n-grams that all sessions share. Any other id stands before each path; no token is as large."""
 
 POOL = 32  # children that share a probability
-COUNTED = 1024  # children that are looked at, the ones stored last, for the most frequent
-PRIOR_WEIGHT, FADING = 4.0, 0.999  # of what is learned about trust
+COUNTED = 1024  # children that are compared by frequency, the most recent ones
+PRIOR_WEIGHT, FADING = 4.0, 0.999  # of the accuracy estimates: weight of the prior, decay
 
 
 @dataclass(frozen=True)
 class NgramOptions:
-    """Flags of storing and looking up, under SGLang's names. draft_token_num counts the root."""
+    """Flags of storing and looking up, with SGLang's names. draft_token_num counts the root."""
 
     match_type: Literal["BFS", "PROB"] = "BFS"
     min_match_window_size: int = 1
@@ -33,7 +33,7 @@ class NgramOptions:
 
 
 class Continuations(NamedTuple):
-    """N nodes that may follow a context. parents: index of an earlier one, or -1; log_scores: of the edges."""
+    """N nodes that may follow a context. parents: index of an earlier node, or -1; log_scores: of the edges."""
 
     tokens: list[int]
     parents: list[int]
@@ -41,42 +41,49 @@ class Continuations(NamedTuple):
 
 
 class Ngrams(ABC):
-    """Stored paths of tokens. One owner; not thread-safe. Arrays of tokens are [n] uint32."""
+    """Stored token paths. Owned by one thread. Arrays of tokens are [n] uint32."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Nodes that are stored."""
+        """Number of stored nodes."""
 
     @abstractmethod
-    def insert(self, tokens: NDArray[np.uint32], lead: int = NO_LEAD, first: int = 0, stop: int | None = None) -> None:
-        """Store the path from every token on that leaves more than the shortest window behind it.
+    def insert(
+        self, tokens: NDArray[np.uint32], namespace_id: int = NO_NAMESPACE, first: int = 0, stop: int | None = None
+    ) -> None:
+        """Store the path from every token that has more tokens behind it than the shortest window.
 
-        first, stop: of the tokens where paths begin; all by default
+        first, stop: range of the first tokens of the paths; all by default
         """
 
     @abstractmethod
     def commit(
-        self, tokens: NDArray[np.uint32], fresh: int, *, noisy: bool, lead: int = NO_LEAD, keep: bool = True
+        self,
+        tokens: NDArray[np.uint32],
+        fresh: int,
+        *,
+        noisy: bool,
+        namespace_id: int = NO_NAMESPACE,
+        keep: bool = True,
     ) -> None:
-        """The last `fresh` of a session's tokens are new: learn from them what to trust, then store the paths in which
-        they are.
+        """Process the last `fresh` tokens of a session: update the accuracy estimates, then store paths with them.
 
         noisy: the session samples. keep: False to store nothing.
         """
 
     @abstractmethod
     def look_up(
-        self, context: NDArray[np.uint32], keys: NDArray[np.uint32] | None, lead: int = NO_LEAD
+        self, context: NDArray[np.uint32], keys: NDArray[np.uint32] | None, namespace_id: int = NO_NAMESPACE
     ) -> Continuations:
-        """What may follow a context, at most as many nodes as a draft has.
+        """Continuations of a context, at most as many nodes as a draft has.
 
-        keys: [branch length + 1, 2] uint32, noise keys of the next positions; None for a session that does not sample
+        keys: [branch length + 1, 2] uint32, noise keys of the next positions; None for a greedy session
         """
 
     @abstractmethod
-    def trust(self, length: int, *, noisy: bool) -> float:
-        """Chance that a suffix of some tokens goes on as it is stored, but as no longer one does."""
+    def accuracy(self, length: int, *, noisy: bool) -> float:
+        """Probability that a suffix of `length` tokens continues as stored, given that no longer suffix does."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget all paths."""
+        """Drop all paths."""

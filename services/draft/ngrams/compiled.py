@@ -1,6 +1,6 @@
-"""The compiled n-grams, bound with ctypes. A node takes 32 bytes, and 8 to 16 in the table of children.
+"""The compiled n-grams, bound with ctypes. A node takes 32 bytes, and 8 to 16 bytes in the hash table.
 
-`python -m services.draft.ngrams.compiled` compiles them, once an environment and source.
+`python -m services.draft.ngrams.compiled` compiles them once for an environment.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider import native
-from services.draft.ngrams.base import NO_LEAD, Continuations, NgramOptions, Ngrams
+from services.draft.ngrams.base import NO_NAMESPACE, Continuations, NgramOptions, Ngrams
 
 LIBRARY = native.Library(
     "outrider-ngrams",
@@ -24,7 +24,7 @@ LIBRARY = native.Library(
 
 
 class _Options(ctypes.Structure):
-    """See csrc/lookup.h."""
+    """Options of csrc/lookup.h."""
 
     _fields_ = tuple(
         (name, c_int32)
@@ -40,7 +40,7 @@ _SIGNATURES: native.Signatures = {
     "clear": (None, (c_void_p,)),
     "size": (c_int64, (c_void_p,)),
     "bytes": (c_int64, (c_void_p,)),
-    "trust": (c_double, (c_void_p, c_int32, c_int32)),
+    "accuracy": (c_double, (c_void_p, c_int32, c_int32)),
     "insert": (None, (c_void_p, c_uint32, c_void_p, c_int64, c_int64, c_int64)),
     "commit": (None, (c_void_p, c_uint32, c_void_p, c_int64, c_int64, c_int32, c_int32)),
     "look_up": (c_int64, (c_void_p, c_uint32, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)),
@@ -58,7 +58,7 @@ class CompiledNgrams(Ngrams):
     """N-grams in C++."""
 
     def __init__(self, options: NgramOptions) -> None:
-        """Reserves addresses for all nodes, but no memory yet. Raises native.Unavailable, MemoryError."""
+        """Reserves addresses for all nodes, but no memory. Raises native.Unavailable, MemoryError."""
         self._library = load()
         limit = options.draft_token_num - 1
         flags = _Options(
@@ -82,43 +82,53 @@ class CompiledNgrams(Ngrams):
         """Memory of the nodes and of their table, in bytes."""
         return int(self._library.outrider_ngrams_bytes(self._handle))
 
-    def insert(self, tokens: NDArray[np.uint32], lead: int = NO_LEAD, first: int = 0, stop: int | None = None) -> None:
-        """As Ngrams says."""
+    def insert(
+        self, tokens: NDArray[np.uint32], namespace_id: int = NO_NAMESPACE, first: int = 0, stop: int | None = None
+    ) -> None:
+        """As of Ngrams."""
         tokens = _packed(tokens)
         stop = len(tokens) if stop is None else stop
-        self._library.outrider_ngrams_insert(self._handle, lead, tokens.ctypes.data, len(tokens), first, stop)
+        self._library.outrider_ngrams_insert(self._handle, namespace_id, tokens.ctypes.data, len(tokens), first, stop)
 
     def commit(
-        self, tokens: NDArray[np.uint32], fresh: int, *, noisy: bool, lead: int = NO_LEAD, keep: bool = True
+        self,
+        tokens: NDArray[np.uint32],
+        fresh: int,
+        *,
+        noisy: bool,
+        namespace_id: int = NO_NAMESPACE,
+        keep: bool = True,
     ) -> None:
-        """As Ngrams says."""
+        """As of Ngrams."""
         tokens = _packed(tokens)
-        self._library.outrider_ngrams_commit(self._handle, lead, tokens.ctypes.data, len(tokens), fresh, noisy, keep)
+        self._library.outrider_ngrams_commit(
+            self._handle, namespace_id, tokens.ctypes.data, len(tokens), fresh, noisy, keep
+        )
 
     def look_up(
-        self, context: NDArray[np.uint32], keys: NDArray[np.uint32] | None, lead: int = NO_LEAD
+        self, context: NDArray[np.uint32], keys: NDArray[np.uint32] | None, namespace_id: int = NO_NAMESPACE
     ) -> Continuations:
-        """As Ngrams says."""
+        """As of Ngrams."""
         context = _packed(context)
         noise = None if keys is None else _packed(keys)
         count = self._library.outrider_ngrams_look_up(
-            self._handle, lead, context.ctypes.data, len(context), None if noise is None else noise.ctypes.data,
+            self._handle, namespace_id, context.ctypes.data, len(context), None if noise is None else noise.ctypes.data,
             *self._found,
         )  # fmt: skip
         return Continuations(
             self._tokens[:count].tolist(), self._parents[:count].tolist(), self._scores[:count].tolist()
         )
 
-    def trust(self, length: int, *, noisy: bool) -> float:
-        """As Ngrams says."""
-        return float(self._library.outrider_ngrams_trust(self._handle, length, noisy))
+    def accuracy(self, length: int, *, noisy: bool) -> float:
+        """As of Ngrams."""
+        return float(self._library.outrider_ngrams_accuracy(self._handle, length, noisy))
 
     def clear(self) -> None:
-        """As Ngrams says."""
+        """As of Ngrams."""
         self._library.outrider_ngrams_clear(self._handle)
 
     def children(self, path: NDArray[np.uint32]) -> list[tuple[int, int]] | None:
-        """Children of the node at the end of a path, as (token, frequency), the one stored last first; None without."""
+        """Children at the end of a path as (token, frequency), the most recent first; None without such a path."""
         tokens, frequencies = np.empty(len(self) + 1, np.uint32), np.empty(len(self) + 1, np.uint32)
         path = _packed(path)
         count = self._library.outrider_ngrams_children(

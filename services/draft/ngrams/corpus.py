@@ -1,12 +1,12 @@
-"""A corpus of texts that NGRAM copies from, read once at the start-up: --speculative-ngram-external-corpus-path.
+"""A corpus of texts that NGRAM copies from, read at the start-up: --speculative-ngram-external-corpus-path.
 
-    *.jsonl       a document a line: {"text": ...}, {"content": ...} or a string
+    *.jsonl       one document a line: {"text": ...}, {"content": ...} or a string
     other files   one text
-    a folder      all of its files and those of its folders, by name
+    a folder      all files below it, by name
 
-Documents are tokenized as the target reads them, and their n-grams are stored beside those of the sessions, in a store
-of their own that sessions add nothing to. No path goes from one document into the next. The store is as large as that
-of the sessions, so that the memory is bounded: of a corpus that does not fit, the paths stored last are kept.
+Documents are tokenized with the target's tokenizer, and their n-grams are kept in a store of their own, to which
+sessions add nothing. No path crosses from one document into the next. The store has the capacity of the sessions'
+store, so that memory is bounded: of a larger corpus the paths stored last are kept.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from services.draft.ngrams.base import Ngrams
 log = logging.getLogger(__name__)
 
 _FLAG = "--speculative-ngram-external-corpus-path"
-_TOGETHER = 64  # documents that are tokenized at a time
-_PART = 1 << 18  # characters of a long text that are tokenized in one go, to the end of a line
-_SAYS = 5.0  # seconds between two lines of progress
+_BATCH = 64  # documents that are tokenized at a time
+_PART = 1 << 18  # characters of a long text that are tokenized at a time, up to a line break
+_LOG_INTERVAL = 5.0  # seconds between two lines of progress
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a corpus. Raises ConfigError if there are none."""
+    """The files of a corpus. Raises ConfigError without any."""
     found = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     if not found or not all(file.is_file() for file in found):
         raise ConfigError(f"{_FLAG}: there is no text at {path}; name a file or a folder of files")
@@ -58,17 +58,17 @@ def _document(file: Path, number: int, line: str) -> str:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{_FLAG}: line {number} of {file} is no JSON: {error}") from None
+        raise ConfigError(f"{_FLAG}: line {number} of {file} is not JSON: {error}") from None
     text = row if isinstance(row, str) else row.get("text", row.get("content")) if isinstance(row, dict) else None
     if not isinstance(text, str):
-        raise ConfigError(f'{_FLAG}: line {number} of {file} is no document; write {{"text": "..."}}')
+        raise ConfigError(f'{_FLAG}: line {number} of {file} is not a document; write {{"text": "..."}}')
     return text
 
 
 def read_corpus(path: Path, tokenizer_folder: Path, store: Ngrams, capacity: int, max_tokens: int) -> int:
-    """Store a corpus. Returns its tokens. Raises ConfigError for files that cannot be read, and for too many tokens.
+    """Store a corpus. Returns its number of tokens. Raises ConfigError for unreadable files, and for too many tokens.
 
-    tokenizer_folder: of the target. capacity: of the store, in nodes. max_tokens: most tokens of the corpus.
+    tokenizer_folder: the target's. capacity: of the store, in nodes. max_tokens: largest corpus.
     """
     from tokenizers import Tokenizer
 
@@ -76,12 +76,12 @@ def read_corpus(path: Path, tokenizer_folder: Path, store: Ngrams, capacity: int
     if not file.is_file():
         raise ConfigError(f"{_FLAG} needs the target's tokenizer.json, and {tokenizer_folder} has none")
     tokenizer = Tokenizer.from_file(str(file))
-    tokenizer.no_truncation()  # some files are published with both
+    tokenizer.no_truncation()  # some tokenizer files enable both
     tokenizer.no_padding()
-    start = said = time.monotonic()
+    start = last_line = time.monotonic()
     total, count = 0, 0
     texts = documents(path)
-    while batch := list(islice(texts, _TOGETHER)):
+    while batch := list(islice(texts, _BATCH)):
         for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
             total += len(encoding.ids)
             if total > max_tokens:
@@ -91,11 +91,11 @@ def read_corpus(path: Path, tokenizer_folder: Path, store: Ngrams, capacity: int
                 )
             store.insert(np.array(encoding.ids, np.uint32))
         count += len(batch)
-        if time.monotonic() - said > _SAYS:
-            said = time.monotonic()
+        if time.monotonic() - last_line > _LOG_INTERVAL:
+            last_line = time.monotonic()
             log.info("corpus: %d documents, %d tokens so far", count, total)
     log.info("corpus: %d documents, %d tokens, %d nodes, read in %.1f s",
              count, total, len(store), time.monotonic() - start)  # fmt: skip
     if len(store) >= capacity:
-        log.warning("the corpus does not fit into %d nodes; the n-grams read last are kept", capacity)
+        log.warning("the corpus exceeds %d nodes; the n-grams that were read last are kept", capacity)
     return total

@@ -1,6 +1,6 @@
-"""The plain twin of the compiled n-grams: the same answers from Python objects, about 300 bytes a node.
+"""The plain twin of the compiled n-grams: the same results from Python objects, about 300 bytes a node.
 
-It serves where there is no compiler, and says in tests what is right.
+It serves where no compiler is available, and is the reference in tests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.speculation.noise import gumbel_from_bits, token_bits
 from services.draft.ngrams.base import (
     COUNTED,
     FADING,
-    NO_LEAD,
+    NO_NAMESPACE,
     POOL,
     PRIOR_WEIGHT,
     Continuations,
@@ -42,26 +42,34 @@ class PlainNgrams(Ngrams):
     def __len__(self) -> int:
         return len(self.trie)
 
-    def insert(self, tokens: NDArray[np.uint32], lead: int = NO_LEAD, first: int = 0, stop: int | None = None) -> None:
-        """As Ngrams says."""
-        self.trie.insert(tokens.tolist(), _lead(lead), first, stop)
+    def insert(
+        self, tokens: NDArray[np.uint32], namespace_id: int = NO_NAMESPACE, first: int = 0, stop: int | None = None
+    ) -> None:
+        """As of Ngrams."""
+        self.trie.insert(tokens.tolist(), _prefix(namespace_id), first, stop)
 
     def commit(
-        self, tokens: NDArray[np.uint32], fresh: int, *, noisy: bool, lead: int = NO_LEAD, keep: bool = True
+        self,
+        tokens: NDArray[np.uint32],
+        fresh: int,
+        *,
+        noisy: bool,
+        namespace_id: int = NO_NAMESPACE,
+        keep: bool = True,
     ) -> None:
-        """As Ngrams says."""
+        """As of Ngrams."""
         path = tokens.tolist()
         for place in range(max(len(path) - fresh, 1), len(path)):
-            self._observe(path[:place], path[place], int(noisy), lead)
+            self._observe(path[:place], path[place], int(noisy), namespace_id)
         if keep:
-            self.trie.insert(path[-(self.options.branch_length + fresh - 1) :], _lead(lead))
+            self.trie.insert(path[-(self.options.branch_length + fresh - 1) :], _prefix(namespace_id))
 
-    def _observe(self, context: list[int], token: int, noisy: int, lead: int) -> None:
+    def _observe(self, context: list[int], token: int, noisy: int, namespace_id: int) -> None:
         known = 0
-        for node, window in self.trie.match(context, _lead(lead)):
+        for node, window in self.trie.match(context, _prefix(namespace_id)):
             found = min(len(node.children), POOL)
             if found <= known < POOL:
-                continue  # the tokens that longer suffixes know, which it is not
+                continue  # this suffix proposes no token that longer suffixes do not
             known = found
             hit = token in node.children
             self._trials[noisy, window] = self._trials[noisy, window] * FADING + 1.0
@@ -70,29 +78,29 @@ class PlainNgrams(Ngrams):
                 return
 
     def look_up(
-        self, context: NDArray[np.uint32], keys: NDArray[np.uint32] | None, lead: int = NO_LEAD
+        self, context: NDArray[np.uint32], keys: NDArray[np.uint32] | None, namespace_id: int = NO_NAMESPACE
     ) -> Continuations:
-        """As Ngrams says."""
+        """As of Ngrams."""
         lookup = _Lookup(self, keys)
-        return lookup.run(self.trie.match(context.tolist(), _lead(lead)))
+        return lookup.run(self.trie.match(context.tolist(), _prefix(namespace_id)))
 
-    def trust(self, length: int, *, noisy: bool) -> float:
-        """As Ngrams says."""
+    def accuracy(self, length: int, *, noisy: bool) -> float:
+        """As of Ngrams."""
         m = min(length, self.options.max_match_window_size)
         prior = m / (m + 2)
         return float((self._hits[int(noisy), m] + PRIOR_WEIGHT * prior) / (self._trials[int(noisy), m] + PRIOR_WEIGHT))
 
     def clear(self) -> None:
-        """As Ngrams says."""
+        """As of Ngrams."""
         self.trie.clear()
 
 
-def _lead(lead: int) -> tuple[int, ...]:
-    return () if lead == NO_LEAD else (lead,)
+def _prefix(namespace_id: int) -> tuple[int, ...]:
+    return () if namespace_id == NO_NAMESPACE else (namespace_id,)
 
 
 class _Lookup:
-    """One walk below the stored suffixes of a context; the same token below the same parent is one node."""
+    """One walk below the stored suffixes of a context; equal tokens below the same parent are one node."""
 
     def __init__(self, ngrams: PlainNgrams, keys: NDArray[np.uint32] | None) -> None:
         self._options = ngrams.options
@@ -115,7 +123,7 @@ class _Lookup:
         return len(self._draft.tokens) >= self._options.draft_token_num - 1
 
     def _add(self, parent: int, token: int, probability: float) -> int:
-        """Add a node, or raise its score. A child of the root keeps what the longest suffix gave it."""
+        """Add a node, or raise its score. A child of the root keeps the score of the longest suffix."""
         score = float(np.float32(math.log(probability)))
         node = self._index.get((parent, token))
         if node is None:
@@ -129,12 +137,14 @@ class _Lookup:
         return node
 
     def _share_of(self, rest: float, anchor: TrieNode, window: int) -> tuple[float, float]:
-        """What an anchor gets of the rest, and what is left; all of it if it knows no token that is not proposed."""
+        """Split the remaining probability into an anchor's share and the rest; both are all of it if the anchor
+        proposes no new token.
+        """
         pool = anchor.recent(POOL) if self._options.match_type == "BFS" else anchor.frequent(POOL, COUNTED)
         if all((-1, child.token) in self._index for child in pool):
             return rest, rest
-        trust = rest * self._trust(window)
-        return trust, rest - trust
+        mass = rest * self._accuracy(window)
+        return mass, rest - mass
 
     def _by_recency(self, anchors: Sequence[tuple[TrieNode, int]]) -> None:
         options = self._options
@@ -142,7 +152,7 @@ class _Lookup:
         scale = (options.max_bfs_breadth - options.min_bfs_breadth) / windows
         rest = 1.0
         for anchor, window in anchors:
-            trust, rest = self._share_of(rest, anchor, window)
+            mass, rest = self._share_of(rest, anchor, window)
             breadth = (options.max_match_window_size - window) * scale + options.min_bfs_breadth
             queue = deque([(-1, breadth, anchor)])
             while queue:
@@ -150,37 +160,37 @@ class _Lookup:
                 for child, share in self._children(node, max(1, int(breadth)), parent):
                     if self._full:
                         return
-                    place = self._add(parent, child.token, share * self._edge_trust(parent, window, trust))
+                    place = self._add(parent, child.token, share * self._edge_accuracy(parent, window, mass))
                     queue.append((place, breadth - scale, child))
 
     def _by_frequency(self, anchors: Sequence[tuple[TrieNode, int]]) -> None:
         # Entries: (-probability, order of arrival, parent in the draft, trie node, window, share of the edge, trust).
-        # The order of arrival keeps ties apart before nodes are compared.
+        # The order of arrival breaks ties before nodes are compared.
         heap: list[tuple[float, int, int, TrieNode, int, float, float]] = []
         arrivals = 0
         rest = 1.0
         for anchor, anchor_window in anchors:
-            trust, rest = self._share_of(rest, anchor, anchor_window)
+            mass, rest = self._share_of(rest, anchor, anchor_window)
             probability, parent, node, window = 1.0, -1, anchor, anchor_window
             while True:
                 for child, share in self._children(node, self._options.max_bfs_breadth, parent):
                     arrivals += 1
-                    entry = (-probability * share, arrivals, parent, child, window, share, trust)
+                    entry = (-probability * share, arrivals, parent, child, window, share, mass)
                     heapq.heappush(heap, entry)
                 if not heap or self._full:
                     break
-                negative, _, above, node, window, share, trust = heapq.heappop(heap)
+                negative, _, above, node, window, share, mass = heapq.heappop(heap)
                 probability = -negative
-                parent = self._add(above, node.token, share * self._edge_trust(above, window, trust))
+                parent = self._add(above, node.token, share * self._edge_accuracy(above, window, mass))
 
-    def _trust(self, length: int) -> float:
-        return self._ngrams.trust(length, noisy=self._keys is not None)
+    def _accuracy(self, length: int) -> float:
+        return self._ngrams.accuracy(length, noisy=self._keys is not None)
 
-    def _edge_trust(self, parent: int, window: int, trust: float) -> float:
-        return trust if parent < 0 else self._trust(window + self._depths[parent])
+    def _edge_accuracy(self, parent: int, window: int, mass: float) -> float:
+        return mass if parent < 0 else self._accuracy(window + self._depths[parent])
 
     def _children(self, node: TrieNode, count: int, parent: int) -> list[tuple[TrieNode, float]]:
-        """Up to `count` children, best first, with their share of what follows beside what is proposed already."""
+        """Up to `count` children, best first, with their share of the probability that is not yet proposed."""
         noisy = self._keys is not None and len(node.children) > 1
         if self._options.match_type == "PROB":
             pool = node.frequent(POOL if noisy else count, COUNTED)

@@ -1,8 +1,8 @@
-"""A trie of token paths, shared by all sessions, after SGLang's NGRAM speculation: the plain twin.
+"""A trie of token paths, shared by all sessions, after SGLang's NGRAM speculation: the plain twin of csrc/trie.h.
 
-Inserting a sequence stores, from every start that leaves more than the shortest window behind it, the path of up to
-`branch_length` tokens. A node knows how often it was stored (frequency) and when last (recency). When the trie is full,
-the nodes stored longest ago go first, deeper before shallower, so that what goes is always a leaf.
+Inserting a sequence stores, from every start with more tokens behind it than the shortest window, the path of up to
+`branch_length` tokens. A node counts its insertions (frequency) and has the number of the last one (recency). A full
+trie evicts the least recent nodes, deeper before shallower ones, so that an evicted node is always a leaf.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from operator import attrgetter
 
 
 class TrieNode:
-    """A stored path. children: by token, the one stored last standing last; stamp: number of the insertion."""
+    """A stored path. children: by token, the most recent last; stamp: number of the last insertion."""
 
     __slots__ = ("children", "depth", "frequency", "parent", "stamp", "token")
 
@@ -27,11 +27,11 @@ class TrieNode:
         self.children: dict[int, TrieNode] = {}
 
     def recent(self, count: int) -> list[TrieNode]:
-        """Up to `count` children, the one stored last first."""
+        """Up to `count` children, the most recent first."""
         return list(islice(reversed(self.children.values()), count))
 
     def frequent(self, count: int, among: int) -> list[TrieNode]:
-        """Up to `count` of the children stored last, the most frequent first; of equals, the one stored last."""
+        """Up to `count` of the `among` most recent children, the most frequent first; ties go to the most recent."""
         return heapq.nlargest(count, self.recent(among), key=_FREQUENCY)
 
 
@@ -39,7 +39,7 @@ _FREQUENCY = attrgetter("frequency")
 
 
 class Trie:
-    """Stored paths, at most `capacity` nodes. One owner; not thread-safe."""
+    """Stored paths, at most `capacity` nodes. Owned by one thread."""
 
     def __init__(self, capacity: int, branch_length: int, min_window: int, max_window: int) -> None:
         """branch_length: longest path. min_window, max_window: shortest and longest suffix that is looked up."""
@@ -51,20 +51,22 @@ class Trie:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all paths."""
+        """Drop all paths."""
         self.root = TrieNode(None, -1, 0)
         self._size = 0
-        # Every node stands once in the queue, under a stamp that may be out of date. It is made at the first eviction.
+        # Every node is in the queue once, with a stamp that may be out of date. It is built at the first eviction.
         self._queue: list[tuple[int, int, int, TrieNode]] | None = None
 
     def __len__(self) -> int:
         return self._size
 
-    def insert(self, tokens: Sequence[int], lead: Sequence[int] = (), first: int = 0, stop: int | None = None) -> None:
-        """Store the paths of a sequence that begin from `first` on and before `stop`. lead: stands before each."""
+    def insert(
+        self, tokens: Sequence[int], namespace_id: Sequence[int] = (), first: int = 0, stop: int | None = None
+    ) -> None:
+        """Store the paths of a sequence that begin at `first` or later, before `stop`. namespace_id: before each."""
         last = len(tokens) - self.min_window
         for start in range(first, last if stop is None else min(stop, last)):
-            self._insert_path([*lead, *tokens[start : start + self.branch_length]])
+            self._insert_path([*namespace_id, *tokens[start : start + self.branch_length]])
 
     def _insert_path(self, path: Sequence[int]) -> None:
         self._stamp = stamp = self._stamp + 1
@@ -86,7 +88,7 @@ class Trie:
             node = child
 
     def _evict(self, current: int) -> bool:
-        """Remove the node that was stored longest ago. False if all are of the current insertion."""
+        """Remove the least recent node. False if all nodes belong to the current insertion."""
         if self._queue is None:
             self._queue = [(node.stamp, -node.depth, id(node), node) for node in self._nodes()]
             heapq.heapify(self._queue)
@@ -111,15 +113,17 @@ class Trie:
             yield node
             pending.extend(node.children.values())
 
-    def match(self, context: Sequence[int], lead: Sequence[int] = ()) -> list[tuple[TrieNode, int]]:
-        """Suffixes of a context that are stored and go on, as (node, window), longest first."""
+    def match(self, context: Sequence[int], namespace_id: Sequence[int] = ()) -> list[tuple[TrieNode, int]]:
+        """Suffixes of a context that are stored with children, as (node, window), longest first."""
         anchors: list[tuple[TrieNode, int]] = []
         for window in range(min(len(context), self.max_window), self.min_window - 1, -1):
-            node: TrieNode | None = self.root
-            for token in (*lead, *context[-window:]):
-                node = node.children.get(token)  # type: ignore[union-attr]
-                if node is None:
+            node = self.root
+            for token in (*namespace_id, *context[-window:]):
+                child = node.children.get(token)
+                if child is None:
                     break
-            if node is not None and node.children:
-                anchors.append((node, window))
+                node = child
+            else:
+                if node.children:
+                    anchors.append((node, window))
         return anchors

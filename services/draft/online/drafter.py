@@ -1,15 +1,15 @@
-"""A fed drafter that learns from the sessions that it serves.
+"""A feature-based drafter that is trained on the sessions that it serves.
 
-It asks the target for the states themselves, unfused, and for the last one as well: then what is learnt is what
-`outrider train` learns, and a new fusion needs no word to anybody. For EAGLE-3 that is four widths of the target a
-token on the wire instead of one of the draft; EAGLE is fed with that last state anyway.
+It requests the target's states themselves, unfused, and the last state as well: then the training is that of `outrider
+train`, and a new fusion layer stays inside the draft service. For EAGLE-3 the wire carries four hidden sizes of the
+target a token instead of one of the draft; EAGLE reads the last state anyway.
 
-    rows of the target ──┬──► recording (ring.py) ──► learner, in a thread of its own
-                         └──► fused here ──► trunk         │
-    before a step: what was offered is installed ◄─────────┘
+    rows of the target ──┬──► recording (replay_buffer.py) ──► learner, in a thread of its own
+                         └──► fusion ──► prefix KV                 │
+    before a step: the offered weights are installed ◄─────────────┘
 
-At a swap keys and values of the old weights stay where sessions have them: they are hints of hints, and go with their
-sessions. Cached prefixes are forgotten, so that nobody begins with them.
+At a swap, sessions keep the keys and values of the old weights; they only affect draft tokens, and disappear with their
+sessions. Cached prefixes are dropped, so that no new session starts with them.
 """
 
 from __future__ import annotations
@@ -28,97 +28,101 @@ from services.draft.drafters.feature import FeatureDrafter
 from services.draft.model.programs.runner import ModelRunner
 from services.draft.online.background import Background
 from services.draft.online.learner import Learner
-from services.draft.online.ring import RecordedRows, Recording, Ring
+from services.draft.online.replay_buffer import RecordedFeatures, ReplayBuffer, SessionRecording
 from services.draft.sessions.session import DraftSession
 
 
 class OnlineDrafter(FeatureDrafter):
-    """A fed drafter whose weights change. swaps: how often they did."""
+    """A feature-based drafter whose weights change. swaps: number of times that new weights were installed."""
 
     def __init__(
         self, name: str, runner: ModelRunner, prefix: PrefixCache, max_running: int, chunk: int, features: FeatureSpec,
-        learner: Learner, ring: Ring, share: float,
+        learner: Learner, buffer: ReplayBuffer, share: float,
     ) -> None:  # fmt: skip
-        """features: all states that are learnt from, the last one behind the others. share: of the time, to learn."""
+        """features: the states to train on, with the last state behind the others. share: of the time, for training."""
         super().__init__(name, runner, prefix, max_running, chunk, features)
-        self._row_bytes = row_bytes(ring.row_bytes // 2, features.format)
-        self.learner, self._ring = learner, ring
-        self._background = Background(learner.turn, share)
-        self._recordings: dict[int, Recording] = {}
-        self._ended: dict[int, tuple[Recording, NDArray[np.uint32]]] = {}  # whose last rows may come yet; all tokens
+        self.received_row_bytes = row_bytes(buffer.row_bytes // 2, features.format)
+        self.learner, self._buffer = learner, buffer
+        self._background = Background(learner.run_once, share)
+        self._recordings: dict[int, SessionRecording] = {}
+        self._ended: dict[
+            int, tuple[SessionRecording, NDArray[np.uint32]]
+        ] = {}  # last rows may follow; with all tokens
         self.swaps = 0
 
-    def warm_up(self, tell: Progress = no_progress) -> None:
-        """Learn once for nothing, so that nothing is compiled later; then as any drafter."""
-        tell(1, 1 + len(self.shapes))
+    def warm_up(self, report: Progress = no_progress) -> None:
+        """Run a training step, so that nothing is compiled later; then as ModelDrafter."""
+        report(1, 1 + len(self.shapes))
         self.learner.warm_up()
-        super().warm_up(lambda part, parts: tell(1 + part, 1 + parts))
+        super().warm_up(lambda part, parts: report(1 + part, 1 + parts))
 
     def start(self) -> None:
-        """Begin to learn."""
+        """Start the training thread."""
         self._background.start()
 
     def stop(self) -> None:
-        """Learn no more."""
+        """End the training thread."""
         self._background.stop()
 
     # --- sessions ---
 
     def open(self, session: DraftSession) -> None:
-        """As any drafter; and record what comes, unless the session is to share nothing with others."""
+        """As ModelDrafter; also record the session, unless a cache salt isolates it."""
         super().open(session)
         if session.cache_salt:
             return
-        recording = self._ring.begin(session.sampling.temperature, session.prompt_length)
+        recording = self._buffer.record(session.sampling.temperature, session.prompt_length)
         self._recordings[session.id] = recording
 
-        def hear(first: int, rows: NDArray[np.uint8]) -> None:
+        def on_rows(first: int, rows: NDArray[np.uint8]) -> None:
             self._record(recording, first, rows, session.tokens)
 
-        session.features = RecordedRows(session.features, hear)
+        session.features = RecordedFeatures(session.features, on_rows)
 
-    def _record(self, recording: Recording, first: int, rows: NDArray[np.uint8], tokens: NDArray[np.uint32]) -> None:
-        if rows.shape[1] == self._row_bytes:  # others end the session soon
-            recording.add(first, _narrow(rows, self.features.format), tokens)
+    def _record(
+        self, recording: SessionRecording, first: int, rows: NDArray[np.uint8], tokens: NDArray[np.uint32]
+    ) -> None:
+        if rows.shape[1] == self.received_row_bytes:  # other widths end the session soon
+            recording.add(first, _as_bfloat16(rows, self.features.format), tokens)
 
-    def ended(self, session: DraftSession, tokens: NDArray[np.uint32]) -> None:
-        """Its recording is over with the next round: what gathers while no hints are wanted comes with the end."""
+    def finished(self, session: DraftSession, tokens: NDArray[np.uint32]) -> None:
+        """Finish its recording with the next round; while drafting is paused, states arrive with the end."""
         if (recording := self._recordings.pop(session.id, None)) is not None:
             self._ended[session.id] = recording, np.concatenate([session.tokens, tokens])
 
-    def overtaken(self, block: FeatureBlock) -> None:
-        """Record what comes with a session's end."""
+    def late_features(self, block: FeatureBlock) -> None:
+        """Record states that arrive with a session's end."""
         if (last := self._ended.get(block.session_id)) is not None:
             recording, tokens = last
             self._record(recording, block.first, block.rows, tokens)
 
     def close(self, session: DraftSession) -> None:
-        """As any drafter; the recording is over."""
+        """As ModelDrafter; the recording is finished."""
         if (recording := self._recordings.pop(session.id, None)) is not None:
             recording.finish(session.tokens)
         super().close(session)
 
     def flush(self) -> None:
-        """As any drafter; and learn from nothing that came so far: the target may have other weights now."""
+        """As ModelDrafter; also drop all recordings, because the target may have other weights now."""
         super().flush()
         for recording in (*self._recordings.values(), *(recording for recording, _ in self._ended.values())):
             recording.drop()
         self._ended.clear()
-        self._ring.forget()
+        self._buffer.clear()
 
     def features_of(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """All states but the last, which is there to be learnt from."""
+        """All states but the last, which is only a training target."""
         return decode(rows, self.features.format)[:, : self.runner.feature_width]
 
     # --- between two rounds ---
 
     @property
     def busy(self) -> bool:
-        """True if recordings are to be handed over."""
+        """True if finished recordings wait to be stored."""
         return bool(self._ended) or super().busy
 
     def work(self) -> None:
-        """Hand over the recordings of sessions that have ended, and take over new weights, if there are any."""
+        """Store the recordings of ended sessions, and install new weights if there are any."""
         for recording, tokens in self._ended.values():
             recording.finish(tokens)
         self._ended.clear()
@@ -128,12 +132,12 @@ class OnlineDrafter(FeatureDrafter):
             self.swaps += 1
 
     def load(self) -> EngineLoad:
-        """As any drafter; and what was learnt."""
+        """As ModelDrafter, with the counts of the training."""
         return replace(super().load(), online=self.learner.load())
 
 
-def _narrow(rows: NDArray[np.uint8], layout: FeatureFormat) -> NDArray[np.uint8]:
-    """Rows in bfloat16."""
+def _as_bfloat16(rows: NDArray[np.uint8], layout: FeatureFormat) -> NDArray[np.uint8]:
+    """Rows converted to bfloat16."""
     if layout is FeatureFormat.BFLOAT16:
         return rows
     return decode(rows, layout).astype(ml_dtypes.bfloat16).view(np.uint8)

@@ -1,6 +1,6 @@
-"""The process: flags, cores, the port, then the drafter and its warm-up, then requests.
+"""The life of the process: flags, CPU affinity, the listener, then the drafters and their warm-up, then requests.
 
-JAX is imported only once the process stands on its cores, and never for NGRAM.
+JAX is imported after the CPU affinity was set, and never for NGRAM.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 import outrider
 from outrider.checkpoints import checkpoint
-from outrider.config import DraftConfig, parse_cores, plain_argv
-from outrider.drafts import with_drafter
+from outrider.config import DraftConfig, parse_cores, parse_flags
+from outrider.drafts import resolve_drafter
 from outrider.placement.shares import share_of_draft
 from outrider.process import process
 from outrider.serving.loop import EngineLoop
@@ -38,21 +36,21 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the service with flags. Returns the process's exit code; 2 for flags, files or a port that do not fit."""
-    config = tyro.cli(DraftConfig, args=plain_argv(argv), prog="outrider draft")
+    """Run the service with command-line flags. Returns the exit code; 2 for invalid flags or files, or a used port."""
+    config = parse_flags(DraftConfig, argv, "outrider draft")
     _collect_rarely()
     return process.run("draft", config, serve, share_of_draft)
 
 
 def _collect_rarely() -> None:
-    # The trie's millions of nodes live long and hold no cycles once they are evicted; the collector would visit them
-    # all again and again. With Python's own thresholds, storing a prompt takes ten times as long.
+    # The trie's millions of nodes live long, and evicted ones are in no cycles, but the garbage collector would visit
+    # all of them repeatedly: with Python's default thresholds, storing a prompt takes ten times as long.
     gc.set_threshold(50_000, 20, 1000)
 
 
 async def serve(config: DraftConfig) -> int:
-    """Serve until a signal or a fault. Returns the process's exit code. Raises ConfigError."""
-    config = with_drafter(config, config.model_path)
+    """Serve until a signal or a fault. Returns the exit code. Raises ConfigError."""
+    config = resolve_drafter(config, config.model_path)
     check(config)
     tls = config.server_tls()
     servicers: list[DraftServicer] = []
@@ -65,10 +63,10 @@ async def serve(config: DraftConfig) -> int:
         return servicers[0].register(server)
 
     def build_engine() -> DraftEngine:
-        servers[0].tell("loading")
+        servers[0].set_progress("loading")
         engine, model = build(config)
         for drafter in engine.drafters:
-            drafter.warm_up(lambda part, parts: servers[0].tell(f"compiling {part}/{parts}"))
+            drafter.warm_up(lambda part, parts: servers[0].set_progress(f"compiling {part}/{parts}"))
         servicers[0].serve(describe(engine, model), engine)
         drafters.extend(engine.drafters)
         for drafter in drafters:
@@ -88,7 +86,7 @@ async def serve(config: DraftConfig) -> int:
 
 def describe(engine: DraftEngine, model: common_pb2.ModelInfo | None) -> draft_pb2.GetDraftInfoResponse:
     """Facts for the handshake."""
-    wanted = engine.drafter.features
+    features = engine.drafter.features
     return draft_pb2.GetDraftInfoResponse(
         protocol_version=outrider.PROTOCOL_VERSION,
         software_version=outrider.__version__,
@@ -96,13 +94,13 @@ def describe(engine: DraftEngine, model: common_pb2.ModelInfo | None) -> draft_p
         model=model,
         max_session_tokens=engine.drafter.max_session_tokens,
         max_running_sessions=engine.max_running,
-        features=feature_spec_to_pb(wanted, engine.drafter.fusion) if wanted is not None else None,
+        features=feature_spec_to_pb(features, engine.drafter.fusion) if features is not None else None,
     )
 
 
 def build(config: DraftConfig) -> tuple[DraftEngine, common_pb2.ModelInfo | None]:
-    """The engine of a configuration, not warmed up, and the facts of its model. Raises ConfigError."""
-    config = with_drafter(config, config.model_path)
+    """The engine of a configuration before its warm-up, and the facts of its model. Raises ConfigError."""
+    config = resolve_drafter(config, config.model_path)
     check(config)
     drafter: Drafter
     model = None
@@ -110,7 +108,7 @@ def build(config: DraftConfig) -> tuple[DraftEngine, common_pb2.ModelInfo | None
     if config.speculative_algorithm == "NGRAM":
         assert ngram is not None
         if config.speculative_token_map is not None:
-            log.warning("--speculative-token-map is ignored: NGRAM has no head that it could shorten")
+            log.warning("--speculative-token-map is ignored: NGRAM has no head")
         drafter, ngram = ngram, None
     else:
         from services.draft.process.loading import load_model_drafter
@@ -120,15 +118,15 @@ def build(config: DraftConfig) -> tuple[DraftEngine, common_pb2.ModelInfo | None
 
 
 def build_ngram(config: DraftConfig) -> NgramDrafter:
-    """NGRAM, with the corpus read if there is one. Raises ConfigError."""
+    """The NGRAM drafter, with its corpus if there is one. Raises ConfigError."""
     options = ngram_options(config)
     if config.speculative_ngram_external_corpus_path is None:
         return NgramDrafter(options)
-    assert config.model_path is not None, "check has seen to that"
+    assert config.model_path is not None, "flags.check requires it"
     budget = config.speculative_ngram_external_sam_budget
     corpus = store(replace(options, draft_token_num=budget + 1))
     path, folder = Path(config.speculative_ngram_external_corpus_path), checkpoint.resolve(config.model_path)
-    most = config.speculative_ngram_external_corpus_max_tokens
-    read_corpus(path, folder, corpus, options.capacity, most)
+    max_tokens = config.speculative_ngram_external_corpus_max_tokens
+    read_corpus(path, folder, corpus, options.capacity, max_tokens)
     own = replace(options, draft_token_num=options.draft_token_num - budget)
     return NgramDrafter(options, store(own), corpus)

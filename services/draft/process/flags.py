@@ -1,11 +1,11 @@
-"""What the flags of the draft service mean, and which do not fit together."""
+"""Meaning of the flags of the draft service, and checks that they fit together."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
 
-from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, MODEL_ALGORITHMS, DraftConfig, check_least
+from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, MODEL_ALGORITHMS, DraftConfig, check_minimum
 from outrider.errors import ConfigError
 from outrider.speculation.shape import TreeShape, explicit_shape
 from services.draft.ngrams.base import NgramOptions
@@ -16,16 +16,14 @@ from services.draft.sessions.prefix_kv import SCRATCH_SLOTS
 
 log = logging.getLogger(__name__)
 
-MODEL_CHILDREN = 4  # of a node, that a model proposes at most
+MODEL_CHILDREN = 4  # largest number of children that a model proposes for a node
 _MAX_NODES = 256
 _DEFAULT_DEPTH = 16
-
-
-_MOST_NODES = 1 << 31  # that n-grams have numbers for
+_MAX_NGRAM_NODES = 1 << 31  # by the width of their indices
 
 
 def check(config: DraftConfig) -> None:
-    """Refuse flags that do not fit together. Raises ConfigError saying which."""
+    """Check that the flags fit together. Raises ConfigError with the offending flag."""
     algorithm = config.speculative_algorithm
     if algorithm == "NONE":
         raise ConfigError("--speculative-algorithm NONE needs no draft service; name a drafter")
@@ -34,8 +32,8 @@ def check(config: DraftConfig) -> None:
         raise ConfigError(f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path")
     if algorithm in FED_ALGORITHMS and config.model_path is None:
         raise ConfigError(
-            f"--speculative-algorithm {algorithm} needs --model-path, the target's checkpoint, whose "
-            "embedding and head it shares"
+            f"--speculative-algorithm {algorithm} needs --model-path, the target's checkpoint, for its "
+            "embedding and head"
         )
     shape = tree_shape(config)
     if shape is not None:
@@ -44,12 +42,14 @@ def check(config: DraftConfig) -> None:
     check_online(config)
     if algorithm == "NGRAM" and config.speculative_ngram_beside:
         raise ConfigError(
-            "--speculative-ngram-beside puts NGRAM beside another drafter; NGRAM alone needs no such flag"
+            "--speculative-ngram-beside adds NGRAM to another drafter; leave it out with --speculative-algorithm NGRAM"
         )
     if uses_ngram(config):
         _check_ngram(config)
     elif config.speculative_ngram_external_corpus_path is not None:
-        raise ConfigError("--speculative-ngram-external-corpus-path is for NGRAM, alone or --speculative-ngram-beside")
+        raise ConfigError(
+            "--speculative-ngram-external-corpus-path needs NGRAM, as the algorithm or by --speculative-ngram-beside"
+        )
 
 
 _POSITIVE = (
@@ -63,10 +63,10 @@ _POSITIVE = (
 
 
 def _check_numbers(config: DraftConfig) -> None:
-    check_least(config, dict.fromkeys(_POSITIVE, 1))
-    part = config.draft_mem_fraction_static
-    if part is not None and not 0.0 < part <= 1.0:
-        raise ConfigError(f"--draft-mem-fraction-static must lie in (0, 1], not {part}")
+    check_minimum(config, dict.fromkeys(_POSITIVE, 1))
+    fraction = config.draft_mem_fraction_static
+    if fraction is not None and not 0.0 < fraction <= 1.0:
+        raise ConfigError(f"--draft-mem-fraction-static must lie in (0, 1], not {fraction}")
     if config.speculative_num_draft_tokens is not None and config.speculative_num_draft_tokens < 2:
         raise ConfigError("--speculative-num-draft-tokens counts the root and must be 2 or more")
 
@@ -75,7 +75,7 @@ def _check_shape(shape: TreeShape) -> None:
     if shape.expansions > SCRATCH_SLOTS:
         raise ConfigError(
             f"--speculative-num-steps {shape.steps} and --speculative-eagle-topk {shape.topk} expand "
-            f"{shape.expansions} nodes of a session at a time; there is room for {SCRATCH_SLOTS}"
+            f"{shape.expansions} nodes of a session at a time; at most {SCRATCH_SLOTS} are supported"
         )
 
 
@@ -96,20 +96,20 @@ def _check_ngram(config: DraftConfig) -> None:
             "the NGRAM breadths must satisfy 0 < --speculative-ngram-min-bfs-breadth <= "
             f"--speculative-ngram-max-bfs-breadth, not {breadths[0]}, {breadths[1]}"
         )
-    if config.speculative_ngram_capacity > _MOST_NODES:
+    if config.speculative_ngram_capacity > _MAX_NGRAM_NODES:
         raise ConfigError(
-            f"--speculative-ngram-capacity must be {_MOST_NODES} or less, not {config.speculative_ngram_capacity}"
+            f"--speculative-ngram-capacity must be {_MAX_NGRAM_NODES} or less, not {config.speculative_ngram_capacity}"
         )
     if config.speculative_ngram_external_corpus_path is not None:
         _check_corpus(config, config.speculative_ngram_external_corpus_path)
 
 
 def _check_corpus(config: DraftConfig, path: str) -> None:
-    budget, most = config.speculative_ngram_external_sam_budget, ngram_options(config).draft_token_num - 1
-    if not 0 < budget <= most:
+    budget, limit = config.speculative_ngram_external_sam_budget, ngram_options(config).draft_token_num - 1
+    if not 0 < budget <= limit:
         raise ConfigError(
             "--speculative-ngram-external-corpus-path needs --speculative-ngram-external-sam-budget of 1 or more, and "
-            f"at most the {most} nodes of a draft, not {budget}"
+            f"at most the {limit} nodes of a lookup, not {budget}"
         )
     if config.model_path is None:
         raise ConfigError(
@@ -119,22 +119,22 @@ def _check_corpus(config: DraftConfig, path: str) -> None:
 
 
 def tree_shape(config: DraftConfig) -> TreeShape | None:
-    """The shape of explicit trees; None for trees that adapt, and for NGRAM, whose own flags say how they grow."""
+    """The shape of explicit trees; None for adaptive trees, and for NGRAM, which has flags of its own."""
     if config.speculative_algorithm not in MODEL_ALGORITHMS:
         return None
-    rows = config.speculative_num_draft_tokens
-    return explicit_shape(config.speculative_num_steps, config.speculative_eagle_topk, rows)
+    tokens = config.speculative_num_draft_tokens
+    return explicit_shape(config.speculative_num_steps, config.speculative_eagle_topk, tokens)
 
 
 def tree_limits(config: DraftConfig) -> TreeLimits:
-    """Limits of the trees: what was asked for, or what drafting ahead can use. NGRAM's breadth has flags of its own."""
+    """Limits of the trees: those of the flags, or what drafting ahead can use. NGRAM's breadth has flags of its own."""
     shape = tree_shape(config)
     if shape is not None:
         if shape.rows != config.speculative_num_draft_tokens:
-            log.warning("a chain of %d steps has %d rows: --speculative-num-draft-tokens is %d",
+            log.warning("a chain of %d steps has %d tokens: --speculative-num-draft-tokens is %d",
                         shape.steps, shape.rows, shape.rows)  # fmt: skip
         nodes = max(_MAX_NODES, shape.candidates)
-        if uses_ngram(config):  # its paths are longer, and its nodes come first
+        if uses_ngram(config):  # its paths are longer, and its nodes are added first
             return TreeLimits(2 * nodes, max(shape.steps, _DEFAULT_DEPTH), 2 * nodes, floor=0.0, shape=shape)
         return TreeLimits(nodes, shape.steps, shape.topk, floor=0.0, shape=shape)
     return TreeLimits(
@@ -145,12 +145,12 @@ def tree_limits(config: DraftConfig) -> TreeLimits:
 
 
 def uses_ngram(config: DraftConfig) -> bool:
-    """True if n-grams draft, alone or beside a model."""
+    """True if NGRAM drafts, alone or beside a model."""
     return config.speculative_algorithm == "NGRAM" or config.speculative_ngram_beside
 
 
 def ngram_options(config: DraftConfig) -> NgramOptions:
-    """The NGRAM flags. The default of nodes a lookup is SGLang's, the longest window."""
+    """The NGRAM flags. As in SGLang, a lookup has by default as many nodes as the longest window has tokens."""
     return NgramOptions(
         match_type=config.speculative_ngram_match_type,
         min_match_window_size=config.speculative_ngram_min_match_window_size,

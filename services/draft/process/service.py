@@ -1,4 +1,4 @@
-"""The gRPC face of the draft: facts for the handshake, and the stream."""
+"""The gRPC service of the draft: facts for the handshake, and the stream of sessions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.serving.loop import EngineLoop
 from outrider.transport.rpc import GrpcServer, statuses
 from outrider.transport.stream import StreamHub
 from outrider.wire.v1 import draft_pb2, draft_pb2_grpc
-from services.draft.drafters.sharing import Sharing
+from services.draft.drafters.shared_weights import SharedWeights
 from services.draft.engine.engine import DraftEngine
 
 log = logging.getLogger(__name__)
@@ -25,17 +25,17 @@ SERVICE_NAME = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """DraftService around an engine's streams. Until `serve` is called, callers are told to wait."""
+    """DraftService around an engine's streams. Until `serve` is called, calls fail with Unavailable."""
 
     def __init__(self, hub: StreamHub[Any, Any], loop: EngineLoop) -> None:
         self._hub = hub
         self._loop = loop
         self._engine: DraftEngine | None = None
         self._info: draft_pb2.GetDraftInfoResponse | None = None
-        self._sharing = asyncio.Lock()
+        self._refreshing = asyncio.Lock()
 
     def serve(self, info: draft_pb2.GetDraftInfoResponse, engine: DraftEngine) -> None:
-        """The drafters are built."""
+        """Begin to serve: the drafters are built and warmed up."""
         self._info, self._engine = info, engine
 
     def register(self, server: GrpcServer) -> tuple[str, ...]:
@@ -55,12 +55,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         del request
         async with statuses(context):
             return self._built()[0]
-        raise AssertionError("an aborted call does not go on")
+        raise AssertionError("aborting a call raises")
 
     async def GetFusion(  # noqa: N802
         self, request: draft_pb2.GetFusionRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[draft_pb2.GetFusionResponse]:
-        """The fusion layer for the target, in parts."""
+        """The fusion layer that the target applies, in parts."""
         del request
         async with statuses(context):
             fusion = self._built()[1].drafter.fusion
@@ -70,27 +70,27 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def FlushDraft(  # noqa: N802
         self, request: draft_pb2.FlushDraftRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> draft_pb2.FlushDraftResponse:
-        """Forget what was learned from texts, or from a target's weights alone, between two rounds."""
+        """Drop what drafters keep of texts, or only of the target's hidden states, between two steps."""
         async with statuses(context):
             _, engine = self._built()
             await asyncio.wrap_future(self._loop.call(partial(engine.flush, only_fed=request.only_fed)))
-            if request.target_folder and engine.drafter.sharing is not None:
-                await self._share(engine.drafter.sharing, request.target_folder)
+            if request.target_folder and engine.drafter.shared_weights is not None:
+                await self._refresh_weights(engine.drafter.shared_weights, request.target_folder)
             return draft_pb2.FlushDraftResponse()
-        raise AssertionError("an aborted call does not go on")
+        raise AssertionError("aborting a call raises")
 
-    async def _share(self, sharing: Sharing, folder: str) -> None:
-        """Take the target's embedding and head from a folder. What goes wrong costs speed alone, and is logged."""
-        async with self._sharing:  # one after the other: the last one stays
+    async def _refresh_weights(self, shared_weights: SharedWeights, folder: str) -> None:
+        """Load the target's embedding and head from a folder. A failure only costs speed, and is logged."""
+        async with self._refreshing:  # one at a time, so that the last request wins
             try:
-                shared = await asyncio.to_thread(sharing.read, folder)
+                weights = await asyncio.to_thread(shared_weights.load, folder)
             except Exception as error:
-                why = error.message if isinstance(error, OutriderError) else error
-                log.warning("the draft goes on with the target's embedding and head that it has: %s", why)
+                reason = error.message if isinstance(error, OutriderError) else error
+                log.warning("the draft keeps the target's old embedding and head: %s", reason)
                 return
-            if shared is not None:
-                await asyncio.wrap_future(self._loop.call(partial(sharing.take, shared)))
-                log.info("took the target's embedding and head from %s", folder)
+            if weights is not None:
+                await asyncio.wrap_future(self._loop.call(partial(shared_weights.install, weights)))
+                log.info("loaded the target's embedding and head from %s", folder)
 
     async def Propose(  # noqa: N802
         self,

@@ -1,1 +1,1 @@
-"""A session in the draft service: its draft tree, frontier, prefix KV and received features."""
+"""A session in the draft service: its draft tree, frontiers, unsent proposals, prefix KV, features, and step inputs."""

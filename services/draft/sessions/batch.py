@@ -1,7 +1,6 @@
-"""The arrays of one step of the draft model, built on the host. Page ids are inputs and never live on the device.
+"""The input arrays of one step of the draft model, built on the host. Page ids are inputs, not state of the device.
 
-Every step has one of a few shapes, each compiled once: S sessions with Q rows each. Rows that are not needed read and
-write the null page.
+Every step has one of a few shapes, each compiled once: S sessions with Q rows each. Padding rows use the null page.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from numpy.typing import NDArray
 
 from outrider.speculation.shape import TreeShape
 from outrider.speculation.tree import ROOT
-from services.draft.sessions.prefix_kv import SCRATCH_SLOTS, Trunk
+from services.draft.sessions.prefix_kv import SCRATCH_SLOTS, PrefixKV
 from services.draft.sessions.session import DraftSession
 
 MASK_WORDS = SCRATCH_SLOTS // 32
 
 
-class Shape(NamedTuple):
-    """A compiled shape. heads: rows a session that give candidates; either all of them or the last one alone.
+class StepShape(NamedTuple):
+    """A compiled shape of steps. heads: rows a session with candidates, either all rows or the last one.
 
     tree: explicit tree that grows from the last row in the same program
     """
@@ -35,18 +34,18 @@ class Shape(NamedTuple):
 
     @property
     def moves(self) -> int:
-        """Rows that can move from scratch to trunk in one step."""
+        """Rows that can move from the scratch into the prefix KV in one step."""
         return max(16, 4 * self.sessions)
 
 
 class FeatureInputs(NamedTuple):
-    """Inputs of models that are fed, int32 unless said otherwise. S sessions, Q rows.
+    """Inputs of models with features, int32 except `rows`. S sessions, Q rows, W width of a feature.
 
     rows:    [S, Q, W] float32, the target's features
-    given:   [S, Q], 1 for rows that have one
-    sources: [S, Q], slots of the rows whose own features the others take; for n stacked layers [S, Q, n], slots of the
-             target's features
-    layers:  [S, Q], of stacked layers the one that predicts from each row
+    given:   [S, Q], 1 for rows with a feature of the target
+    sources: [S, Q], slots of the rows whose own features the other rows read; for n stacked layers [S, Q, n], slots of
+             the target's features
+    layers:  [S, Q], for stacked layers the layer that predicts from each row
     """
 
     rows: Any
@@ -56,16 +55,22 @@ class FeatureInputs(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """Inputs of the step program, int32 unless said otherwise. S sessions, Q rows, R rows with candidates, M moves.
+    """Inputs of the step program, int32 unless stated. S sessions, Q rows, R rows with candidates, M moves.
 
-    tokens, positions, slots, visible: [S, Q], visible in trunk tokens; head_rows: [S, R], rows that give candidates;
-    pages: [S, P]; scratch_slots: [S, C]; scratch_bits: [S, Q, C / 32] uint32; moves: [2, M], source and target slots;
-    temperature, top_p, min_p: [S] float32; top_k: [S]; keys: [S, R, 2] uint32; level_keys: [S, L, 2] uint32, of the
-    levels of a whole tree below the first
-    features: None for models that are not fed
+    tokens, positions, slots: [S, Q]
+    visible:       [S, Q], number of tokens of the prefix KV that each row attends to
+    head_rows:     [S, R], rows with candidates
+    pages:         [S, P]
+    scratch_slots: [S, C]
+    scratch_bits:  [S, Q, C / 32] uint32, scratch slots that each row attends to
+    moves:         [2, M], source and target slots
+    temperature, top_p, min_p: [S] float32; top_k: [S]
+    keys:          [S, R, 2] uint32, noise keys
+    level_keys:    [S, L, 2] uint32, noise keys of the levels of a whole tree below the first
+    features:      None for models without features
 
-    On the host all but the target's features are views of one array of words: a program takes long to be called with
-    many.
+    On the host all inputs but the target's features are views of one array of words, because a program call takes long
+    with many arguments.
     """
 
     tokens: Any
@@ -86,13 +91,14 @@ class StepInputs(NamedTuple):
     features: FeatureInputs | None = None
 
 
-class Layout(NamedTuple):
-    """Where the inputs of a shape stand among the words of a step.
+class InputLayout(NamedTuple):
+    """The order of the inputs of a shape among the words of a step.
 
-    table_pages: width of the page tables. feature_width: 0 for models that are not fed. stacked: layers side by side.
+    table_pages: width of the page tables; feature_width: 0 for models without features; stacked: number of stacked
+    layers
     """
 
-    shape: Shape
+    shape: StepShape
     table_pages: int
     feature_width: int = 0
     stacked: int = 0
@@ -120,7 +126,7 @@ class Layout(NamedTuple):
         return fields
 
     def inputs(self, words: Any, rows: Any, view: Callable[[Any, type], Any]) -> StepInputs:
-        """Words as inputs. rows: the target's features. view: of words as numbers of a format."""
+        """Words as inputs. rows: the target's features. view: reinterprets words in another number format."""
         parts: list[Any] = []
         place = 0
         for shape, kind in self.fields():
@@ -129,29 +135,30 @@ class Layout(NamedTuple):
             parts.append(part if kind is np.int32 else view(part, kind))
             place += count
         own = len(StepInputs._fields) - 1
-        return StepInputs(*parts[:own], features=FeatureInputs(rows, *parts[own:]) if self.feature_width else None)
+        features = FeatureInputs(rows, *parts[own:]) if self.feature_width else None
+        return StepInputs._make((*parts[:own], features))
 
     def words(self) -> int:
-        """How many there are."""
+        """Number of words."""
         return sum(math.prod(shape) for shape, _ in self.fields())
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a step does for one session: the next `feed` rows of the trunk, or the expansion of nodes.
+class SessionWork:
+    """The work of a step for one session: the next `feed` rows of the prefix KV, or the expansion of nodes.
 
-    features: [feed, W] float32, of the rows that are fed, for models that need them
+    features: [feed, W] float32, of the fed rows, for models with features
     """
 
     session: DraftSession
-    trunk: Trunk
+    prefix_kv: PrefixKV
     feed: int = 0
     nodes: tuple[int, ...] = ()
     features: NDArray[np.float32] | None = None
 
 
-def empty_inputs(layout: Layout) -> StepInputs:
-    """Inputs of padding alone."""
+def empty_inputs(layout: InputLayout) -> StepInputs:
+    """Inputs with padding alone."""
     shape = layout.shape
     words = np.zeros(layout.words(), np.int32)
     rows = np.zeros((shape.sessions, shape.rows, layout.feature_width), np.float32)
@@ -161,108 +168,108 @@ def empty_inputs(layout: Layout) -> StepInputs:
     return inputs
 
 
-class Blank:
-    """Inputs of a layout that are filled anew for every step: to lay them out takes longer than to fill them.
+class StepBuffer:
+    """Reusable inputs of one layout: laying them out takes longer than filling them.
 
-    A step must be over before the next one of the same layout is described.
+    A step must be done before the next one with the same layout is built.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: InputLayout) -> None:
         self.layout = layout
         self._inputs = empty_inputs(layout)
-        self._words: NDArray[np.int32] = self._inputs.tokens.base  # of which all inputs are views
+        self._words: NDArray[np.int32] = self._inputs.tokens.base  # all inputs are views of it
         self._padding = self._words.copy()
 
-    def fresh(self) -> StepInputs:
-        """The inputs, all padding."""
+    def cleared(self) -> StepInputs:
+        """The inputs, reset to padding."""
         self._words[:] = self._padding
         if self._inputs.features is not None:
             self._inputs.features.rows[:] = 0
         return self._inputs
 
 
-def build_inputs(blank: Blank, jobs: list[Job], moves: list[tuple[int, int]]) -> StepInputs:
-    """Inputs of a step. Nodes that it expands get their scratch slots here."""
-    inputs, stacked = blank.fresh(), blank.layout.stacked
+def build_inputs(step_buffer: StepBuffer, works: list[SessionWork], moves: list[tuple[int, int]]) -> StepInputs:
+    """Inputs of a step. Nodes that are expanded get their scratch slots here."""
+    inputs, stacked = step_buffer.cleared(), step_buffer.layout.stacked
     if moves:
         inputs.moves[:, : len(moves)] = np.array(moves, dtype=np.int32).T
-    for row, job in enumerate(jobs):
-        _describe_session(inputs, row, job)
-        if job.feed:
-            _feed_trunk(inputs, row, job)
+    for row, work in enumerate(works):
+        _describe_session(inputs, row, work)
+        if work.feed:
+            _feed_prefix(inputs, row, work)
         else:
-            _expand_nodes(inputs, row, job)
+            _expand_nodes(inputs, row, work)
             if inputs.features is not None and not stacked:
-                inputs.features.sources[row, : len(job.nodes)] = _parents(inputs, row, job, moves)
+                inputs.features.sources[row, : len(work.nodes)] = _parents(inputs, row, work, moves)
         if stacked:
-            _point_at_features(inputs, row, job, stacked)
+            _point_at_features(inputs, row, work, stacked)
     return inputs
 
 
-def _point_at_features(inputs: StepInputs, row: int, job: Job, stacked: int) -> None:
-    """Layer i of a row at position p is joined with the target's feature p - i, if that is known; slot 0 has none."""
+def _point_at_features(inputs: StepInputs, row: int, work: SessionWork, stacked: int) -> None:
+    """Layer i of a row at position p is fused with the target's feature p - i if it is known; slot 0 holds none."""
     assert inputs.features is not None
-    count = job.feed or len(job.nodes)
-    known = job.trunk.settled + job.feed
+    count = work.feed or len(work.nodes)
+    known = work.prefix_kv.settled + work.feed
     wanted = inputs.positions[row, :count, None] - np.arange(stacked)
-    slots = job.trunk.table.slots(0, known)
+    slots = work.prefix_kv.table.slots(0, known)
     there = (wanted >= 0) & (wanted < known)
     inputs.features.sources[row, :count] = np.where(there, slots[np.where(there, wanted, 0)], 0)
     inputs.features.layers[row, :count] = np.clip(inputs.positions[row, :count] - known + 1, 0, stacked - 1)
 
 
-def _parents(inputs: StepInputs, row: int, job: Job, moves: list[tuple[int, int]]) -> list[int]:
-    """The slots of the rows above the nodes, as they are before the step's moves."""
+def _parents(inputs: StepInputs, row: int, work: SessionWork, moves: list[tuple[int, int]]) -> list[int]:
+    """The slots of the nodes' parents, before the moves of this step."""
     moved = {target: source for source, target in moves}
-    last = job.session.length - job.trunk.shift
-    root = int(job.trunk.table.slots(last - 1, last)[0])
-    above = [job.session.tree.parent[node] for node in job.nodes]
-    slots = [root if node == ROOT else int(inputs.scratch_slots[row, job.trunk.slot(node)]) for node in above]
+    last = work.session.length - work.prefix_kv.shift
+    root = int(work.prefix_kv.table.slots(last - 1, last)[0])
+    above = [work.session.tree.parent[node] for node in work.nodes]
+    slots = [root if node == ROOT else int(inputs.scratch_slots[row, work.prefix_kv.slot(node)]) for node in above]
     return [moved.get(slot, slot) for slot in slots]
 
 
-def _describe_session(inputs: StepInputs, row: int, job: Job) -> None:
-    pages = job.trunk.table.pages
+def _describe_session(inputs: StepInputs, row: int, work: SessionWork) -> None:
+    pages = work.prefix_kv.table.pages
     inputs.pages[row, : len(pages)] = pages
-    inputs.scratch_slots[row] = job.trunk.scratch_slots
-    sampling = job.session.sampling
+    inputs.scratch_slots[row] = work.prefix_kv.scratch_slots
+    sampling = work.session.sampling
     inputs.temperature[row] = sampling.temperature
     inputs.top_p[row] = sampling.top_p
     inputs.min_p[row] = sampling.min_p
     inputs.top_k[row] = min(sampling.top_k, 2**31 - 1)
 
 
-def _feed_trunk(inputs: StepInputs, row: int, job: Job) -> None:
-    start, shift = job.trunk.settled, job.trunk.shift
-    stop = start + job.feed
+def _feed_prefix(inputs: StepInputs, row: int, work: SessionWork) -> None:
+    start, shift = work.prefix_kv.settled, work.prefix_kv.shift
+    stop = start + work.feed
     positions = np.arange(start, stop)
-    inputs.tokens[row, : job.feed] = job.session.tokens[start + shift : stop + shift]
-    inputs.positions[row, : job.feed] = positions
-    inputs.slots[row, : job.feed] = job.trunk.table.slots(start, stop)
-    inputs.visible[row, : job.feed] = positions + 1
-    # The last fed row stands first among those that give candidates.
-    inputs.head_rows[row, 0] = job.feed - 1
+    inputs.tokens[row, : work.feed] = work.session.tokens[start + shift : stop + shift]
+    inputs.positions[row, : work.feed] = positions
+    inputs.slots[row, : work.feed] = work.prefix_kv.table.slots(start, stop)
+    inputs.visible[row, : work.feed] = positions + 1
+    # The last fed row comes first among the rows with candidates.
+    inputs.head_rows[row, 0] = work.feed - 1
     ahead = 1 + inputs.level_keys.shape[1]
-    keys = job.session.keys(np.arange(stop + shift, stop + shift + ahead))
+    keys = work.session.noise_keys(np.arange(stop + shift, stop + shift + ahead))
     inputs.keys[row, 0], inputs.level_keys[row] = keys[0], keys[1:]
     if inputs.features is not None:
-        assert job.features is not None, "rows of the trunk are fed with the target's features"
-        inputs.features.rows[row, : job.feed] = job.features
-        inputs.features.given[row, : job.feed] = True
+        assert work.features is not None, "rows of the prefix KV are computed from the target's features"
+        inputs.features.rows[row, : work.feed] = work.features
+        inputs.features.given[row, : work.feed] = True
 
 
-def _expand_nodes(inputs: StepInputs, row: int, job: Job) -> None:
-    tree, count = job.session.tree, len(job.nodes)
-    length = job.session.length
-    rows = length - job.trunk.shift  # of the trunk
-    slots = [job.trunk.expand(node, tree.parent[node]) for node in job.nodes]
-    depths = np.array([tree.depth[node] for node in job.nodes])
-    # By way of uint32, as in `_feed_trunk`: a session may name ids that no model has, and n-grams repeat them.
-    inputs.tokens[row, :count] = np.array([tree.token[node] for node in job.nodes], np.uint32)
+def _expand_nodes(inputs: StepInputs, row: int, work: SessionWork) -> None:
+    tree, count = work.session.tree, len(work.nodes)
+    length = work.session.length
+    rows = length - work.prefix_kv.shift  # of the prefix KV
+    slots = [work.prefix_kv.expand(node, tree.parent[node]) for node in work.nodes]
+    depths = np.array([tree.depth[node] for node in work.nodes])
+    # Through uint32, as in `_feed_prefix`: a session may contain ids that the model lacks, and n-grams repeat them.
+    inputs.tokens[row, :count] = np.array([tree.token[node] for node in work.nodes], np.uint32)
     inputs.positions[row, :count] = rows - 1 + depths
     inputs.slots[row, :count] = inputs.scratch_slots[row, slots]
     inputs.visible[row, :count] = rows
-    for i, node in enumerate(job.nodes):
-        mask = job.trunk.mask(node)
+    for i, node in enumerate(work.nodes):
+        mask = work.prefix_kv.mask(node)
         inputs.scratch_bits[row, i] = [mask >> 32 * word & 0xFFFFFFFF for word in range(MASK_WORDS)]
-    inputs.keys[row, :count] = job.session.keys(length + depths)
+    inputs.keys[row, :count] = work.session.noise_keys(length + depths)

@@ -1,9 +1,9 @@
-"""Hidden states of the target as a drafter keeps them: the rows of one session, until they have been used.
+"""Hidden states of the target, kept for a drafter: the received rows of one session, until they are used.
 
 positions   0 ........ first | first ............ end |
-            used             | held, in one piece     | yet to come
+            used             | held, contiguous       | not received
 
-Rows are kept as the bytes in which they came.
+Rows are kept as received bytes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 
 class FeatureRows:
-    """A run of rows without a gap. Row j belongs to the token at position j.
+    """Contiguous rows. Row j belongs to the token at position j.
 
-    lost: rows are missing behind `end`; what comes after them is of no use, and is not kept
+    lost: rows are missing behind `end`; later rows are useless and are not kept
     """
 
     def __init__(self) -> None:
@@ -29,33 +29,33 @@ class FeatureRows:
 
     @property
     def width(self) -> int:
-        """Bytes of a row, where rows are held."""
-        return self._parts[0].shape[1]
+        """Bytes of a row; defined while rows are held."""
+        return int(self._parts[0].shape[1])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows that are held."""
+        """Bytes of the held rows."""
         return self._count * self.width if self._parts else 0
 
     @property
     def end(self) -> int:
-        """The position behind the last row that is held."""
+        """The position behind the last held row."""
         return self.first + self._count
 
     def add(self, first: int, rows: NDArray[np.uint8]) -> None:
-        """Rows from position `first` on, [n, row bytes]. Those that are held or used are left out.
+        """Rows from position `first` on, [n, row bytes]. Rows that are held or used are skipped.
 
-        Rows of another width than those that are held are no rows of this drafter's; they count as missing.
+        Rows of another width than the held ones do not belong to this drafter; they count as missing.
         """
         if first > self.end or (self._parts and rows.shape[1] != self.width):
             self.lost = True
         fresh = rows[self.end - first :] if not self.lost else rows[:0]
         if len(fresh):
-            self._parts.append(fresh.copy())  # or each row would keep the frame that it came in, of all sessions
+            self._parts.append(fresh.copy())  # a view would keep the received frame of all sessions in memory
             self._count += len(fresh)
 
     def take(self, count: int | None = None) -> NDArray[np.uint8]:
-        """The first rows, [n, row bytes], all by default; they are held no longer."""
+        """Take the first rows, [n, row bytes], all by default; they are no longer held."""
         if count == 0 or not self._parts:
             return np.empty((0, 0), np.uint8)
         whole = self._parts[0] if len(self._parts) == 1 else np.concatenate(self._parts)
@@ -66,12 +66,12 @@ class FeatureRows:
         return taken
 
     def give_up(self) -> None:
-        """Rows that were used are needed again, but they are gone."""
+        """Rows that were used are needed again, but are no longer held."""
         self.lost = True
         self._parts, self._count = [], 0
 
     def skip(self, first: int) -> None:
-        """Rows before a position are not needed; they need not have come."""
+        """Rows before a position are not needed, whether or not they were received."""
         if first <= self.first:
             return
         if first >= self.end:

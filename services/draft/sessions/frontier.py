@@ -1,9 +1,9 @@
-"""What one drafter has still to expand of a session's tree. Several drafters in one session have a frontier each.
+"""The frontier of one drafter in a session's draft tree. Several drafters in one session have a frontier each.
 
-    expanded    the drafter was asked for the node's children
-    open        it may be asked: likely enough, not too deep, no end of the text
+    expanded    nodes whose children the drafter has computed
+    open        nodes that it may expand: likely enough, not too deep, no end-of-sequence token
 
-A drafter that computes a node from its parent's state (`from_parents`) is asked only below what it has expanded itself.
+A drafter that computes a node from its parent's state (`from_parents`) can only expand below its own expansions.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from outrider.speculation.tree import ROOT, SpeculationTree
 
 @dataclass(frozen=True)
 class TreeLimits:
-    """How far a tree grows.
+    """Limits of a draft tree.
 
-    nodes: most nodes a session. depth: deepest node, in levels below the root. children: most children a node. floor:
-    least probability that a node is reached, below which it is neither expanded nor sent. shape: of explicit trees.
+    nodes:    largest number of nodes
+    depth:    deepest level below the root
+    children: largest number of children a node
+    floor:    least probability that a node is reached; less likely nodes are neither expanded nor sent
+    shape:    of explicit trees; None for adaptive ones
     """
 
     nodes: int = 256
@@ -37,15 +40,22 @@ class TreeLimits:
 
 
 class Frontier:
-    """One drafter's view of one tree; `held` while the drafter holds the session."""
+    """The nodes of one tree that one drafter may expand.
+
+    held:          the drafter holds the session
+    root_expanded: the drafter has expanded the root
+    blocked:       the root cannot be expanded before the target's next features arrive
+    urgent:        the root is expanded even while drafting is paused
+    rounds_waited: since the drafter last expanded a node of the session
+    """
 
     def __init__(self, expansions: int, floor: float, *, from_parents: bool) -> None:
-        """expansions: most nodes of a tree that are expanded at a time. floor: least reach that is worth expanding."""
+        """expansions: largest number of expanded nodes. floor: least probability to reach a node that is expanded."""
         self.held = False
         self.root_expanded = False
-        self.blocked = False  # the root cannot be expanded before the target has said more
-        self.urgent = False  # the root is to be expanded even if nobody wants hints
-        self.rounds_waited = 0  # since it was last granted a wish
+        self.blocked = False
+        self.urgent = False
+        self.rounds_waited = 0
         self.expanded: set[int] = set()
         self._open: set[int] = set()
         self._expansions = expansions
@@ -60,19 +70,19 @@ class Frontier:
 
     @property
     def complete(self) -> bool:
-        """True if there is something to say of the root, if only that nothing follows it."""
+        """True if the root was expanded, even if it has no children."""
         return self.root_expanded
 
     @property
-    def wants(self) -> bool:
-        """True if there is something to expand."""
+    def expandable(self) -> bool:
+        """True if there is a node to expand."""
         if not self.root_expanded:
             return self.held and not self.blocked
         return self.held and bool(self._open) and len(self.expanded) < self._expansions
 
-    def wishes(self, tree: SpeculationTree, count: int) -> list[tuple[float, int]]:
+    def best_leaves(self, tree: SpeculationTree, count: int) -> list[tuple[float, int]]:
         """Up to `count` nodes to expand, as (log-probability to reach it, node), best first."""
-        if not self.wants:
+        if not self.expandable:
             return []
         if not self.root_expanded:
             return [(0.0, ROOT)]
@@ -82,16 +92,16 @@ class Frontier:
         return [(-cost, node) for cost, node in best]
 
     @property
-    def takes_whole(self) -> bool:
-        """True if a whole tree may be planted at once."""
+    def accepts_whole_tree(self) -> bool:
+        """True if a whole tree may be added at once."""
         return False
 
-    def finish(self) -> None:
-        """All of the tree has been planted."""
+    def mark_complete(self) -> None:
+        """A whole tree was added."""
         self.root_expanded = True
 
-    def mark(self, tree: SpeculationTree, node: int) -> list[int]:
-        """A node, or the root, is expanded now. Returns the children that it had already."""
+    def mark_expanded(self, tree: SpeculationTree, node: int) -> list[int]:
+        """A node, or the root, was expanded. Returns children of other drafters, which may be expanded now."""
         if node == ROOT:
             self.root_expanded = True
         else:
@@ -99,8 +109,8 @@ class Frontier:
             self._open.discard(node)
         return tree.children_of(node) if self._from_parents else []
 
-    def enter(self, tree: SpeculationTree, node: int) -> None:
-        """A node may be asked for, if this drafter can and it is likely enough."""
+    def offer(self, tree: SpeculationTree, node: int) -> None:
+        """Open a node, if this drafter can expand it and it is likely enough."""
         if node in self.expanded or tree.path_score[node] < self._log_floor:
             return
         parent = tree.parent[node]
@@ -108,20 +118,20 @@ class Frontier:
             self._open.add(node)
 
     def renumber(self, kept: list[int], *, root_expanded: bool) -> None:
-        """The root has moved down. kept: old index of each surviving node; those that are open enter anew."""
+        """The root has moved down. kept: old index of each surviving node; open nodes must be offered again."""
         self.root_expanded = root_expanded
-        known = root_expanded or not self._from_parents  # else it begins anew at the root
+        known = root_expanded or not self._from_parents  # otherwise expansion restarts at the root
         self.expanded = {new for new, old in enumerate(kept) if old in self.expanded} if known else set()
         self._open = set()
 
-    def survey(self, tree: SpeculationTree, max_depth: int) -> None:
-        """The tree has changed."""
+    def refresh(self, tree: SpeculationTree, max_depth: int) -> None:
+        """The tree has changed. max_depth: deepest useful level."""
 
     def needed(self, tree: SpeculationTree) -> list[int] | None:
-        """After a commit: the nodes that are still of use, parents before children; None if all are."""
+        """After a commit: the nodes that remain useful, parents before children; None if all do."""
         del tree
         return None
 
-    def chosen(self, tree: SpeculationTree) -> Sequence[int]:
+    def selected(self, tree: SpeculationTree) -> Sequence[int]:
         """Nodes that may be proposed, parents before children."""
         return range(len(tree))

@@ -1,21 +1,21 @@
-"""The KV memory of one session: a trunk of committed tokens, and a scratch for the nodes of its speculation tree.
+"""The KV cache of one session: the prefix KV of its committed tokens, and a scratch for the nodes of its draft tree.
 
-    trunk     pages, in order of position     0 ........ computed-1 | room for what is committed next
-    scratch   SCRATCH_SLOTS slots             keys and values of expanded nodes, in any order
+    prefix KV   pages, in order of position     0 ........ computed-1 | room for further commits
+    scratch     SCRATCH_SLOTS slots             keys and values of expanded nodes, in any order
 
-A row holds token j + `shift` at slot j: shift is 0 for models that read tokens alone, and 1 for heads that are fed with
-the target's features, whose row j pairs feature j with token j + 1. Their expanded nodes have been computed from the
-head's own features: in the trunk they are provisional, until they are computed again with the target's.
+A row holds token j + `shift` at slot j. The shift is 0 for models that read tokens alone. It is 1 for feature-based
+heads, whose row j pairs feature j with token j + 1. Their expanded nodes were computed from the head's own features: in
+the prefix KV they are provisional, until they are computed again from the target's features.
 
     rows    0 ........ settled-1 | settled ... computed-1 | computed ... length-1-shift
             final                | provisional            | to be computed
 
-A node in the scratch remembers, as a bit mask over slots, which others are its ancestors. When nodes are committed,
-their rows move from the scratch into the trunk; what is no longer in the tree frees its slot.
+A node in the scratch has a bit mask over the slots of its ancestors. When nodes are committed, their rows move from the
+scratch into the prefix KV; nodes that leave the tree free their slots.
 
-Full pages of the trunk go to a prefix cache, so that a session that begins with the same tokens need not compute them.
+Full pages of the prefix KV go to a prefix cache, so that sessions with the same beginning need not compute them.
 
-Ruler: the root's children can be known only if computed = length - shift; else it is less and the tree is empty.
+Invariant: the root's children can be known only if computed = length - shift; otherwise the tree is empty.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from outrider.speculation.tree import ROOT
 SCRATCH_SLOTS = 64
 
 
-class Trunk:
-    """Trunk and scratch of one session; both are leased while it runs."""
+class PrefixKV:
+    """Prefix KV and scratch of one session; both are leased while it runs."""
 
     def __init__(self, prefix: PrefixCache, tokens: NDArray[np.uint32], namespace: str = "", shift: int = 0) -> None:
         """tokens: the committed ones. namespace: of the prefix cache. Raises OutOfPages."""
-        # Pages are found by the tokens of their rows, and a row knows all before it: the shifted ones, too.
+        # Pages are found by the tokens of their rows; a row also depends on the tokens before the shift.
         namespace = f"{tokens[:shift].tolist()} {namespace}" if shift else namespace
         self.table = SharedTable(prefix, namespace)
         self.scratch = PageTable(prefix.allocator)
         self.shift = shift
         self.computed = 0
         self.settled = 0
-        self._slot: list[int] = []  # of each node; -1 if it is not expanded
-        self._mask: list[int] = []  # of each node: its own and its ancestors' slots
+        self._slot: list[int] = []  # by node: its scratch slot; -1 if it is not expanded
+        self._mask: list[int] = []  # by node: bits of its own and its ancestors' slots
         self._free = list(range(SCRATCH_SLOTS - 1, -1, -1))
         self._scratch_slots = np.empty(0, np.int64)
-        self._vacated = 0  # slots whose rows move into the trunk with the commit under way
+        self._vacated = 0  # bits of the slots whose rows move into the prefix KV with the present commit
         try:
             self.attach(tokens)
             self.scratch.reserve(SCRATCH_SLOTS)
@@ -60,11 +60,11 @@ class Trunk:
 
     @property
     def tables(self) -> Sequence[PageTable]:
-        """Trunk and scratch, for the audit."""
+        """Page tables of prefix KV and scratch, for the audit."""
         return self.table, self.scratch
 
     def attach(self, tokens: NDArray[np.uint32]) -> None:
-        """Take from the prefix cache what comes next of the committed tokens, but never the last one's row."""
+        """Take matching pages from the prefix cache, up to the row before the last committed token's."""
         if self.computed == self.settled:
             self.settled += self.table.attach(tokens[self.shift : -1], self.settled)
             self.computed = self.settled
@@ -74,19 +74,24 @@ class Trunk:
         self.table.publish(tokens[self.shift : self.shift + self.settled - (0 if self.shift else pending)])
 
     def feed(self, count: int) -> None:
-        """Rows behind the settled ones have been computed, with nothing but facts."""
+        """`count` rows behind the settled ones were computed from committed tokens and the target's features alone."""
         self.settled += count
         self.computed = max(self.computed, self.settled)
 
     def forget_provisional(self) -> None:
-        """The rows behind the settled ones will be computed again; so will those of all nodes, which are gone."""
+        """The provisional rows will be computed again; the tree is empty."""
         self.computed = self.settled
         self.renumber([], ())
 
     def release(self) -> None:
-        """Give all pages back."""
+        """Release all pages."""
         self.table.release()
         self.scratch.release()
+
+    @property
+    def free_slots(self) -> int:
+        """Number of free slots of the scratch."""
+        return len(self._free)
 
     @property
     def scratch_slots(self) -> NDArray[np.int64]:
@@ -94,15 +99,15 @@ class Trunk:
         return self._scratch_slots
 
     def slot(self, node: int) -> int:
-        """The place of an expanded node in the scratch."""
+        """Index of an expanded node's slot in the scratch."""
         return self._slot[node]
 
     def mask(self, node: int) -> int:
-        """Slots of an expanded node and its ancestors, as bits; none for the root."""
+        """Slots of an expanded node and its ancestors, as bits; 0 for the root."""
         return 0 if node == ROOT else self._mask[node]
 
     def expand(self, node: int, parent: int) -> int:
-        """Give a node a slot of the scratch, below an expanded parent or the root. Returns the slot."""
+        """Assign a scratch slot to a node, below an expanded parent or the root. Returns its index."""
         missing = node + 1 - len(self._slot)
         self._slot += [-1] * missing
         self._mask += [0] * missing
@@ -116,7 +121,7 @@ class Trunk:
     def accept(self, length: int, count: int, path: list[int]) -> list[tuple[int, int]]:
         """Tokens are about to be committed, of which `path` are nodes. length: committed tokens before.
 
-        Returns the rows to move, as (slot, slot) of the pool. Raises OutOfPages and changes nothing then.
+        Returns the rows to move, as (slot, slot) of the pool. Raises OutOfPages without any change.
         """
         self.table.reserve(length + count)
         moves: list[tuple[int, int]] = []
@@ -125,7 +130,7 @@ class Trunk:
             if node >= len(self._slot) or self._slot[node] < 0:
                 break
             complete = self.computed == length - self.shift + len(moves)
-            assert complete, "nodes are expanded only once the trunk is complete"
+            assert complete, "nodes are expanded only once the prefix KV is complete"
             target = self.table.slots(self.computed, self.computed + 1)
             moves.append((int(scratch[self._slot[node]]), int(target[0])))
             self._vacated |= 1 << self._slot[node]
@@ -135,7 +140,7 @@ class Trunk:
         return moves
 
     def renumber(self, kept: list[int], expanded: Container[int]) -> None:
-        """The tree has moved its root down. kept: old index of each surviving node; expanded: which of them stay so."""
+        """The root has moved down. kept: old index of each surviving node; expanded: nodes that stay expanded."""
         known = len(self._slot)
         self._slot = [self._slot[old] if old < known and new in expanded else -1 for new, old in enumerate(kept)]
         self._mask = [self._mask[old] & ~self._vacated if old < known else 0 for old in kept]

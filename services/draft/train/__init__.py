@@ -1,1 +1,1 @@
-"""Training of drafts: a target writes answers and streams its hidden states, and a head learns to foretell it."""
+"""Training of draft models: the target generates answers and streams hidden states, from which a draft model learns."""

@@ -1,16 +1,16 @@
-"""The life of a training.
+"""The stages of one training run.
 
-1. Flags are checked, the target's checkpoint is read, and the algorithm says what the head will look like.
-2. The target writes answers to conversations (data/prompts.py), in a process of its own or one that runs already, and
-   streams its states; both are kept on disk (data/collect.py, ../learning/store.py). Once there is enough, the process
-   ends: it and training would compete for the cores.
-3. The head's vocabulary are the tokens that the target wrote most often (../learning/vocabulary.py).
-4. The head learns (../learning: batches.py, unroll.py, objective.py, optimize.py), with checkpoints.
-5. The draft is published into the output folder in the format of its algorithm (algorithms/), as sharp as suits it
-   (temperature.py).
-6. Held-out answers are replayed through the draft service's engine (evaluate.py), and a report is left (report.py).
+1. Flags are checked, the target's checkpoint is read, and the algorithm defines the draft model.
+2. The target generates answers to conversations (data/prompts.py), in a child process or in a running service, and
+   streams its hidden states; tokens and states are stored on disk (data/collect.py, ../learning/store.py). The child
+   process ends when there are enough answers, because it would compete with the training for the cores.
+3. The draft vocabulary is the tokens that the target generates most often (../learning/vocabulary.py).
+4. The draft model is trained (../learning: batches.py, unroll.py, objective.py, optimize.py), with checkpoints.
+5. The draft model is published into the output folder in the format of its algorithm (../learning/algorithms), with the
+   scale of logits that gives the longest accept length (temperature.py).
+6. Held-out answers are replayed through the draft engine (evaluate.py), and a report is written (report.py).
 
-A run that was ended goes on where it was: no answer is written twice, and steps go on from the last checkpoint.
+An interrupted run resumes: stored answers are not generated again, and training goes on from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import tyro
 import uvloop
 
 from outrider.checkpoints import checkpoint
-from outrider.config import ProcessConfig, ServiceTlsOptions, TrainConfig
+from outrider.config import ProcessConfig, ServiceTlsOptions, TrainConfig, parse_flags
 from outrider.errors import ConfigError
 from outrider.process import process
-from services.draft.learning.disk import told_when_full
+from services.draft.learning.disk import explain_full_disk
 from services.draft.train.memory import keep_freed_memory
 
 log = logging.getLogger(__name__)
 
-# Flags that may be other ones when a run goes on.
+# Flags whose values may differ when a run resumes.
 _FREE_FLAGS = {field.name for options in (ProcessConfig, ServiceTlsOptions) for field in fields(options)} | {
     "output", "answers", "initial", "target", "data", "free_openings", "checkpoint_seconds", "evaluate", "train_device",
     "max_running_requests", "max_bytes",
@@ -44,51 +43,51 @@ _FREE_FLAGS = {field.name for options in (ProcessConfig, ServiceTlsOptions) for 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train with flags. Returns the process's exit code; 2 for flags or files that do not fit."""
-    config = tyro.cli(TrainConfig, args=argv, prog="outrider train")
+    """Train with command-line flags. Returns the exit code of the process; 2 for invalid flags or files."""
+    config = parse_flags(TrainConfig, argv, "outrider train")
     return process.run_plainly("train", config, train)
 
 
 def train(config: TrainConfig) -> int:
-    """Train from what is there already to the end. Returns 0. Raises OutriderError."""
+    """Run all stages that are not done yet. Returns 0. Raises OutriderError."""
     check(config)
     keep_freed_memory()
-    with told_when_full(f"--output {config.output} or of its answers"):
+    with explain_full_disk(f"--output {config.output} or of its answers"):
         _train(config)
     print(f"the draft is in {Path(config.output).expanduser()}")  # noqa: T201
     return 0
 
 
 def _train(config: TrainConfig) -> None:
-    # JAX reads the number of its threads when it is imported, which is after the process has been put on its cores.
+    # JAX reads its number of threads at import, so it is imported after the process was pinned to its cores.
     from services.draft.learning.optimize import CHECKPOINT
     from services.draft.train.data.writing import open_store, write_answers
-    from services.draft.train.run import Learning
+    from services.draft.train.run import TrainingRun
 
     output = Path(config.output).expanduser()
-    # With a checkpoint beside it, it is that of a run that was ended while it looked at what it had learnt.
+    # A model beside a checkpoint belongs to a run that was interrupted during its evaluation.
     if (output / "model.safetensors").exists() and not (output / "checkpoint" / CHECKPOINT).exists():
         raise ConfigError(f"--output {output} holds a model already; name another folder")
     output.mkdir(parents=True, exist_ok=True)
     target = checkpoint.resolve(config.model_path)
-    learning = Learning(config, target)
-    store = open_store(config, target, learning.algorithm.states)
-    uvloop.run(write_answers(config, store, learning.algorithm.states, checkpoint.fingerprint(target)))
-    store.close()  # other trainings may share it while this one learns
+    training = TrainingRun(config, target)
+    store = open_store(config, target, training.algorithm.states)
+    uvloop.run(write_answers(config, store, training.algorithm.states, checkpoint.fingerprint(target)))
+    store.close()  # other training runs may write to it while this one trains
     began = time.monotonic()
-    learning.run(store, output / "checkpoint", settings(config))
-    learning.publish(output)
-    learning.report(output, settings(config), time.monotonic() - began)
+    training.run(store, output / "checkpoint", settings(config))
+    training.publish(output)
+    training.report(output, settings(config), time.monotonic() - began)
     shutil.rmtree(output / "checkpoint", ignore_errors=True)
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """The flags that decide what comes out, as JSON has them."""
+    """The flags that decide the trained draft, as JSON values."""
     return {name: value for name, value in asdict(config).items() if name not in _FREE_FLAGS}
 
 
 def check(config: TrainConfig) -> None:
-    """Refuse flags that do not fit. Raises ConfigError saying which."""
+    """Check that the flags fit together. Raises ConfigError with the offending flag."""
     for name in (
         "tokens", "max_new_tokens", "max_length", "max_running_requests", "batch_tokens", "unroll", "draft_vocab_size",
         "max_bytes",
@@ -110,7 +109,7 @@ def check(config: TrainConfig) -> None:
         raise ConfigError("--temperature needs one or more numbers between 0 and 100")
     if config.max_new_tokens >= config.max_length:
         raise ConfigError(
-            f"--max-length {config.max_length} is for prompt and answer; it must be greater than "
+            f"--max-length {config.max_length} counts prompt and answer; it must be greater than "
             f"--max-new-tokens {config.max_new_tokens}"
         )
 

@@ -1,9 +1,9 @@
-"""How good a draft is: held-out answers are replayed through the draft service's own engine.
+"""Evaluation of a draft: held-out answers are replayed through the draft engine.
 
-A recorded answer says what the target would have sampled at every place, so no target is needed: the engine grows its
-tree from the recorded states, the walk along the recorded tokens says what verification would have accepted, and the
-commit feeds the next states. Noise is that of the answers' seeds. What is replayed is the published folder, read as the
-service reads it.
+A recorded answer holds the token that the target sampled at every position, so no target is needed: the engine grows
+its tree from the recorded states, a walk along the recorded tokens gives the draft tokens that verification would have
+accepted, and the commit brings the next states. Noise is that of the answer's seed. The published folder is replayed,
+read as the draft service reads it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.checkpoints.eagle3 import plain_name
-from outrider.config import DraftConfig
+from outrider.config import Algorithm, DraftConfig
 from outrider.serving.features import FeatureBlock, FeatureFormat, decode
 from outrider.serving.messages import OpenSession
 from outrider.speculation.proposal import Commit, FinishReason
@@ -34,16 +34,18 @@ from services.draft.sessions.prefix_kv import SCRATCH_SLOTS
 
 CHAIN = TreeShape(steps=5, topk=1, rows=6)
 TREE = TreeShape(steps=5, topk=4, rows=16)
-_TOGETHER = 8  # answers that are replayed at a time
-_TOKENS = 16_384  # in the draft's cache, or as many as the longest answers need
+_BATCH = 8  # answers that are replayed together
+_MIN_CACHE_TOKENS = 16_384  # in the draft's KV cache; more where the longest answers need more
 
-_Feed = Callable[[NDArray[np.float32]], NDArray[np.float32]]
+FeatureFunction = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 
 
 @dataclass
 class Score:
-    """tokens: committed; steps: verifications that committed them; reached, met: by depth, how often the text came to a
-    node's parent, and to a node.
+    """Counts over verification steps, each after one draft tree.
+
+    tokens: committed; steps: verification steps; reached, met: by depth, how often the recorded text reached a node's
+    parent, and the node itself
     """
 
     tokens: int = 0
@@ -53,11 +55,11 @@ class Score:
 
     @property
     def accept_length(self) -> float:
-        """Tokens a verification, the bonus included."""
+        """Tokens per verification step, bonus token included."""
         return self.tokens / self.steps if self.steps else 0.0
 
     def count(self, depth: int, accepted: int) -> None:
-        """A verification of a tree of a depth."""
+        """Count one verification step. depth: levels of the tree; accepted: draft tokens that were accepted."""
         if self.reached is None or self.met is None:
             self.reached, self.met = np.zeros(depth, np.int64), np.zeros(depth, np.int64)
         self.reached[: min(accepted + 1, depth)] += 1
@@ -65,36 +67,36 @@ class Score:
         self.tokens, self.steps = self.tokens + accepted + 1, self.steps + 1
 
     def facts(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The counts as JSON values."""
         depths = [] if self.reached is None or self.met is None else (self.met / np.maximum(self.reached, 1)).tolist()
         return {"accept_length": self.accept_length, "tokens": self.tokens, "by_depth": depths}
 
 
 def replay(
-    algorithm: str, folder: Path, target: Path, records: Sequence[Record], shape: TreeShape, device: str = "auto"
+    algorithm: Algorithm, folder: Path, target: Path, records: Sequence[Record], shape: TreeShape, device: str = "auto"
 ) -> dict[float, Score]:
-    """Scores of a published draft by temperature. target: its folder. Raises ConfigError for a draft that does not fit.
+    """Scores of a published draft by temperature. Raises ConfigError for a draft that does not fit the target.
 
-    shape: of the trees; device: as of --draft-device
+    target: folder of its checkpoint; shape: of the draft trees; device: as of --draft-device
     """
     from services.draft.process.app import build
 
     longest = max((len(record.tokens) for record in records), default=0)
-    room = _TOGETHER * (longest + SCRATCH_SLOTS + 2 * DraftConfig().draft_page_size)
+    room = _BATCH * (longest + SCRATCH_SLOTS + 2 * DraftConfig().draft_page_size)
     config = DraftConfig(
-        speculative_algorithm=algorithm,  # type: ignore[arg-type]
+        speculative_algorithm=algorithm,
         speculative_draft_model_path=str(folder), model_path=str(target), draft_device=device,
         draft_feature_dtype="float32",
-        max_running_requests=_TOGETHER, draft_max_total_tokens=max(_TOKENS, room), disable_radix_cache=True,
+        max_running_requests=_BATCH, draft_max_total_tokens=max(_MIN_CACHE_TOKENS, room), disable_radix_cache=True,
         speculative_num_steps=shape.steps, speculative_eagle_topk=shape.topk, speculative_num_draft_tokens=shape.rows,
     )  # fmt: skip
     engine = build(config)[0]
-    feed = _feed_of(engine.drafter, folder)
+    feed = feature_function(engine.drafter, folder)
     scores: dict[float, Score] = {}
     waiting = [_Replay(number, record, engine, feed) for number, record in enumerate(records, start=1)]
     running: list[_Replay] = []
     while waiting or running:
-        while waiting and len(running) < _TOGETHER:
+        while waiting and len(running) < _BATCH:
             running.append(waiting.pop(0))
             running[-1].open()
         _grow(engine, {replayed.number: replayed for replayed in running})
@@ -105,7 +107,7 @@ def replay(
 
 
 def _grow(engine: DraftEngine, running: dict[int, _Replay]) -> None:
-    """Let the trees grow to their end."""
+    """Step the engine until no tree can grow further."""
     while not engine.idle:
         output = engine.step()
         assert not output.failures, output.failures
@@ -115,9 +117,9 @@ def _grow(engine: DraftEngine, running: dict[int, _Replay]) -> None:
 
 
 class _Replay:
-    """One answer under way."""
+    """One answer that is being replayed."""
 
-    def __init__(self, number: int, record: Record, engine: DraftEngine, feed: _Feed | None) -> None:
+    def __init__(self, number: int, record: Record, engine: DraftEngine, feed: FeatureFunction | None) -> None:
         self.number, self.record, self._engine, self._feed = number, record, engine, feed
         self._tokens = record.tokens.astype(np.uint32)
         self._length = record.prompt
@@ -126,7 +128,7 @@ class _Replay:
         self.over = False
 
     def open(self) -> None:
-        """Open the session, and commit the token that comes with the prompt."""
+        """Open the session, and commit the first token of the answer, which the target samples with the prompt."""
         prompt = self._tokens[: self._length]
         sampling = SamplingParams(temperature=self.record.temperature, seed=self.record.seed)
         stop = StopConditions(len(self._tokens) - len(prompt) + 1)
@@ -134,7 +136,7 @@ class _Replay:
         self._commit(1, 0)
 
     def verify(self, score: Score, shape: TreeShape) -> None:
-        """What the target would have done with the tree."""
+        """Count what verification would have accepted of the present tree, and commit it."""
         draft = self.tree.select(shape.rows - 1)
         children = {
             (int(parent), int(token)): i
@@ -145,7 +147,7 @@ class _Replay:
             if (node, token) not in children:
                 break
             node, accepted = children[node, token], accepted + 1
-        if self._length + accepted >= len(self._tokens):  # the end was foretold, too: there is no bonus
+        if self._length + accepted >= len(self._tokens):  # the draft reached the last token: there is no bonus token
             accepted = len(self._tokens) - self._length - 1
         score.count(shape.steps, accepted)
         self._commit(accepted + 1, accepted)
@@ -165,8 +167,8 @@ class _Replay:
             self._fed = self._length - 1
 
 
-def _feed_of(drafter: Drafter, folder: Path) -> _Feed | None:
-    """What a target would make of recorded states, [N, n * Ht], for a drafter; None if it is not fed with any."""
+def feature_function(drafter: Drafter, folder: Path) -> FeatureFunction | None:
+    """The features that a target would send for recorded states, [N, n * Ht]; None for drafters without features."""
     spec = drafter.features
     if spec is None:
         return None
@@ -176,5 +178,5 @@ def _feed_of(drafter: Drafter, folder: Path) -> _Feed | None:
     with Tensors(folder, plain_name) as tensors:
         params = {name: jnp.asarray(array, jnp.float32) for name, array in read_fusion(tensors, count).items()}
     fusion = Fusion(count, len(params["fuse"]), spec.norm_epsilon)
-    # The last recorded state, behind the others, is none of its.
+    # The last recorded state stands behind the others and is no input of the fusion.
     return lambda states: np.asarray(fusion(params, jnp.asarray(states[:, : fusion.width])))

@@ -1,7 +1,8 @@
-"""How the process gets its memory from the system.
+"""Memory allocation of the training process.
 
-A step makes and frees arrays of tens of megabytes. The C library gives such back to the system at once, and asks for
-them again: each page of them is then cleared and mapped anew, a quarter of a step's time. Kept, they are reused.
+A training step allocates and frees arrays of tens of megabytes. By default the C library returns them to the system at
+once and requests them again; clearing and mapping their pages takes a quarter of a step's time. Here freed memory is
+kept and reused.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ _NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> None:
-    """Keep what is freed, from now on, in one heap that all threads share. Does nothing where there is no mallopt."""
+    """Keep freed memory in one heap that all threads share. Does nothing where the C library has no mallopt."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    wishes = {_ARENA_MAX: 1, _MMAP_MAX: 0, _TRIM_THRESHOLD: _NEVER, _TOP_PAD: 1 << 28}
-    granted = [mallopt(name, value) for name, value in wishes.items()]
-    if not all(granted):
+    settings = {_ARENA_MAX: 1, _MMAP_MAX: 0, _TRIM_THRESHOLD: _NEVER, _TOP_PAD: 1 << 28}
+    accepted = [mallopt(name, value) for name, value in settings.items()]
+    if not all(accepted):
         log.debug("the C library refused to keep freed memory")

@@ -1,4 +1,4 @@
-"""What a user sees of a training: a bar on a terminal, and a line now and then elsewhere."""
+"""Progress of a training run: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from outrider.telemetry import say
+from outrider.telemetry import write_line
 
 _EVERY = 15.0  # seconds between lines
 
 
 class Bar:
-    """Progress of one part of the work. A context manager. total: what `at` counts towards."""
+    """Progress of one stage, as a context manager. total: the value of `at` at which the stage is done."""
 
     def __init__(self, title: str, total: int, start: int = 0) -> None:
-        """start: what was done before."""
+        """start: progress of earlier runs."""
         self._title, self._total, self._start = title, total, start
-        self._began = self._told = time.monotonic()
+        self._began = self._last_line = time.monotonic()
         self._console = Console(stderr=True, highlight=False)
         columns = (
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -40,20 +40,20 @@ class Bar:
             self._bar.stop()
 
     def at(self, done: int, facts: str = "") -> None:
-        """So much is done."""
+        """Report progress. done: of `total`; facts: text to show beside it."""
         self._bar.update(self._task, completed=done, facts=facts)
         now = time.monotonic()
-        if self._console.is_terminal or (now - self._told < _EVERY and done < self._total):
+        if self._console.is_terminal or (now - self._last_line < _EVERY and done < self._total):
             return
-        self._told = now
+        self._last_line = now
         speed = (done - self._start) / max(now - self._began, 1e-9)
         left = (self._total - done) / speed if speed else 0.0
         minutes, seconds = divmod(round(max(left, 0.0)), 60)
         self.line(f"{self._title}: {done} of {self._total}, {minutes}:{seconds:02} left, {facts}")
 
     def line(self, text: str) -> None:
-        """Say something beside the bar."""
+        """Print a line without disturbing the bar."""
         if self._console.is_terminal:
             self._bar.console.out(text, highlight=False)
         else:
-            say(text)
+            write_line(text)

@@ -1,4 +1,4 @@
-"""What a training leaves beside the draft: training.json with settings, curve and evaluation, and curves.png."""
+"""The report beside a trained draft: training.json with settings, curve and evaluation, and curves.png."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 @dataclass
 class Curve:
-    """steps, losses: a point every few steps, losses by tokens ahead.
+    """Points of the training curve. steps, losses: a point every few steps, losses by unroll step.
 
-    seen: accept length of chains on held-out answers as (step, at temperature 0, else), as the text itself leads them
+    seen: accept length of draft chains on held-out answers as (step, greedy, sampled), along the recorded text
     """
 
     steps: list[int] = field(default_factory=list)
@@ -21,7 +21,7 @@ class Curve:
 
 
 def write(folder: Path, settings: dict[str, Any], facts: dict[str, Any], curve: Curve) -> None:
-    """Write training.json, and curves.png if Matplotlib is there."""
+    """Write training.json, and curves.png if Matplotlib is installed."""
     content = {"settings": settings, **facts, "curve": asdict(curve)}
     (folder / "training.json").write_text(json.dumps(content, indent=1) + "\n")
     try:

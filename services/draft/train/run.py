@@ -1,4 +1,4 @@
-"""The part of a training in which the head learns, is published, and is looked at."""
+"""The stage of a training run in which the draft model is trained, published and evaluated."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from outrider.config import TrainConfig
 from outrider.errors import ConfigError, EngineFault
 from outrider.serving.features import FeatureFormat, decode
 from services.draft.formats.target import read_target, target_logits
-from services.draft.learning.algorithms import Algorithm, Shape, algorithm_of
-from services.draft.learning.algorithms.served import initial_head
+from services.draft.learning.algorithms import Algorithm, DraftShape, algorithm_of
+from services.draft.learning.algorithms.published import initial_head
 from services.draft.learning.batches import Batch, Batches, learnt_rows
-from services.draft.learning.objective import Objective, Shared
+from services.draft.learning.evaluation import ChainEvaluator
+from services.draft.learning.objective import Objective, TargetWeights
 from services.draft.learning.optimize import Schedule, Trainer, saved_facts
 from services.draft.learning.store import Reader, Record, Store
 from services.draft.learning.vocabulary import check_count, coverage, draft_ids, frequent_tokens
 from services.draft.model.parallel.devices import choose_devices
+from services.draft.model.params import Params
 from services.draft.train import report
 from services.draft.train.evaluate import CHAIN, TREE, replay
 from services.draft.train.progress import Bar
@@ -36,72 +38,72 @@ from services.draft.train.temperature import best_factor
 
 log = logging.getLogger(__name__)
 
-_BATCH_ROWS = 2048  # learnt rows of a batch, about: a bound of memory
+_BATCH_ROWS = 2048  # trained rows of a batch, about: bounds the memory
 _SCALE_RECORDS = 64
-_SEEN = 4  # held-out batches that are looked at on the way
-_LOOKS = 20  # at them, over the whole training
+_EVALUATION_BATCHES = 4  # held-out batches of an evaluation during training
+_EVALUATIONS = 20  # over the whole run
 _POINTS = 400  # of the curve
 
 
-class Learning:
-    """One training. Use: `run`, then `publish`, then `report`."""
+class TrainingRun:
+    """One training run. Call `run`, then `publish`, then `report`."""
 
     def __init__(self, config: TrainConfig, target: Path) -> None:
-        """target: its folder. Raises ConfigError for what does not fit it."""
+        """target: folder of its checkpoint. Raises ConfigError for flags that do not fit it."""
         self.config, self.target = config, read_target(target)
         choose_devices(config.train_device, 1, "--train-device")
         self.algorithm = self._algorithm()
         if self.algorithm.vocabulary() is None and not self.algorithm.whole_vocabulary:
-            check_count(config.draft_vocab_size, self.target.vocab_size)  # before answers are written for it
-        self._fed = self.algorithm.model.head.fed
-        self._ahead = config.unroll if self._fed else 1
+            check_count(config.draft_vocab_size, self.target.vocab_size)  # before any answer is generated
+        self._uses_features = self.algorithm.model.head.uses_features
+        self._unroll_steps = config.unroll if self._uses_features else 1
         self.curve = Curve()
         self._ids = np.zeros(0, np.int64)
-        self._facts: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}
 
     def _algorithm(self) -> Algorithm:
         config = self.config
         if config.initial is not None:
             return initial_head(config.algorithm, checkpoint.resolve(config.initial, torch_files=True), self.target)
-        shape = Shape(
+        shape = DraftShape(
             config.num_layers, config.hidden_size, config.intermediate_size, config.draft_vocab_size, config.aux_layers
         )
         return algorithm_of(config.algorithm, self.target, shape)
 
     def _origin(self) -> str | None:
-        """Fingerprint of the draft that it began with."""
+        """Fingerprint of the draft that --initial names; None without one."""
         initial = self.config.initial
         return None if initial is None else checkpoint.fingerprint(checkpoint.resolve(initial, torch_files=True))
 
-    # --- learning ---
+    # --- training ---
 
     def run(self, store: Store, folder: Path, settings: dict[str, Any]) -> None:
-        """Learn from the last checkpoint on to the end. folder: of checkpoints. Raises ConfigError."""
+        """Train from the last checkpoint to the end. folder: of checkpoints. Raises ConfigError."""
         saved = saved_facts(folder)
-        # Others may have added to the answers since this run began.
+        # Other runs may have added answers since this one began.
         reader = store.read(None if saved is None else saved["records"])
-        self._reader, self._held_out = reader, reader.choose(held_out=True)
+        self.reader, self._held_out = reader, reader.choose(held_out=True)
         learnt = reader.choose(held_out=False)
         self._choose_vocabulary(reader, learnt)
         objective = self._objective()
         rows = min(_BATCH_ROWS, self.config.batch_tokens)
-        batches = Batches(reader, learnt, rows, self._ahead, self.config.seed, self._fed)
+        batches = Batches(reader, learnt, rows, self._unroll_steps, self.config.seed, self._uses_features)
         schedule = self._schedule(batches)
         params = self.algorithm.first_params(self.target, self._ids, self._scales(reader, learnt), self.config.seed)
-        trainer = Trainer(objective, schedule, self._shared(), params)
+        weights = self.target_weights()
+        trainer = Trainer(objective, schedule, weights, params)
         facts = {"settings": settings, "records": len(reader), "steps": schedule.steps}
-        self._go_on(trainer, folder, facts)
+        self._resume(trainer, folder, facts)
         log.info(
-            "%d answers, %d learnt tokens; batches of %s; %d steps of %d batches, %.1f M parameters",
+            "%d answers, %d trained tokens; batches of %s; %d steps of %d batches, %.1f M parameters",
             len(learnt), batches.learnt,
             " or ".join(f"{shape.packs} x {shape.learnt} rows in {shape.length} places" for shape, _ in batches.shapes),
             schedule.steps, schedule.batches, sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e6,
         )  # fmt: skip
-        self._take_steps(
-            trainer, schedule, batches, _Look(objective, self._shared(), self._seen(reader)), folder, facts
-        )
+        evaluation = _HeldOutEvaluation(ChainEvaluator(objective, weights), self._evaluation_batches(reader))
+        self._take_steps(trainer, schedule, batches, evaluation, folder, facts)
         self._params = trainer.state.params
-        self._facts |= {"learnt_tokens": batches.learnt, "answers": len(learnt), "steps": schedule.steps}
+        self.facts |= {"learnt_tokens": batches.learnt, "answers": len(learnt), "steps": schedule.steps}
 
     def _choose_vocabulary(self, reader: Reader, learnt: list[int]) -> None:
         texts = list(reader.learnt(learnt))
@@ -110,13 +112,15 @@ class Learning:
         settled = self.algorithm.vocabulary()
         self._ids = frequent_tokens(texts, vocab, count) if settled is None else settled
         inside = coverage(reader.learnt(self._held_out or learnt), self._ids, vocab)
-        self._facts["vocabulary_coverage"] = inside
-        log.info("the draft's %d tokens are %.2f %% of held-out answers", len(self._ids), 100 * inside)
+        self.facts["vocabulary_coverage"] = inside
+        log.info("the draft's vocabulary of %d tokens covers %.2f %% of held-out answers", len(self._ids), 100 * inside)
 
     def _objective(self) -> Objective:
         config = self.config
-        narrow = config.train_dtype != "float32"
-        return Objective(self.algorithm, self._ahead, config.unroll_decay, narrow, *target_logits(self.target))
+        mixed_precision = config.train_dtype != "float32"
+        return Objective(
+            self.algorithm, self._unroll_steps, config.unroll_decay, mixed_precision, *target_logits(self.target)
+        )
 
     def _schedule(self, batches: Batches) -> Schedule:
         config = self.config
@@ -126,25 +130,27 @@ class Learning:
         return Schedule(steps, config.learning_rate, config.warmup, config.weight_decay, together)
 
     def _scales(self, reader: Reader, learnt: list[int]) -> NDArray[np.float32]:
-        """Root mean square of each state of the target; the first token's are often far larger than all others."""
+        """Root mean square of each state of the target. The first token's are often far larger."""
         sample = np.random.default_rng(self.config.seed).permutation(learnt)[:_SCALE_RECORDS]
         rows = [decode(reader.rows(int(i))[1:], FeatureFormat.BFLOAT16) for i in sample]
         states = np.concatenate(rows).reshape(-1, len(self.algorithm.states.layers) + 1, self.target.hidden_size)
-        return np.sqrt((states.astype(np.float64) ** 2).mean(axis=(0, 2))).astype(np.float32)
+        scales: NDArray[np.float32] = np.sqrt((states.astype(np.float64) ** 2).mean(axis=(0, 2))).astype(np.float32)
+        return scales
 
-    def _shared(self) -> Shared:
-        tensors = self.target.embedding_and_head(lambda array: array)  # type: ignore[arg-type,return-value]
+    def target_weights(self) -> TargetWeights:
+        """The frozen weights of the target. Called after the vocabulary was chosen."""
+        tensors = self.target.embedding_and_head(lambda array: array)
         head = np.asarray(tensors["head"])
         own = self.algorithm.embedding()
         embed = np.asarray(tensors.get("embed", head.T) if own is None else own)
         dtype = jnp.float32 if self.config.train_dtype == "float32" else jnp.bfloat16
-        return Shared(
+        return TargetWeights(
             jnp.asarray(embed.astype(np.float32), dtype),
             jnp.asarray(head[:, self._ids].astype(np.float32), dtype),
             jnp.asarray(draft_ids(self._ids, self.target.vocab_size)),
         )
 
-    def _go_on(self, trainer: Trainer, folder: Path, facts: dict[str, Any]) -> None:
+    def _resume(self, trainer: Trainer, folder: Path, facts: dict[str, Any]) -> None:
         saved = trainer.load(folder)
         if saved is None:
             return
@@ -152,53 +158,59 @@ class Learning:
         wrong += [name for name in ("records", "steps") if saved[name] != facts[name]]
         if wrong:
             raise ConfigError(
-                f"the checkpoint in {folder} is of a training with other {', '.join(wrong)}; remove it to begin anew, "
+                f"the checkpoint in {folder} is of a run with other {', '.join(wrong)}; remove it to start again, "
                 "or name another --output"
             )
         self.curve = Curve(**saved["curve"])
-        log.info("going on after step %d", trainer.step)
+        log.info("resuming after step %d", trainer.step)
 
-    def _seen(self, reader: Reader) -> list[Batch]:
-        """Held-out batches that are looked at on the way."""
+    def _evaluation_batches(self, reader: Reader) -> list[Batch]:
+        """Held-out batches that are evaluated during training."""
         if not learnt_rows(reader.entries[self._held_out])[1].any():
             return []
-        batches = Batches(reader, self._held_out, _BATCH_ROWS, self._ahead, 0, self._fed)
-        return list(itertools.islice(batches.since(0), min(_SEEN, batches.epoch)))
+        batches = Batches(reader, self._held_out, _BATCH_ROWS, self._unroll_steps, 0, self._uses_features)
+        return list(itertools.islice(batches.since(0), min(_EVALUATION_BATCHES, batches.epoch)))
 
     def _take_steps(
-        self, trainer: Trainer, schedule: Schedule, batches: Batches, look: _Look, folder: Path, facts: dict[str, Any]
+        self,
+        trainer: Trainer,
+        schedule: Schedule,
+        batches: Batches,
+        evaluation: _HeldOutEvaluation,
+        folder: Path,
+        facts: dict[str, Any],
     ) -> None:
-        every, between = max(1, schedule.steps // _LOOKS), max(1, schedule.steps // _POINTS)
+        every, between = max(1, schedule.steps // _EVALUATIONS), max(1, schedule.steps // _POINTS)
         saved = began = time.monotonic()
         stream: Iterator[Batch] = batches.since(trainer.batches_taken)
         rows = 0
         with Bar("training, in steps", schedule.steps, trainer.step) as bar:
             while trainer.step < schedule.steps:
-                done = trainer.take_step(stream)
-                rows += done.rows
-                if not np.isfinite(done.losses).all():
+                result = trainer.take_step(stream)
+                rows += result.rows
+                if not np.isfinite(result.losses).all():
                     raise EngineFault(
-                        f"learning went astray in step {trainer.step} (losses {done.losses}); take a lower "
+                        f"training diverged in step {trainer.step} (losses {result.losses}); choose a lower "
                         "--learning-rate, with another --output and the same --answers"
                     )
                 if trainer.step % between == 0:
                     self.curve.steps.append(trainer.step)
-                    self.curve.losses.append([round(float(loss), 4) for loss in done.losses])
+                    self.curve.losses.append([round(float(loss), 4) for loss in result.losses])
                 if trainer.step % every == 0 or trainer.step == schedule.steps:
-                    self.curve.seen.append((trainer.step, *look(trainer.state.params)))
+                    self.curve.seen.append((trainer.step, *evaluation(trainer.state.params)))
                 speed = rows / (time.monotonic() - began)
                 seen = self.curve.seen[-1] if self.curve.seen else (0, 0.0, 0.0)
-                losses = " ".join(f"{loss:.2f}" for loss in done.losses)
+                losses = " ".join(f"{loss:.2f}" for loss in result.losses)
                 bar.at(trainer.step, f"{speed:.0f} tokens/s, loss {losses}, chains {seen[1]:.2f} {seen[2]:.2f}")
                 if time.monotonic() - saved > self.config.checkpoint_seconds:
                     trainer.save(folder, facts | {"curve": asdict(self.curve)})
                     saved = time.monotonic()
         trainer.save(folder, facts | {"curve": asdict(self.curve)})
 
-    # --- after it ---
+    # --- results ---
 
     def publish(self, folder: Path) -> None:
-        """Write the draft, as sharp as suits it."""
+        """Write the draft with the scale of logits that gives the longest accept length."""
         params = jax.tree.map(np.asarray, self._params)
 
         def write(factor: float, where: Path) -> None:
@@ -211,11 +223,11 @@ class Learning:
             factor, gains = best_factor(
                 self.config.algorithm, write, self.target.folder, records, self.config.train_device
             )
-            self._facts["sharpness"] = {"factor": factor, "gains": gains}
+            self.facts["sharpness"] = {"factor": factor, "gains": gains}
         write(factor, folder)
 
     def report(self, folder: Path, settings: dict[str, Any], seconds: float) -> None:
-        """Replay held-out answers, and write what came of all."""
+        """Replay held-out answers, and write the report."""
         records = self._records(self._held_out[: self.config.evaluate])
         evaluation: dict[str, Any] = {}
         for name, shape in (("chain", CHAIN), ("tree", TREE)) if records else ():
@@ -223,34 +235,31 @@ class Learning:
             evaluation[name] = {"shape": asdict(shape)} | {f"temperature {t:g}": s.facts() for t, s in scores.items()}
             for temperature, score in sorted(scores.items()):
                 log.info(
-                    "%s of %d steps, %d rows, temperature %g: accept length %.2f",
+                    "%s of %d steps, %d tokens, temperature %g: accept length %.2f",
                     name, shape.steps, shape.rows, temperature, score.accept_length,
                 )  # fmt: skip
-        facts = self._facts | {
+        facts = self.facts | {
             "target": checkpoint.fingerprint(self.target.folder), "initial": self._origin(),
             "seconds": round(seconds, 1), "evaluation": evaluation,
         }  # fmt: skip
         report.write(folder, settings, facts, self.curve)
 
     def _records(self, indices: list[int]) -> list[Record]:
-        return [self._reader.record(i) for i in indices]
+        return [self.reader.record(i) for i in indices]
 
 
-class _Look:
-    """Chains on held-out rows: accept length at temperature 0 and else, 0 where there are no such rows."""
+class _HeldOutEvaluation:
+    """Accept length of draft chains on held-out rows, greedy and sampled; 0 where there are no such rows."""
 
-    def __init__(self, objective: Objective, shared: Shared, batches: list[Batch]) -> None:
-        self._foretell = jax.jit(objective.foretell)
-        self._shared, self._batches = shared, batches
+    def __init__(self, evaluator: ChainEvaluator, batches: list[Batch]) -> None:
+        self._evaluator, self._batches = evaluator, batches
 
-    def __call__(self, params: Any) -> tuple[float, float]:
-        sums = np.zeros((2, 2))  # accepted and rows, greedy and sampled
+    def __call__(self, params: Params) -> tuple[float, float]:
+        sums = np.zeros((2, 2))  # accepted tokens and rows, greedy and sampled
         for batch in self._batches:
-            known, place = map(np.asarray, self._foretell(params, self._shared, batch))
-            accepted = np.cumprod(known & (place == 0), axis=0).sum(axis=0)
-            whole = known[0]
+            accepted, counts = self._evaluator.accepted(params, batch)
             for i, kind in enumerate((~batch.sampled, batch.sampled)):
-                sums[i] += (accepted[whole & kind].sum(), (whole & kind).sum())
+                sums[i] += (accepted[counts & kind].sum(), (counts & kind).sum())
         lengths = [round(float(1 + a / n), 4) if n else 0.0 for a, n in sums]
         return lengths[0], lengths[1]
 

@@ -1,9 +1,9 @@
-"""How sharp a head's logits should be once it has learnt.
+"""The scale of a trained draft's logits.
 
-Cross entropy makes a head's distribution the mean of all those of the target that its states cannot tell apart, and a
-mean is flatter than each of them. Candidates are ranked by log-probability and the target's noise together, and nodes
-by products of probabilities: both get more of the target's tokens right when the mean is made sharper again. How much
-is tried on held-out answers; it becomes part of the published matrix and costs nothing.
+Cross entropy makes the draft's distribution the mean of all target distributions that its states cannot distinguish,
+and a mean is flatter than each of them. Candidates are ranked by log-probability plus the target's noise, and nodes by
+products of probabilities; both match the target more often when the mean is sharpened. The factor is chosen on held-out
+answers and multiplied into the published matrix, so it costs nothing at run time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from outrider.config import Algorithm
 from services.draft.learning.store import Record
 from services.draft.train.evaluate import TREE, Score, replay
 
@@ -20,14 +21,14 @@ log = logging.getLogger(__name__)
 
 _FACTORS = (1.0, 1.1, 1.2, 1.35)
 
-# Writes a draft whose logits are larger by a factor into a folder.
+# Writes a draft whose logits are multiplied by a factor into a folder.
 Publish = Callable[[float, Path], None]
 
 
 def best_factor(
-    algorithm: str, publish: Publish, target: Path, records: Sequence[Record], device: str = "auto"
+    algorithm: Algorithm, publish: Publish, target: Path, records: Sequence[Record], device: str = "auto"
 ) -> tuple[float, list[float]]:
-    """Of some factors the one with the longest accept length over all temperatures, and what each is to the first.
+    """The factor with the longest accept length over all temperatures, and the gain of each over the first.
 
     device: as of `replay`
     """
@@ -43,5 +44,5 @@ def best_factor(
 
 
 def _gain(score: Mapping[float, Score], first: Mapping[float, Score]) -> float:
-    """Mean ratio of accept lengths over temperatures. They are below 1 only where all answers are of one token."""
+    """Mean ratio of accept lengths over temperatures. They are below 1 only if all answers have a single token."""
     return sum(score[t].accept_length / max(first[t].accept_length, 1.0) for t in first) / len(first)

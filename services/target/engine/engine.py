@@ -151,13 +151,13 @@ class TargetEngine(Engine):
 
     def _note_weights(self) -> None:
         """Pending output is of the present weights."""
-        if not self._pending.said:
+        if not self._pending.has_output:
             self._pending.load = self.load()
 
     @property
     def idle(self) -> bool:
         """True if there is nothing to do, or nothing may be done."""
-        return not (self._pending.said or self._in_flight) and (self.scheduler.held or not self.sessions.by_id)
+        return not (self._pending.has_output or self._in_flight) and (self.scheduler.held or not self.sessions.by_id)
 
     @property
     def patience(self) -> float:
@@ -165,13 +165,13 @@ class TargetEngine(Engine):
         return 0.0 if self._in_flight else self.speculation.policy.wait.remaining
 
     @property
-    def gathers(self) -> float:
+    def coalesce_seconds(self) -> float:
         """The coalescing window, in seconds."""
         return self._coalesce_seconds
 
     def step(self) -> StepOutput:
         """Compute one batch and commit its tokens; with overlap, launch a step, or collect the one in flight."""
-        if self._pending.said:
+        if self._pending.has_output:
             pending, self._pending = self._pending, StepOutput()
             return replace(pending, load=replace(self.load(), weight_version=pending.load.weight_version), urgent=True)
         present = self.scheduler.running + self.scheduler.waiting
@@ -217,7 +217,7 @@ class TargetEngine(Engine):
         works = self.speculation.planner.plan()
         if not works:
             return None
-        return self.speculation.plan(works, self.listen, program=not self.overlap, drafts=drafts)
+        return self.speculation.plan(works, self.message_files, program=not self.overlap, drafts=drafts)
 
     # --- 2. launch ---
 
@@ -230,7 +230,7 @@ class TargetEngine(Engine):
         started = time.perf_counter()
         works, device = plan.works, self.model.device
         capture = self.features.capture(works, deferred=self.speculation.drafting_paused)
-        with plan.program(self.listen) as program:
+        with plan.program(self.message_files) as program:
             batch = build(works, device, capture, self.sampler.plan(works, self.sessions.by_id), program)
             if behind is not None:
                 batch = behind.roots(batch, works, sampled)

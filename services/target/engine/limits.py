@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 import torch
 
-from outrider.config import TargetConfig, check_least
+from outrider.config import TargetConfig, check_minimum
 from outrider.errors import ConfigError
 from outrider.serving.scheduler import Limits
 from outrider.speculation.acceptance import Thresholds
@@ -41,7 +41,7 @@ def check_limits(config: TargetConfig) -> None:
     chunk = config.chunked_prefill_size
     if chunk is not None and chunk < 1 and chunk != -1:
         raise ConfigError(f"--chunked-prefill-size must be 1 or more, or -1 for no cutting, not {chunk}")
-    check_least(config, _LEAST)
+    check_minimum(config, _LEAST)
     if not 0.0 < config.mem_fraction_static <= 1.0:
         raise ConfigError(f"--mem-fraction-static must lie in (0, 1], not {config.mem_fraction_static}")
 

@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
 from outrider.checkpoints import checkpoint
-from outrider.config import TargetConfig
+from outrider.config import TargetConfig, parse_flags
 from outrider.placement.shares import share_of_target
 from outrider.process import process
-from outrider.process.imports import uncollected_imports
+from outrider.process.garbage_collection import imports_without_gc
 from outrider.serving.loop import EngineLoop
 from outrider.tracing import tracing_to
 from outrider.transport.rpc import GrpcServer, serve_engine
@@ -36,7 +34,7 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     """Run the service with flags. Returns the process's exit code; 2 for wrong flags, files or port."""
-    config = tyro.cli(TargetConfig, args=argv, prog="outrider target")
+    config = parse_flags(TargetConfig, argv, "outrider target")
     return process.run("target", config, serve, share_of_target)
 
 
@@ -50,7 +48,7 @@ async def serve(config: TargetConfig) -> int:
         return servicers[0].register(server)
 
     def build() -> TargetEngine:
-        with uncollected_imports():
+        with imports_without_gc():
             from services.target.process.control import Control
 
         folder = checkpoint.resolve(config.model_path)
@@ -68,7 +66,7 @@ async def serve(config: TargetConfig) -> int:
 
 def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:
     """Load a folder's model and warm up its engine. Raises ConfigError."""
-    with uncollected_imports():
+    with imports_without_gc():
         from services.target.engine.engine import TargetEngine
         from services.target.process.warmup import warm_up
 
@@ -88,7 +86,7 @@ def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:
 
 def _load(folder: Path, config: TargetConfig) -> Model:
     if config.tp_size == 1:
-        with uncollected_imports():
+        with imports_without_gc():
             from services.target.model.loading.load import load
 
         return load(folder, config)

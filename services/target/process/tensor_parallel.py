@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.config import TargetConfig, to_argv
-from outrider.process.interpreter import python
+from outrider.process.python_command import python_command
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model, Outputs, Runner
 from services.target.model.loading.load import load
@@ -102,7 +102,7 @@ class TensorParallelWorkers:
         self.processes: list[subprocess.Popen[bytes]] = []
         for rank in range(1, config.tp_size):
             rank_config = dataclasses.replace(config, model_path=str(folder), device=_device(config, rank))
-            command = python("-m", _WORKER_MODULE, str(rank), str(self.store.port), *to_argv(rank_config))
+            command = python_command("-m", _WORKER_MODULE, str(rank), str(self.store.port), *to_argv(rank_config))
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, env=environment | {"LOCAL_RANK": str(rank)}, start_new_session=True
             )

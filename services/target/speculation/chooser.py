@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from outrider.paging.prefix import PrefixCache
-from outrider.serving.loop import Listen
+from outrider.serving.loop import MessageWatch
 from outrider.speculation.tree import TreeSlice
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
@@ -79,7 +79,7 @@ class SourceChooser:
         for source in self._sources:
             source.closed(session_id)
 
-    def choose(self, works: Sequence[SessionWork], listen: Listen, loop_seconds: float) -> Choice:
+    def choose(self, works: Sequence[SessionWork], listen: MessageWatch, loop_seconds: float) -> Choice:
         """Draft for those sessions of a step that only decode.
 
         listen: how a message interrupts the drafting. loop_seconds: after which a fused loop begins no iteration; 0

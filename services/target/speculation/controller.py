@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from outrider.config import TargetConfig
 from outrider.paging.prefix import PrefixCache
-from outrider.serving.loop import Listen
+from outrider.serving.loop import MessageWatch
 from outrider.speculation.proposal import Commit, Proposal
 from services.target.features.features import Features
 from services.target.kernels.kv_cache import KVCache
@@ -121,7 +121,9 @@ class Speculation:
 
     # --- plans ---
 
-    def plan(self, works: Sequence[SessionWork], listen: Listen, *, program: bool, drafts: bool = True) -> StepPlan:
+    def plan(
+        self, works: Sequence[SessionWork], listen: MessageWatch, *, program: bool, drafts: bool = True
+    ) -> StepPlan:
         """What a step verifies of some sessions.
 
         listen: how a message interrupts drafting. program: several steps may follow within one call. drafts: draft
@@ -141,7 +143,7 @@ class Speculation:
         return plan
 
     def _self_drafted(
-        self, works: Sequence[SessionWork], listen: Listen, chooser: SourceChooser, *, alone: bool
+        self, works: Sequence[SessionWork], listen: MessageWatch, chooser: SourceChooser, *, alone: bool
     ) -> StepPlan:
         loops = alone and not self._features.asked
         choice = chooser.choose(works, listen, self.multi_step.window if loops else 0.0)

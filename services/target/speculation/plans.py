@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from outrider.serving.loop import Listen
+from outrider.serving.loop import MessageWatch
 from outrider.serving.session import Session
 from services.target.speculation.budget import Budget, promised
 from services.target.speculation.sources.base import DraftSource, ModelSource
@@ -59,7 +59,7 @@ class StepPlan(ABC):
     from_service: ClassVar[bool]  # draft tokens of the step are the draft service's
 
     @contextmanager
-    def program(self, listen: Listen) -> Iterator[StepProgram | None]:
+    def program(self, listen: MessageWatch) -> Iterator[StepProgram | None]:
         """What follows within the same call. listen: how a message interrupts it, while the context lasts."""
         del listen
         yield None
@@ -115,7 +115,7 @@ class MultiStep(StepPlan):
     observe = StepPlan._observe_service
 
     @contextmanager
-    def program(self, listen: Listen) -> Iterator[StepProgram | None]:
+    def program(self, listen: MessageWatch) -> Iterator[StepProgram | None]:
         """As of StepPlan."""
         with listen() as files:
             yield replace(self.decoding, interrupts=replace(self.decoding.interrupts, files=array("i", files)))
@@ -155,7 +155,7 @@ class LoopStep(StepPlan):
     from_service = False
 
     @contextmanager
-    def program(self, listen: Listen) -> Iterator[StepProgram | None]:
+    def program(self, listen: MessageWatch) -> Iterator[StepProgram | None]:
         """As of StepPlan."""
         with listen() as files:
             yield replace(self.loop, interrupts=replace(self.loop.interrupts, files=array("i", files)))

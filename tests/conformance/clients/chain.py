@@ -1,8 +1,8 @@
 """langchain-openai: chats, streams, structured output, the responses API."""
 
+from checks import URL, check
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
-from told import URL, check
 
 
 class Place(BaseModel):

@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-from told import URL, check, output_of
+from checks import URL, check, output_of
 
 folder = pathlib.Path("home").absolute()
 folder.mkdir(exist_ok=True)

@@ -6,13 +6,13 @@ import re
 import shutil
 import urllib.request
 
-from told import MODEL_FOLDER, URL, check, output_of
+from checks import MODEL_FOLDER, URL, check, output_of
 
 here = pathlib.Path("tasks").absolute()
 here.mkdir(exist_ok=True)
 SUMS = ((1, 1), (2, 2), (3, 1))
 ROWS = [{"q": f"{a} + {b} =", "answers": [f" {a + b}", f" {a + b + 3}"], "right": 0} for a, b in SUMS]
-# Behind some of these answers the model says nothing more.
+# After some of these answers the model ends at once.
 ASKED = "<|im_start|>user\nWhat is the capital of France? Answer with one word.<|im_end|>\n<|im_start|>assistant\n"
 ROWS.append({"q": ASKED, "answers": ["Paris", "The capital of France is Paris.", "London"], "right": 0})
 (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -40,11 +40,11 @@ def tokens_of(text):
 
 
 def scored(context, continuation):
-    """The sum of a continuation's log-probabilities, told as those of a prompt, and whether the model ends there."""
+    """Sum of a continuation's log-probabilities as a prompt, and whether the model ends after it."""
     whole, start = tokens_of(context + continuation), len(tokens_of(context))
     answer = asked("/v1/completions", prompt=whole, max_tokens=1, temperature=0, prompt_logprobs=0)["choices"][0]
-    told = zip(whole[start:], answer["prompt_logprobs"][start:], strict=True)
-    return sum(entry[str(token)]["logprob"] for token, entry in told), answer["finish_reason"] == "stop"
+    scored = zip(whole[start:], answer["prompt_logprobs"][start:], strict=True)
+    return sum(entry[str(token)]["logprob"] for token, entry in scored), answer["finish_reason"] == "stop"
 
 
 def samples(folder):
@@ -57,23 +57,23 @@ def samples(folder):
 
 @check("local-completions: a choice by log-probabilities, and texts")
 def _():
-    shutil.rmtree("told", ignore_errors=True)
+    shutil.rmtree("results", ignore_errors=True)
     arguments = f"model=default,base_url={URL}/v1/completions,tokenizer={MODEL_FOLDER},tokenizer_backend=huggingface"
     arguments += ",num_concurrent=2,max_length=512"
-    told = output_of(
+    output = output_of(
         "lm_eval", "run", "--model", "local-completions", "--model_args", arguments,
-        "--tasks", "own_choice,own_writing", "--include_path", str(here), "--log_samples", "--output_path", "told",
+        "--tasks", "own_choice,own_writing", "--include_path", str(here), "--log_samples", "--output_path", "results",
         HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1",
     )  # fmt: skip
-    found = re.findall(r"\|\s*(acc|exact_match)\s*\|[^|]*\|\s*([\d.]+)", told)
-    assert len(found) == 2, told[-400:]
+    found = re.findall(r"\|\s*(acc|exact_match)\s*\|[^|]*\|\s*([\d.]+)", output)
+    assert len(found) == 2, output[-400:]
     return ", ".join(f"{name} {value}" for name, value in found)
 
 
 @check("each answer's sum is that of its log-probabilities, also where the model ends behind it")
 def _():
     ends = []
-    for context, continuation, found in samples(pathlib.Path("told")):
+    for context, continuation, found in samples(pathlib.Path("results")):
         # Blanks at the end of a question count as part of the answer there.
         blanks = context[len(context.rstrip()) :]
         wanted, last = scored(context.rstrip(), blanks + continuation)

@@ -2,8 +2,8 @@
 
 import instructor
 import openai
+from checks import MESSAGES, URL, check
 from pydantic import BaseModel, Field
-from told import TELLER, URL, check
 
 
 class Place(BaseModel):
@@ -21,6 +21,6 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         client = instructor.from_openai(plain, mode=mode)
         return repr(
             client.chat.completions.create(
-                model="default", messages=TELLER, response_model=Place, max_retries=1, max_tokens=200, temperature=0
+                model="default", messages=MESSAGES, response_model=Place, max_retries=1, max_tokens=200, temperature=0
             )
         )

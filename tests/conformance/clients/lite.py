@@ -1,7 +1,7 @@
 """litellm: as a vLLM server, as an OpenAI one, and its own classes of errors."""
 
 import litellm
-from told import TELLER, URL, check
+from checks import MESSAGES, URL, check
 
 BASE = {"api_base": f"{URL}/v1", "api_key": "none", "max_tokens": 16, "temperature": 0, "num_retries": 0}
 
@@ -9,7 +9,7 @@ BASE = {"api_base": f"{URL}/v1", "api_key": "none", "max_tokens": 16, "temperatu
 @check("chat as hosted_vllm and as openai")
 def _():
     texts = {
-        litellm.completion(model=f"{kind}/default", messages=TELLER, **BASE).choices[0].message.content
+        litellm.completion(model=f"{kind}/default", messages=MESSAGES, **BASE).choices[0].message.content
         for kind in ("hosted_vllm", "openai")
     }
     (text,) = texts
@@ -20,7 +20,7 @@ def _():
 def _():
     options = {"include_usage": True}
     chunks = list(
-        litellm.completion(model="hosted_vllm/default", messages=TELLER, stream=True, stream_options=options, **BASE)
+        litellm.completion(model="hosted_vllm/default", messages=MESSAGES, stream=True, stream_options=options, **BASE)
     )
     usage = next(chunk.usage for chunk in reversed(chunks) if getattr(chunk, "usage", None))
     return f"{usage.completion_tokens} tokens"
@@ -39,7 +39,7 @@ def _():
         ("hosted_vllm/default", {"top_p": 7}, litellm.BadRequestError),
     ):
         try:
-            litellm.completion(model=model, messages=TELLER, **{**BASE, **options})
+            litellm.completion(model=model, messages=MESSAGES, **{**BASE, **options})
         except kind:
             continue
         raise AssertionError(f"{model} {options} was taken")

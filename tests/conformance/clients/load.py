@@ -5,13 +5,13 @@ import pathlib
 import re
 import urllib.request
 
-from told import MODEL_FOLDER, URL, check, output_of
+from checks import MODEL_FOLDER, URL, check, output_of
 
 COUNT, PROMPT, ANSWER = 16, 64, 24
 
 
 def profile(folder: str, *options: str) -> dict:
-    """The report of a run. Without the chat template, aiperf would ask for less than `PROMPT` tokens says."""
+    """The report of a run. Without the chat template, aiperf's prompts would have fewer than `PROMPT` tokens."""
     output_of(
         "aiperf", "profile", "--model", "default", "--url", URL, "--streaming", "--ui", "none",
         "--tokenizer", MODEL_FOLDER, "--apply-chat-template", "--artifact-dir", folder, "--random-seed", "1",
@@ -38,14 +38,14 @@ SPECULATION = {
 @check("a load of chats: no errors, lengths as asked for, speculation as the server counted it")
 def _():
     before = {theirs: counted(ours) for theirs, ours in SPECULATION.items()}
-    told = profile("chats", "--endpoint-type", "chat", "--output-tokens-mean", str(ANSWER))
-    assert told["error_summary"] == [], told["error_summary"]
-    assert told["request_count"]["avg"] == COUNT
-    prompt = told["usage_prompt_tokens"]
+    report = profile("chats", "--endpoint-type", "chat", "--output-tokens-mean", str(ANSWER))
+    assert report["error_summary"] == [], report["error_summary"]
+    assert report["request_count"]["avg"] == COUNT
+    prompt = report["usage_prompt_tokens"]
     assert prompt["min"] == prompt["max"] == PROMPT, prompt
-    assert told["total_usage_completion_tokens"]["avg"] == COUNT * ANSWER
+    assert report["total_usage_completion_tokens"]["avg"] == COUNT * ANSWER
     found = {theirs: counted(ours) - before[theirs] for theirs, ours in SPECULATION.items()}
-    reported = {theirs: told[theirs]["avg"] if theirs in told else 0 for theirs in SPECULATION}
+    reported = {theirs: report[theirs]["avg"] if theirs in report else 0 for theirs in SPECULATION}
     assert found == reported, f"{found}, not {reported}"
     drafts, _, accepted = found.values()
     return f"{COUNT} requests of {PROMPT} and {ANSWER} tokens, {accepted:.0f} accepted in {drafts:.0f} drafts"
@@ -53,11 +53,11 @@ def _():
 
 @check("requests that are cancelled on the way disturb no others")
 def _():
-    told = profile("cancelled", "--endpoint-type", "completions", "--output-tokens-mean", "64",
+    report = profile("cancelled", "--endpoint-type", "completions", "--output-tokens-mean", "64",
                    "--request-cancellation-rate", "50", "--request-cancellation-delay", "0.1")  # fmt: skip
-    kinds = {row["error_details"]["type"]: row["count"] for row in told["error_summary"]}
+    kinds = {row["error_details"]["type"]: row["count"] for row in report["error_summary"]}
     assert set(kinds) == {"RequestCancellationError"}, kinds
-    assert told["request_count"]["avg"] + sum(kinds.values()) == COUNT
-    assert told["usage_completion_tokens"]["min"] == 64
+    assert report["request_count"]["avg"] + sum(kinds.values()) == COUNT
+    assert report["usage_completion_tokens"]["min"] == 64
     assert counted("outrider_running_requests") == 0
     return f"{sum(kinds.values())} of {COUNT} were cancelled"

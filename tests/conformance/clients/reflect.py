@@ -1,8 +1,8 @@
-"""`buf curl`, which knows no .proto: what the gRPC port tells of itself by reflection, and calls made from that."""
+"""`buf curl`, which knows no .proto: reflection of the gRPC port, and calls made from its descriptions."""
 
 import json
 
-from told import GRPC_ADDRESS, TELLER, check, output_of
+from checks import GRPC_ADDRESS, MESSAGES, check, output_of
 
 GRPC_URL = f"http://{GRPC_ADDRESS}"
 CURL = ("buf", "curl", "--protocol", "grpc", "--http2-prior-knowledge")
@@ -36,7 +36,7 @@ def _():
 
 @check("Generate, with a conversation as JSON")
 def _():
-    parts = call("Generate", {"chat": {"messages": TELLER}, "maxTokens": 12, "temperature": 0})
+    parts = call("Generate", {"chat": {"messages": MESSAGES}, "maxTokens": 12, "temperature": 0})
     assert parts[-1]["finishReason"] == "FINISH_REASON_LENGTH"
     assert sum(len(part["tokenIds"]) for part in parts) == parts[-1]["completionTokens"] == 12
     return repr("".join(part["text"] for part in parts))
@@ -56,5 +56,5 @@ def _():
 
 @check("health")
 def _():
-    (told,) = json.loads(output_of(*CURL, "--data", "{}", f"{GRPC_URL}/grpc.health.v1.Health/Check")).values()
-    return told
+    (status,) = json.loads(output_of(*CURL, "--data", "{}", f"{GRPC_URL}/grpc.health.v1.Health/Check")).values()
+    return status

@@ -9,7 +9,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 
-from told import BIN, GRPC_ADDRESS, MODEL, TELLER, URL, check
+from checks import BIN, GRPC_ADDRESS, MESSAGES, MODEL, URL, check
 
 STARTING = 120  # seconds
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
@@ -55,11 +55,11 @@ def post(url: str, body: dict):
 
 
 def body(options: dict) -> dict:
-    return {"model": MODEL, "messages": TELLER, "max_tokens": 24, **options}
+    return {"model": MODEL, "messages": MESSAGES, "max_tokens": 24, **options}
 
 
 def chat(url: str, options: dict) -> list[dict]:
-    """What each choice says, and why it ended."""
+    """Text and finish reason of each choice."""
     answer = json.load(post(url, body(options)))
     # smg leaves out a character that is not complete when an answer ends; we say that there is one.
     return [

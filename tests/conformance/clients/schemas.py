@@ -1,4 +1,4 @@
-"""schemathesis: requests made up from a description, and whether the answers are what it says.
+"""schemathesis: requests generated from an API description, and checks of the answers against it.
 
 From our own, /openapi.json; and from OpenAI's published one, if OPENAI_DESCRIPTION names the file (openapi.yaml).
 """
@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import yaml
-from told import MODEL, URL, check, output_of
+from checks import MODEL, URL, check, output_of
 
 # Weights, pauses and aborts are for administrators, and would disturb the rest.
 CONTROL = "^/(update_weights|pause|continue|abort|flush)"
@@ -22,8 +22,8 @@ OPENAI_ELSEWHERE = ("listChatCompletions", "deleteModel")  # what is kept and ow
 
 def generated(description: str, *flags: str) -> str:
     """How many requests were made. Raises RuntimeError with what was found."""
-    told = output_of("schemathesis", "--config-file", "/dev/null", "run", description, *COMMON, *flags)
-    return re.search(r"(\d+) generated", told).group(0)
+    output = output_of("schemathesis", "--config-file", "/dev/null", "run", description, *COMMON, *flags)
+    return re.search(r"(\d+) generated", output).group(0)
 
 
 @check("answers are as described, none of them a 500")

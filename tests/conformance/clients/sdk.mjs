@@ -2,11 +2,11 @@
 
 import assert from "node:assert/strict";
 import { setTimeout as sleep } from "node:timers/promises";
-import { TELLER, URL, check, packaged } from "./told.mjs";
+import { MESSAGES, URL, check, packaged } from "./checks.mjs";
 
 const OpenAI = packaged("openai");
 const client = new OpenAI({ baseURL: `${URL}/v1`, apiKey: "none", maxRetries: 0, timeout: 120_000 });
-const CHAT = { model: "default", messages: TELLER, max_tokens: 24, temperature: 0 };
+const CHAT = { model: "default", messages: MESSAGES, max_tokens: 24, temperature: 0 };
 const RUNNING = /^outrider_running_requests (\S+)/m;
 const PLACE = {
   type: "object",
@@ -66,7 +66,7 @@ await check("a tool that must be called, whole and streamed", async () => {
   return `${calls[0].name}(${JSON.stringify(JSON.parse(calls[0].arguments))}), ${whole.finish_reason}`;
 });
 
-await check("runTools, and what the model says of the tool's answer", async () => {
+await check("runTools, and the answer of the model to the result of the tool", async () => {
   const places = [];
   const answer = (place) => (places.push(place), "It is there.");
   const tools = [{ type: "function", function: { ...TOOL, function: answer, parse: JSON.parse } }];

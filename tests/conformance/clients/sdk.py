@@ -1,8 +1,8 @@
 """The `openai` SDK."""
 
 import openai
+from checks import MESSAGES, URL, check
 from pydantic import BaseModel, Field
-from told import TELLER, URL, check
 
 
 class Place(BaseModel):
@@ -13,7 +13,7 @@ class Place(BaseModel):
 
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=120)
-CHAT = {"model": "default", "messages": TELLER, "max_tokens": 24, "temperature": 0}
+CHAT = {"model": "default", "messages": MESSAGES, "max_tokens": 24, "temperature": 0}
 
 
 @check("models.list and models.retrieve")
@@ -51,9 +51,9 @@ def _():
 @check("log-probabilities")
 def _():
     answer = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2)
-    told = answer.choices[0].logprobs.content
-    assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in told)
-    return f"{len(told)} tokens"
+    logprobs = answer.choices[0].logprobs.content
+    assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in logprobs)
+    return f"{len(logprobs)} tokens"
 
 
 @check("completions of token ids, with echo")

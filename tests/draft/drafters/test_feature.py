@@ -1,4 +1,4 @@
-"""The drafter that the target feeds, in its engine: what it says is what the formulas say, from what it was fed."""
+"""The feature drafter in its engine: its scores equal those of the formulas, for the features that it received."""
 
 from dataclasses import replace
 
@@ -11,40 +11,32 @@ from outrider.serving.features import FeatureBlock
 from outrider.speculation.proposal import extend_hash
 from outrider.speculation.tree import ROOT
 from services.draft.drafters import feature
-from tests.draft.engine.test_engine import commit_of
 from tests.support.checkpoints.heads import write_pair
-from tests.support.draft.helpers import fed, request, settle
+from tests.support.draft.features import FEATURES, PROMPT, RNG, feed, start
+from tests.support.draft.helpers import commit_of, feature_engine, request, settle
 from tests.support.draft.twin import Twin
 from tests.support.tiny import VOCAB
-
-RNG = np.random.default_rng(0)
-FEATURES = RNG.standard_normal((200, 48)).astype(np.float32)
-PROMPT = RNG.integers(4, VOCAB, 21).tolist()
 
 
 @pytest.fixture(scope="module", params=["EAGLE", "EAGLE3"])
 def head(request, tmp_path_factory):
     """Makes engines, and the twin of their head."""
     target, folder, made = write_pair(tmp_path_factory.mktemp("heads"), request.param, max_position_embeddings=128)
-    return lambda: fed(request.param, folder, target, draft_page_size=4, max_running_requests=2), Twin.of(
+    return lambda: feature_engine(request.param, folder, target, draft_page_size=4, max_running_requests=2), Twin.of(
         request.param, *made, target
     )
 
 
-def feed(engine, first, stop, session_id=1):
-    engine.receive_features([FeatureBlock(session_id, first, FEATURES[first:stop].view(np.uint8))])
-
-
 def check_tree(engine, twin, true, session_id=1):
-    """Every node's score is what the twin says after its path, of which `true` rows have the target's features."""
+    """Every node's score equals the twin's after its path, of which `true` rows have the target's features."""
     session = engine.running[session_id]
     tree = session.tree
     for parent in {ROOT, *(node for node in range(len(tree)) if tree.children[node])}:
-        said = twin.log_probs(session.tokens.tolist() + tree.path_tokens(parent), FEATURES[:true])
+        log_probs = twin.log_probs(session.tokens.tolist() + tree.path_tokens(parent), FEATURES[:true])
         found = {tree.token[node]: tree.log_score[node] for node in tree.children_of(parent)}
-        best = sorted(said, key=said.get, reverse=True)[: len(found)]
+        best = sorted(log_probs, key=log_probs.get, reverse=True)[: len(found)]
         assert set(found) == set(best)
-        np.testing.assert_allclose(list(found.values()), [said[token] for token in found], atol=2e-3)
+        np.testing.assert_allclose(list(found.values()), [log_probs[token] for token in found], atol=2e-3)
     return tree
 
 
@@ -52,7 +44,7 @@ def test_trees_grow_from_true_features_and_from_their_own(head):
     make, twin = head
     engine = make()
     engine.open(request(1, PROMPT, max_tokens=100))
-    assert engine.idle  # nothing can be said before the first features
+    assert engine.idle  # no proposal is possible before the first features
     feed(engine, 0, 20)
     assert len(settle(engine)) > 1
     tree = check_tree(engine, twin, 20)
@@ -68,15 +60,15 @@ def test_trees_grow_from_true_features_and_from_their_own(head):
     assert session.root_expanded
     settle(engine)
     check_tree(engine, twin, 20)
-    assert (engine.drafter.trunks[1].settled, engine.drafter.trunks[1].computed) == (20, 22)
+    assert (engine.drafter.prefix_kvs[1].settled, engine.drafter.prefix_kvs[1].computed) == (20, 22)
 
     # The features come: the rows are corrected, and the tree with them.
     feed(engine, 20, 22)
     settle(engine)
-    assert engine.drafter.trunks[1].settled == 22
+    assert engine.drafter.prefix_kvs[1].settled == 22
     check_tree(engine, twin, 22)
 
-    # Both at once, and a token that nobody foresaw.
+    # Both at once, and a token that is not in the tree.
     engine.receive([], [commit_of(tokens, [5])])
     tokens += [5]
     feed(engine, 22, 23)
@@ -89,10 +81,10 @@ def test_trees_grow_from_true_features_and_from_their_own(head):
     engine.receive([], [commit_of(tokens, new)])
     tokens += new
     assert engine.idle
-    assert not session.answered
+    assert not session.replied
     feed(engine, 23, len(tokens) - 1)
     settle(engine)
-    assert session.answered
+    assert session.replied
     check_tree(engine, twin, len(tokens) - 1)
     engine.close(1)
     engine.check()
@@ -101,22 +93,15 @@ def test_trees_grow_from_true_features_and_from_their_own(head):
 # --- the cache ---
 
 
-def start(engine, tokens, session_id=1, **options):
-    """Open a session and feed it as far as a target has come that has computed its prompt."""
-    engine.open(request(session_id, tokens, max_tokens=100, **options))
-    feed(engine, 0, len(tokens) - 1, session_id)
-    return settle(engine)
-
-
-def test_a_row_knows_the_next_token(head):
-    """What two prompts share is found up to the row before the last token that they share, and needs no features."""
+def test_row_is_paired_with_the_next_token(head):
+    """Common rows of two prompts are cached up to the row before the last common token, and need no features."""
     make, twin = head
     engine = make()
     common = PROMPT[:13]
     start(engine, [*common, 7, 8, 9])
     engine.close(1)
     engine.open(request(2, [*common, 50, 51, 52], max_tokens=100))
-    assert engine.drafter.trunks[2].settled == 12  # rows 0 .. 11 pair tokens 1 .. 12 with what came before them
+    assert engine.drafter.prefix_kvs[2].settled == 12  # rows 0 .. 11 pair tokens 1 .. 12 with what came before them
     feed(engine, 0, 9, 2)
     assert engine.idle
     feed(engine, 9, 15, 2)
@@ -126,7 +111,7 @@ def test_a_row_knows_the_next_token(head):
     engine.close(2)
     # Another first token, and then the same ones: nothing is shared.
     engine.open(request(3, [99, *common[1:], 50], max_tokens=100))
-    assert engine.drafter.trunks[3].settled == 0
+    assert engine.drafter.prefix_kvs[3].settled == 0
     engine.close(3)
     engine.check()
 
@@ -136,17 +121,17 @@ def test_provisional_rows_are_never_shared(head):
     engine = make()
     tokens = list(PROMPT)
     start(engine, tokens)
-    for _ in range(3):  # the target says nothing of its states
+    for _ in range(3):  # without features of the target
         tree = engine.running[1].tree
         node = max((i for i in range(len(tree)) if tree.children[i]), key=lambda i: tree.depth[i])
         new = tree.path_tokens(node)
         engine.receive([], [commit_of(tokens, new)])
         tokens += new
         settle(engine)
-    assert engine.drafter.trunks[1].computed == len(tokens) - 1
+    assert engine.drafter.prefix_kvs[1].computed == len(tokens) - 1
     engine.close(1)
     engine.open(request(2, [*tokens, 5, 6], max_tokens=100))
-    assert engine.drafter.trunks[2].settled == 20  # whole pages, of rows with true features
+    assert engine.drafter.prefix_kvs[2].settled == 20  # whole pages, of rows with true features
     engine.close(2)
     engine.check()
 
@@ -158,7 +143,7 @@ def failures(outputs):
     return [failure for output in outputs for failure in output.failures]
 
 
-def test_lost_features_are_noticed(head):
+def test_lost_features_fail_the_session(head):
     make, twin = head
     engine = make()
     start(engine, PROMPT)
@@ -173,7 +158,7 @@ def test_lost_features_are_noticed(head):
     check_tree(engine, twin, 23)
 
 
-def test_features_of_a_wrong_size_are_refused(head):
+def test_features_of_a_wrong_width_fail_the_session(head):
     make, _ = head
     engine = make()
     engine.open(request(1, PROMPT, max_tokens=100))
@@ -190,7 +175,7 @@ def test_features_of_a_wrong_size_are_refused(head):
     assert set(engine.running) == {2}
 
 
-def test_a_session_that_gave_its_pages_back_is_fed_again(head):
+def test_preempted_session_is_computed_again(head):
     make, twin = head
     engine = make()
     engine.drafter.prefix = PrefixCache(PageAllocator(48, 4), enabled=False)
@@ -200,7 +185,7 @@ def test_a_session_that_gave_its_pages_back_is_fed_again(head):
     engine.receive([], [commit_of(PROMPT, new, session_id=1)])
     feed(engine, 20, 50, 1)
     assert set(engine.running) == {2}
-    assert len(engine._sessions[1].features) == 0  # what comes now is not kept
+    assert len(engine.sessions[1].features) == 0  # what comes now is not kept
     engine.close(2)
     (failure,) = failures(settle(engine))
     assert failure.session_id == 1
@@ -210,8 +195,8 @@ def test_a_session_that_gave_its_pages_back_is_fed_again(head):
     engine.check()
 
 
-def test_a_session_that_gave_its_pages_back_keeps_its_turn(head):
-    """Those that came later do not go before it, neither while it waits nor when it is opened again to be fed."""
+def test_preempted_session_keeps_its_queue_order(head):
+    """Later sessions do not overtake it, neither while it waits nor when it is opened again."""
     make, twin = head
     engine = make()
     engine.drafter.prefix = PrefixCache(PageAllocator(48, 4), enabled=False)
@@ -220,9 +205,9 @@ def test_a_session_that_gave_its_pages_back_keeps_its_turn(head):
     assert set(engine.running) == {1, 2}
     new = list(range(4, 34))
     engine.receive([], [commit_of(PROMPT, new, session_id=1)])
-    assert (set(engine.running), list(engine._places[-1].waiting)) == ({2, 3}, [1, 4]), "its pages were enough for one"
+    assert (set(engine.running), list(engine.waiting)) == ({2, 3}, [1, 4]), "its pages were enough for one"
     engine.close(2)
-    assert (set(engine.running), list(engine._places[-1].waiting)) == ({3}, [1, 4]), "room for 4, but not before 1"
+    assert (set(engine.running), list(engine.waiting)) == ({3}, [1, 4]), "room for 4, but not before 1"
     engine.close(3)
     (failure,) = failures(settle(engine))
     assert failure.session_id == 1
@@ -230,7 +215,7 @@ def test_a_session_that_gave_its_pages_back_keeps_its_turn(head):
         start(engine, PROMPT, session_id)
     assert set(engine.running) == {4, 5}, "meanwhile there are places for others"
     start(engine, [*PROMPT, *new], 1)
-    assert list(engine._places[-1].waiting) == [1, 6]
+    assert list(engine.waiting) == [1, 6]
     engine.close(4)
     engine.close(5)
     assert not failures(settle(engine)), "it was fed while it waited"
@@ -271,12 +256,12 @@ def test_the_context_ends_without_an_error(head):
     engine.check()
 
 
-def test_hints_that_nobody_wants(head, monkeypatch):
-    """Nothing is computed, but before rows pile up."""
+def test_paused_drafting_limits_held_features(head, monkeypatch):
+    """Nothing is computed until the held rows exceed their limit."""
     make, twin = head
     engine = make()
     start(engine, PROMPT)
-    monkeypatch.setattr(feature, "_MOST_HELD", 64 * engine.drafter._row_bytes)
+    monkeypatch.setattr(feature, "_MAX_HELD_BYTES", 64 * engine.drafter.received_row_bytes)
     held = []
     tokens = list(PROMPT)
     for _ in range(4):
@@ -296,8 +281,8 @@ def test_hints_that_nobody_wants(head, monkeypatch):
     check_tree(engine, twin, len(tokens) - 1)
 
 
-def test_what_was_said_is_not_said_again(head):
-    """A corrected tree tells the target only what it does not know, or what is likelier than it was told."""
+def test_regrown_tree_sends_only_new_or_better_nodes(head):
+    """A regrown tree sends only nodes that the target does not know, or whose score has risen."""
     make, _ = head
     engine = make()
     start(engine, PROMPT)
@@ -306,10 +291,10 @@ def test_what_was_said_is_not_said_again(head):
     new = tree.path_tokens(node)
     engine.receive([], [commit_of(PROMPT, new)])
     settle(engine)
-    known = {tree.hash[i]: tree.log_score[i] for i in range(len(tree)) if engine.running[1]._sent[i] > -np.inf}
+    known = {tree.hash[i]: tree.log_score[i] for i in range(len(tree)) if engine.running[1].outbox.is_sent(i)}
     feed(engine, 20, 21)
     outputs = settle(engine)
-    again = [told for o in outputs for p in o.proposals for told in hashes(p)]
+    again = [entry for o in outputs for p in o.proposals for entry in hashes(p)]
     assert again
     assert all(path not in known or score > known[path] for path, score in again)
 
@@ -321,7 +306,7 @@ def hashes(proposal):
     return list(zip(found[1:], proposal.log_scores.tolist(), strict=True))
 
 
-def test_compiled_shapes_are_all_there_is(head):
+def test_only_warmed_up_shapes_are_compiled(head):
     make, _ = head
     engine = make()
     engine.drafter.warm_up()

@@ -51,8 +51,8 @@ def close(found, expected):
 
 
 @pytest.mark.parametrize(("scaling", "factor"), [({"logits_scaling": 8.0}, 1 / 8), ({"logit_scale": 0.25}, 0.25)])
-def test_states_that_stand_for_the_target_s_give_its_logits(tmp_path, scaling, factor):
-    """Some targets scale them. A norm or matrix of a head's own has learnt to."""
+def test_eagle_logits_use_the_targets_factor(tmp_path, scaling, factor):
+    """Some targets scale their logits. A norm or matrix of the head's own was trained with the scale."""
     target = write_model(tmp_path / "target", tie_word_embeddings=False)
     file = target / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | scaling))
@@ -66,13 +66,13 @@ def test_states_that_stand_for_the_target_s_give_its_logits(tmp_path, scaling, f
         close(found, own * Twin.of(kind, config, tensors, target).logits(tokens, features))
 
 
-@pytest.mark.parametrize(("said", "cap"), [({"final_logit_softcapping": 2.0}, 2.0), ({"model_type": "gemma2"}, 30.0)])
-def test_states_that_stand_for_the_target_s_give_logits_within_its_bound(tmp_path, said, cap):
-    """A matrix of a head's own has learnt what comes of it."""
+@pytest.mark.parametrize(("change", "cap"), [({"final_logit_softcapping": 2.0}, 2.0), ({"model_type": "gemma2"}, 30.0)])
+def test_eagle_logits_use_the_targets_softcap(tmp_path, change, cap):
+    """A matrix of the head's own was trained without it."""
     target = write_model(tmp_path / "target", tie_word_embeddings=False)
     heads = [("EAGLE", *MAKERS["EAGLE"](target)), ("EAGLE3", *MAKERS["EAGLE3"](target))]
     file = target / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | said))
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
     tokens = [5, 6, 7, 8]
     for kind, config, tensors in heads:
         draft = build(kind, write_head(tmp_path / kind, config, tensors), target)
@@ -85,7 +85,7 @@ def test_states_that_stand_for_the_target_s_give_logits_within_its_bound(tmp_pat
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_head_says_what_the_formulas_say(tmp_path, target, name):
+def test_head_equals_the_formulas(tmp_path, target, name):
     kind, options = HEADS[name]
     config, tensors = MAKERS[kind](target, **options)
     draft = build(kind, write_head(tmp_path / "head", config, tensors), target)
@@ -98,7 +98,7 @@ def test_a_head_says_what_the_formulas_say(tmp_path, target, name):
     # Prefill, in pieces as they come.
     whole = twin.logits(tokens, features)
     for feed in (5, 1, 16, 1):
-        start = model.trunk.settled
+        start = model.prefix_kv.settled
         close(model.run(16, feed=feed, features=features[start : start + feed])[:feed], whole[start : start + feed])
 
     # A tree on the head's own features.
@@ -108,27 +108,27 @@ def test_a_head_says_what_the_formulas_say(tmp_path, target, name):
             path = model.session.tokens.tolist() + model.session.tree.path_tokens(node)
             close(logits[i], twin.logits(path, features[:true])[-1])
 
-    model.session.add(ROOT, [5, 6, 7], [-1, -1, -1], [-0.1, -1.0, -2.0])
+    model.session.grower.add(ROOT, [5, 6, 7], [-1, -1, -1], [-0.1, -1.0, -2.0])
     expand([0, 1, 2], 23)
-    model.session.add(0, [8, 9], [-1, -1], [-0.1, -1.0])
-    model.session.add(1, [8], [-1], [-0.1])
+    model.session.grower.add(0, [8, 9], [-1, -1], [-0.1, -1.0])
+    model.session.grower.add(1, [8], [-1], [-0.1])
     expand([3, 5], 23)
-    model.session.add(3, [9, 4], [-1, -1], [-0.1, -1.0])
+    model.session.grower.add(3, [9, 4], [-1, -1], [-0.1, -1.0])
     expand([6, 4], 23)
 
     # Committed nodes' rows are provisional; what is below them grows on, also while they move.
     model.commit([5, 8])
-    assert (model.trunk.settled, model.trunk.computed) == (23, 25)
-    model.session.add(1, [3], [-1], [-0.1])
-    model.session.add(ROOT, [12], [-1], [-0.1])
+    assert (model.prefix_kv.settled, model.prefix_kv.computed) == (23, 25)
+    model.session.grower.add(1, [3], [-1], [-0.1])
+    model.session.grower.add(ROOT, [12], [-1], [-0.1])
     expand([1, 3], 23)
-    model.session.add(3, [17], [-1], [-0.1])
+    model.session.grower.add(3, [17], [-1], [-0.1])
     expand([4], 23)
 
     # The true features have come: rows are computed again, and the tree begins anew.
-    model.session.replant()
-    model.trunk.forget_provisional()
+    model.session.regrow()
+    model.prefix_kv.forget_provisional()
     close(model.run(4, feed=2, features=features[23:25])[:2], twin.logits(model.session.tokens, features)[23:25])
-    model.session.add(ROOT, [9], [-1], [-0.1])
+    model.session.grower.add(ROOT, [9], [-1], [-0.1])
     expand([0], 25)
-    assert len(model.trunk._free) == 64 - 1
+    assert model.prefix_kv.free_slots == 64 - 1

@@ -17,7 +17,7 @@ from services.draft.formats.mtp import read_mtp
 from services.draft.formats.target import read_target
 from services.draft.process.app import build
 from tests.support.checkpoints.mtp import Reference, as_multimodal, mtp_layer, prefix_of, write_mtp
-from tests.support.draft.helpers import fed, request, settle
+from tests.support.draft.helpers import feature_engine, request, settle
 from tests.support.draft.stepping import Stepper
 from tests.support.tiny import VOCAB
 
@@ -44,14 +44,14 @@ def close(found, expected):
 
 
 def follow(draft, reference, width=48):
-    """Prefill in pieces, a tree on own states, a commit, and the correction, each against the reference."""
+    """Prefill in chunks, a tree on own states, a commit, and the correction, each against the reference."""
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, VOCAB, 24).tolist()
     features = rng.standard_normal((40, width)).astype(np.float32)
     model = Stepper(draft.config, draft.load(jnp.float32), tokens)
     whole = reference.logits(tokens, features[:23])
     for feed in (5, 1, 16, 1):
-        start = model.trunk.settled
+        start = model.prefix_kv.settled
         close(model.run(16, feed=feed, features=features[start : start + feed])[:feed], whole[start : start + feed])
 
     def expand(nodes, true):
@@ -60,23 +60,23 @@ def follow(draft, reference, width=48):
             path = model.session.tokens.tolist() + model.session.tree.path_tokens(node)
             close(logits[i], reference.logits(path, features[:true])[-1])
 
-    model.session.add(ROOT, [5, 6, 7], [-1, -1, -1], [-0.1, -1.0, -2.0])
+    model.session.grower.add(ROOT, [5, 6, 7], [-1, -1, -1], [-0.1, -1.0, -2.0])
     expand([0, 1, 2], 23)
-    model.session.add(0, [8, 9], [-1, -1], [-0.1, -1.0])
-    model.session.add(1, [8], [-1], [-0.1])
+    model.session.grower.add(0, [8, 9], [-1, -1], [-0.1, -1.0])
+    model.session.grower.add(1, [8], [-1], [-0.1])
     expand([3, 5], 23)
     model.commit([5, 8])
-    model.session.add(ROOT, [12], [-1], [-0.1])
+    model.session.grower.add(ROOT, [12], [-1], [-0.1])
     expand([0], 23)
-    model.session.replant()
-    model.trunk.forget_provisional()
+    model.session.regrow()
+    model.prefix_kv.forget_provisional()
     close(model.run(4, feed=2, features=features[23:25])[:2], reference.logits(model.session.tokens, features)[23:25])
-    model.session.add(ROOT, [9], [-1], [-0.1])
+    model.session.grower.add(ROOT, [9], [-1], [-0.1])
     expand([0], 25)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_layer_says_what_its_model_s_own_class_says(tmp_path, name):
+def test_mtp_layer_equals_its_model_class(tmp_path, name):
     family, changes = FAMILIES[name]
     folder = write_mtp(tmp_path / "model", family, **changes)
     draft = read_mtp(folder, read_target(folder))
@@ -85,16 +85,16 @@ def test_a_layer_says_what_its_model_s_own_class_says(tmp_path, name):
 
 
 @pytest.mark.parametrize("family", ["qwen3.5", "qwen3.5-moe"])
-def test_a_layer_of_a_model_that_sees_images(tmp_path, family):
+def test_mtp_layer_of_a_multimodal_model(tmp_path, family):
     folder = write_mtp(tmp_path / "model", family)
     whole = as_multimodal(folder, tmp_path / "whole")
     follow(read_mtp(whole, read_target(whole)), Reference(folder, family, tmp_path / "scratch"))
 
 
 def test_several_layers_beside_ngrams(tmp_path):
-    """Of a text that repeats, n-grams know more levels than there are layers; states come later than commits."""
+    """In a repetitive text n-grams propose more levels than there are layers; states arrive after commits."""
     folder = write_mtp(tmp_path / "model", "mimo-v2", layers=3)
-    engine = fed("NEXTN", folder, folder, speculative_ngram_beside=True)
+    engine = feature_engine("NEXTN", folder, folder, speculative_ngram_beside=True)
     width, rng = engine.drafter.runner.config.hidden_size, np.random.default_rng(0)
     cycle = [10, 11, 12, 13, 14, 15]
     tokens, known = cycle * 4, 0
@@ -114,7 +114,7 @@ def test_several_layers_beside_ngrams(tmp_path):
 
 @pytest.mark.parametrize(("family", "count", "length"), [("mimo-v2", 3, 24), ("mimo-v2", 3, 4), ("glm-4.5", 2, 24)])
 def test_several_layers_each_predict_a_token_further(tmp_path, family, count, length):
-    """Layer i's row j pairs token j + 1 + i with the target's feature j, and nothing else with anything else."""
+    """Layer i's row j pairs token j + 1 + i with the target's feature j, and no other feature."""
     folder = write_mtp(tmp_path / "model", family, layers=count)
     prefixes = [prefix_of(family, i) for i in range(count)]
     layers = [Reference(folder, family, tmp_path / f"{i}", prefix=prefix) for i, prefix in enumerate(prefixes)]
@@ -126,7 +126,7 @@ def test_several_layers_each_predict_a_token_further(tmp_path, family, count, le
     model = Stepper(draft.config, draft.load(jnp.float32), tokens)
     whole = layers[0].logits(tokens, features[:known])
     for feed in (known - 2, 1, 1):
-        start = model.trunk.settled
+        start = model.prefix_kv.settled
         close(model.run(24, feed=feed, features=features[start : start + feed])[:feed], whole[start : start + feed])
 
     def expand(nodes, true):
@@ -136,33 +136,33 @@ def test_several_layers_each_predict_a_token_further(tmp_path, family, count, le
             ahead = len(path) - 1 - true
             close(logits[i], layers[ahead].logits(path[ahead:], features[:true])[-1])
 
-    model.session.add(ROOT, [5, 6, 7], [-1, -1, -1], [-0.1, -1.0, -2.0])
+    model.session.grower.add(ROOT, [5, 6, 7], [-1, -1, -1], [-0.1, -1.0, -2.0])
     expand([0, 1, 2], known)
-    model.session.add(0, [8, 9], [-1, -1], [-0.1, -1.0])
-    model.session.add(1, [8], [-1], [-0.1])
+    model.session.grower.add(0, [8, 9], [-1, -1], [-0.1, -1.0])
+    model.session.grower.add(1, [8], [-1], [-0.1])
     if count > 2:
         expand([3, 5], known)
     model.commit([5])
     if count > 2:
-        model.session.add(0, [11], [-1], [-0.1])
-        model.session.add(ROOT, [12], [-1], [-0.1])
+        model.session.grower.add(0, [11], [-1], [-0.1])
+        model.session.grower.add(ROOT, [12], [-1], [-0.1])
         expand([model.session.path_of([12])[0]], known)  # while an accepted row moves
-    model.session.replant()
-    model.trunk.forget_provisional()
+    model.session.regrow()
+    model.prefix_kv.forget_provisional()
     close(
         model.run(4, feed=1, features=features[known:length])[0],
         layers[0].logits(model.session.tokens, features[:length])[-1],
     )
-    model.session.add(ROOT, [9], [-1], [-0.1])
+    model.session.grower.add(ROOT, [9], [-1], [-0.1])
     expand([0], length)
     if count > 2:
-        model.session.add(0, [4], [-1], [-0.1])
+        model.session.grower.add(0, [4], [-1], [-0.1])
         expand([1], length)
 
 
-def test_how_many_layers_are_used(tmp_path, deepseek):
+def test_number_of_used_layers(tmp_path, deepseek):
     target = read_target(deepseek[0])
-    with pytest.raises(ConfigError, match="has one MTP layer; --enable-multi-layer-eagle is for several"):
+    with pytest.raises(ConfigError, match="has one MTP layer; --enable-multi-layer-eagle needs several"):
         read_mtp(deepseek[0], target, several=True)
     folder = write_mtp(tmp_path / "glm", "glm-4.5", layers=2)
     assert len(read_mtp(folder, read_target(folder)).config.layers) == 1
@@ -202,7 +202,7 @@ def copy(folder, place):
     return place
 
 
-def test_the_state_that_is_handed_on_can_be_chosen(tmp_path, deepseek):
+def test_passed_on_state_can_be_chosen(tmp_path, deepseek):
     folder = deepseek[0]
     raw = read_mtp(folder, read_target(folder), feature="raw", own="raw")
     assert raw.features == FeatureSpec(layers=(3,))
@@ -210,7 +210,7 @@ def test_the_state_that_is_handed_on_can_be_chosen(tmp_path, deepseek):
 
 
 def test_an_export_of_the_layer_alone(tmp_path, deepseek):
-    """Names count from 0 there; embedding and head are still the target's, whatever copies the export has."""
+    """Names count from 0; embedding and head are the target's, whatever copies the export contains."""
     folder, reference = deepseek
     alone = tmp_path / "alone"
     alone.mkdir()
@@ -223,12 +223,12 @@ def test_an_export_of_the_layer_alone(tmp_path, deepseek):
 
 
 def test_weights_of_eight_bits_in_blocks(tmp_path):
-    """As DeepSeek publishes them; some are wider than a block."""
+    """In DeepSeek's published format; some matrices are wider than a block."""
     folder = write_mtp(tmp_path / "model", "deepseek-v3", hidden_size=160)
     scales = {}
 
     def widened(tensors):
-        """What the 8 bits mean; kept beside, in blocks of 128 x 128."""
+        """The dequantized matrix; its scales are kept beside it, for blocks of 128 x 128."""
         for name in [name for name in tensors if "layers.3" in name and name.endswith("proj.weight")]:
             weight = tensors[name].float()
             if "eh_proj" in name:
@@ -250,7 +250,7 @@ def test_weights_of_eight_bits_in_blocks(tmp_path):
 
     name = "model.layers.3.self_attn.o_proj.weight"
     change(folder, lambda t: t.update({f"{name}_scale_inv": torch.ones(3, 3)}))
-    with pytest.raises(ConfigError, match=r"o_proj\.weight are not laid out as their format says: 3 scales for 160"):
+    with pytest.raises(ConfigError, match=r"o_proj\.weight do not have the layout of their format: 3 scales for 160"):
         draft.load(jnp.float32)
     change(folder, lambda t: t.pop(f"{name}_scale_inv"))
     with pytest.raises(ConfigError, match=r"o_proj\.weight has number format F8_E4M3"):
@@ -258,7 +258,7 @@ def test_weights_of_eight_bits_in_blocks(tmp_path):
 
 
 def test_parts_of_a_checkpoint(tmp_path, deepseek):
-    """Files by an index; those without the layer are not read, so that they may hold anything."""
+    """Files with an index; files without the layer are not read."""
     folder, reference = deepseek
     parts = tmp_path / "parts"
     parts.mkdir()
@@ -283,7 +283,7 @@ def test_parts_of_a_checkpoint(tmp_path, deepseek):
         ),
         (
             lambda t: t.update({"model.layers.3.self_attn.indexer.k_norm.weight": torch.ones(4)}),
-            r"does not know: model\.layers\.3\.self_attn\.indexer",
+            r"does not have: model\.layers\.3\.self_attn\.indexer",
         ),
         (
             lambda t: t.update({"model.layers.3.eh_proj.weight": torch.ones(48, 48)}),

@@ -1,9 +1,10 @@
-"""The drafter's own prefix cache: what it has fed once is not fed again, and its proposals are the same."""
+"""The drafter's own prefix cache: cached rows are not computed again, and proposals are unchanged."""
 
 import numpy as np
 import pytest
 
 from tests.support.draft.helpers import OracleTarget, request, settle, standalone, torch_logits
+from tests.support.draft.trees import check_same_tree, tree_of
 from tests.support.tiny import VOCAB, write_model
 
 
@@ -12,27 +13,17 @@ def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("draft"))
 
 
-def fed(engine, session_id):
-    """Let an engine settle; which tokens of a session it had to feed, from the first to the last."""
-    trunk = engine.drafter.trunks[session_id]
-    start = trunk.computed
+def computed_range(engine, session_id):
+    """Let an engine settle; returns the tokens of a session that it computed, from the first to the last."""
+    prefix_kv = engine.drafter.prefix_kvs[session_id]
+    start = prefix_kv.computed
     settle(engine)
-    return start, trunk.computed
-
-
-def tree_of(engine, session_id):
-    tree = engine.running[session_id].tree
-    return {tuple(tree.path_tokens(i)): tree.path_score[i] for i in range(len(tree))}
-
-
-def same(found, expected):
-    assert found.keys() == expected.keys()
-    np.testing.assert_allclose(list(found.values()), [expected[path] for path in found], atol=1e-3)
+    return start, prefix_kv.computed
 
 
 @pytest.mark.parametrize("page_size", [2, 16])
-def test_a_conversation_goes_on_from_what_was_fed(model, page_size):
-    """Between turns the session closes right after a commit, while accepted rows still wait to be moved."""
+def test_conversation_reuses_its_cached_prefix(model, page_size):
+    """Between turns the session closes right after a commit, while rows of accepted nodes still wait to be moved."""
     flags = {"draft_page_size": page_size, "draft_max_total_tokens": 1024, "max_running_requests": 2}
     engine, plain = standalone(model, **flags), standalone(model, disable_radix_cache=True, **flags)
     next_logits = torch_logits(model)
@@ -43,10 +34,10 @@ def test_a_conversation_goes_on_from_what_was_fed(model, page_size):
         opened = request(turn, tokens)
         for one in (engine, plain):
             one.open(opened)
-        start, stop = fed(engine, turn)
+        start, stop = computed_range(engine, turn)
         assert (start, stop) == (min(known, len(tokens) - 1) // page_size * page_size, len(tokens))
-        assert fed(plain, turn) == (0, len(tokens))
-        same(tree_of(engine, turn), tree_of(plain, turn))
+        assert computed_range(plain, turn) == (0, len(tokens))
+        check_same_tree(tree_of(engine, turn), tree_of(plain, turn))
         target = OracleTarget(next_logits, opened)
         session = engine.running[turn]
         for _ in range(4):
@@ -58,8 +49,8 @@ def test_a_conversation_goes_on_from_what_was_fed(model, page_size):
                 for token in path:
                     node = target.tree.add(node, token, -0.1)
             engine.receive([], [target.step()])
-        known = engine.drafter.trunks[turn].computed - len(engine.drafter.moves.get(turn, ()))
-        moved += len(engine.drafter.moves.get(turn, ()))
+        known = engine.drafter.prefix_kvs[turn].computed - len(engine.drafter.executor.moves.get(turn, ()))
+        moved += len(engine.drafter.executor.moves.get(turn, ()))
         assert session.length == len(target.tokens)
         for one in (engine, plain):
             one.close(turn)
@@ -69,7 +60,7 @@ def test_a_conversation_goes_on_from_what_was_fed(model, page_size):
     assert plain.load().cached_pages == 0 < engine.load().cached_pages
 
 
-def test_choices_of_a_prompt_are_fed_once(model):
+def test_choices_of_a_prompt_share_its_prefix(model):
     engine = standalone(model, draft_max_total_tokens=1024)
     prompt = np.random.default_rng(3).integers(4, VOCAB, 100).tolist()
     for i in range(3):
@@ -78,6 +69,6 @@ def test_choices_of_a_prompt_are_fed_once(model):
     assert sum(output.load.step_tokens for output in steps if output.load.step_tokens > 20) == 100
     first = tree_of(engine, 0)
     for i in (1, 2):
-        same(tree_of(engine, i), first)
+        check_same_tree(tree_of(engine, i), first)
     assert engine.drafter.prefix.allocator.leased_pages == 6 + 3 * (1 + 64 // 16)
     engine.check()

@@ -1,4 +1,4 @@
-"""The growth engine: over n-grams, where everything can be computed by hand, and over a model, against the oracle."""
+"""The draft engine: over n-grams, where everything can be computed by hand, and over a model, against the oracle."""
 
 from dataclasses import replace
 
@@ -11,29 +11,35 @@ from outrider.paging.prefix import PrefixCache
 from outrider.speculation.proposal import UNLIMITED_DRAFT, Commit, path_hash
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import SpeculationTree
-from tests.support.draft.helpers import GREEDY, OracleTarget, finish, ngram, request, settle, standalone, torch_logits
+from tests.support.draft.helpers import (
+    GREEDY,
+    OracleTarget,
+    commit_of,
+    finish,
+    ngram,
+    request,
+    settle,
+    standalone,
+    torch_logits,
+)
 from tests.support.tiny import EOS, VOCAB, write_model
 
 PROMPT = np.random.default_rng(2).integers(4, VOCAB, 23).tolist()
 
 
-def commit_of(tokens, new, session_id=1):
-    return Commit(session_id, len(tokens), np.array(new, np.uint32), path_hash(np.array([*tokens, *new])))
-
-
-def test_a_session_that_wants_no_hints_costs_nothing_until_it_does(tmp_path):
+def test_paused_session_costs_nothing_until_it_resumes(tmp_path):
     engine = standalone(write_model(tmp_path / "model"))
     engine.open(replace(request(1, PROMPT), drafting_paused=True))
     assert engine.idle
     engine.receive([], [replace(commit_of(PROMPT, [9]), draft_budget=0)])
     assert engine.idle
-    assert engine.drafter.trunks[1].settled == 0
+    assert engine.drafter.prefix_kvs[1].settled == 0
     engine.receive([], [commit_of([*PROMPT, 9], [10])])
     assert any(output.proposals for output in settle(engine))
-    assert engine.drafter.trunks[1].settled == len(PROMPT) + 2
+    assert engine.drafter.prefix_kvs[1].settled == len(PROMPT) + 2
 
 
-def test_a_commit_without_tokens_tells_that_hints_are_not_wanted(tmp_path):
+def test_commit_without_tokens_pauses_drafting(tmp_path):
     engine = standalone(write_model(tmp_path / "model"))
     engine.open(request(1, PROMPT))
     assert not engine.idle
@@ -41,10 +47,10 @@ def test_a_commit_without_tokens_tells_that_hints_are_not_wanted(tmp_path):
     assert engine.idle
     engine.receive([], [replace(commit_of(PROMPT, [9]), draft_budget=0)])
     assert engine.idle
-    assert engine.drafter.trunks[1].settled == 0
+    assert engine.drafter.prefix_kvs[1].settled == 0
     engine.receive([], [commit_of([*PROMPT, 9], [10])])
     assert any(output.proposals for output in settle(engine))
-    assert engine.drafter.trunks[1].settled == len(PROMPT) + 2
+    assert engine.drafter.prefix_kvs[1].settled == len(PROMPT) + 2
 
 
 # --- n-grams ---
@@ -130,7 +136,7 @@ def test_commits_doubled_overlapping_and_missing(kind, model):
     (session,) = engine.running.values()
     assert session.tokens.tolist() == [*tokens, 5, 6, 7, 8]
     assert session.tree.root_hash == path_hash(session.tokens)
-    # A gap ends the session with an error that says what to do.
+    # A gap fails the session with an error that names the remedy.
     engine.receive([], [commit_of([*tokens, 5, 6, 7, 8, 9], [10])])
     (failure,) = [f for output in settle(engine) for f in output.failures]
     assert failure.session_id == 1
@@ -143,7 +149,7 @@ def test_commits_doubled_overlapping_and_missing(kind, model):
 
 @pytest.mark.parametrize("kind", ["NGRAM", "STANDALONE"])
 def test_many_commits_at_once_are_those_one_by_one(kind, model):
-    """While no hints are wanted a session's commits come many at a time; what follows is the same."""
+    """While drafting is paused many commits arrive together; the state after them is the same."""
     rng = np.random.default_rng(3)
     engines = [ngram() if kind == "NGRAM" else standalone(model) for _ in range(2)]
     texts = {1: [*PROMPT, *PROMPT]}
@@ -162,14 +168,14 @@ def test_many_commits_at_once_are_those_one_by_one(kind, model):
         together.receive([], frame)
         for commit in frame:
             alone.receive([], [commit])
-        said = [{(p.session_id, p.anchor_hash, t) for o in settle(e) for p in o.proposals for t in p.tokens.tolist()}
+        sent = [{(p.session_id, p.anchor_hash, t) for o in settle(e) for p in o.proposals for t in p.tokens.tolist()}
                 for e in engines]  # fmt: skip
-        assert said[0] == said[1] != set()
+        assert sent[0] == sent[1] != set()
         for engine in engines:
             assert {i: s.tokens.tolist() for i, s in engine.running.items()} == texts
 
 
-def test_silent_divergence_is_noticed():
+def test_silent_divergence_fails_the_session():
     engine = ngram()
     engine.open(request(1, PROMPT))
     settle(engine)
@@ -179,7 +185,7 @@ def test_silent_divergence_is_noticed():
     assert "differ" in failure.error.message
 
 
-def test_finished_sessions_go(model):
+def test_finished_sessions_are_closed(model):
     engine = standalone(model)
     engine.open(request(1, PROMPT))
     settle(engine)
@@ -230,8 +236,8 @@ def test_a_draft_equal_to_the_target_is_accepted(model, next_logits, sampling):
     assert [s.tokens.tolist() for s in engine.running.values()] == [target.tokens]
 
 
-def test_scores_mean_something(model, next_logits):
-    """Over many sampled positions, children are accepted about as often as their scores say."""
+def test_scores_are_calibrated(model, next_logits):
+    """Over many sampled positions, the acceptance rate of children equals their mean probability, about."""
     claimed = happened = 0.0
     engine = standalone(model)
     for seed in range(6):
@@ -320,7 +326,7 @@ def test_stop_tokens_end_a_path_or_cannot_come_yet(model):
 
 
 def test_many_sessions_share_and_pages_come_home(model, next_logits):
-    """More sessions than places, and prompts of many lengths: all are drafted for in the end."""
+    """More sessions than slots, and prompts of many lengths: all are drafted for in the end."""
     engine = standalone(model, max_running_requests=3)
     rng = np.random.default_rng(5)
     requests = {i: request(i, rng.integers(4, VOCAB, size).tolist()) for i, size in enumerate((3, 150, 1, 64, 65, 9))}
@@ -343,7 +349,7 @@ def test_many_sessions_share_and_pages_come_home(model, next_logits):
     assert engine.drafter.prefix.allocator.leased_pages == 0
 
 
-def test_pages_run_out_and_come_back(model):
+def test_pages_are_exhausted_and_released(model):
     engine = standalone(model)
     # 12 pages of 16: each session needs 4 of them for its scratch and 2 for its prompt.
     engine.drafter.prefix = PrefixCache(PageAllocator(12, 16))
@@ -369,13 +375,13 @@ def test_pages_run_out_and_come_back(model):
     assert engine.drafter.prefix.allocator.leased_pages == 0
 
 
-def test_a_session_that_found_no_pages_keeps_none_from_others_once_it_is_gone(model):
+def test_closed_waiting_session_does_not_block_others(model):
     engine = standalone(model)
     engine.drafter.prefix = PrefixCache(PageAllocator(12, 16))
     engine.open(request(1, PROMPT, max_tokens=500))
     engine.open(request(2, PROMPT * 10, max_tokens=500))
     engine.open(request(3, PROMPT, max_tokens=500))
-    assert (set(engine.running), list(engine._places[-1].waiting)) == ({1}, [2, 3])
+    assert (set(engine.running), list(engine.waiting)) == ({1}, [2, 3])
     engine.close(2)
     assert set(engine.running) == {1, 3}
     for session_id in (1, 3):
@@ -383,14 +389,14 @@ def test_a_session_that_found_no_pages_keeps_none_from_others_once_it_is_gone(mo
     engine.check()
 
 
-def test_a_session_that_is_opened_again_keeps_its_place(model):
+def test_reopened_session_keeps_its_queue_order(model):
     engine = standalone(model, max_running_requests=1)
     for session_id in (1, 2, 1):
         engine.open(request(session_id, PROMPT, max_tokens=500))
-    assert (set(engine.running), list(engine._places[-1].waiting)) == ({1}, [2])
+    assert (set(engine.running), list(engine.waiting)) == ({1}, [2])
 
 
-def test_sessions_beyond_the_context_are_left_alone(model):
+def test_sessions_beyond_the_context_are_not_drafted_for(model):
     engine = standalone(model)
     limit = engine.drafter.max_session_tokens
     assert limit == 512
@@ -407,7 +413,7 @@ def test_sessions_beyond_the_context_are_left_alone(model):
     assert engine.drafter.prefix.allocator.leased_pages == 0
 
 
-def test_compiled_shapes_are_all_there_is(model):
+def test_only_warmed_up_shapes_are_compiled(model):
     engine = standalone(model)
     engine.drafter.warm_up()
     compiled = engine.drafter.runner.compilations.total

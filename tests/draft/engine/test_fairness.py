@@ -1,4 +1,4 @@
-"""Many sessions on one drafter: the likeliest nodes first, but nobody waits for ever; what promises are worth."""
+"""Many sessions on one drafter: the likeliest nodes first, without starvation; calibration of a wrong pair."""
 
 import logging
 import math
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from outrider.speculation.proposal import Commit, path_hash
 from outrider.speculation.tree import ROOT
-from services.draft.drafters.base import Drafter, Growth
-from services.draft.engine import draft_stats as record
+from services.draft.drafters.base import Drafter, Expansion
+from services.draft.engine import draft_stats
 from services.draft.engine.engine import DraftEngine
 from services.draft.sessions.frontier import TreeLimits
 from tests.support.draft.helpers import OracleTarget, request, settle, standalone, torch_logits
@@ -21,7 +21,7 @@ LIMITS = TreeLimits()
 
 
 class SlowDrafter(Drafter):
-    """Grants so many wishes a round, the first ones, and says of each node what a generator gives."""
+    """Expands the first requests of a round, up to a number, with random children."""
 
     name = "SLOW"
 
@@ -44,16 +44,16 @@ class SlowDrafter(Drafter):
     def warm_up(self):
         pass
 
-    def grow(self, wishes):
-        self.granted = [(wish.session.id, wish.node) for wish in wishes[: self.grants]]
+    def expand(self, requests):
+        self.granted = [(request.session.id, request.node) for request in requests[: self.grants]]
         return [
-            Growth(wish.session, wish.node, [1, 2, 3], [-1, -1, -1], np.log(self.rng.dirichlet([0.3, 0.3, 0.3]) + 1e-9))
-            for wish in wishes[: self.grants]
+            Expansion(session, node, [1, 2, 3], [-1, -1, -1], np.log(self.rng.dirichlet([0.3, 0.3, 0.3]) + 1e-9))
+            for session, node, _ in requests[: self.grants]
         ]
 
 
 def longest_waits(engine, rng, sessions, rounds, chance):
-    """Rounds that a root, and any session with a wish, waited at most; sessions commit with a chance each round."""
+    """Longest waits in rounds, of roots and of sessions with any leaf; sessions commit at random."""
     tokens = {i: [5, 6, i + 7] for i in range(sessions)}
     for i, own in tokens.items():
         engine.open(request(i, own, max_tokens=100_000))
@@ -65,10 +65,10 @@ def longest_waits(engine, rng, sessions, rounds, chance):
                 new = int(rng.integers(1, 9))
                 engine.receive([], [Commit(i, len(own), np.array([new], np.uint32), path_hash(np.array([*own, new])))])
                 own.append(new)
-        wishes = {i: engine.running[i].wishes(1) for i in tokens}
+        requests = {i: engine.running[i].best_leaves(1) for i in tokens}
         engine.step()
         served = {session_id for session_id, _ in engine.drafter.granted}
-        for i, own in wishes.items():
+        for i, own in requests.items():
             any_wish[i] = any_wish[i] + 1 if own and i not in served else 0
             roots[i] = roots[i] + 1 if own and own[0][1] == ROOT and i not in served else 0
         worst_root, worst = max(worst_root, *roots.values()), max(worst, *any_wish.values())
@@ -76,8 +76,8 @@ def longest_waits(engine, rng, sessions, rounds, chance):
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(2, 12), st.integers(1, 3))
-def test_nobody_starves(seed, sessions, grants):
-    """With N sessions and g grants a round a root waits N / g rounds at most, and a leaf until it counts as a root."""
+def test_no_session_starves(seed, sessions, grants):
+    """With N sessions and g expansions a round a root waits at most N / g rounds, a leaf until it counts as a root."""
     rng = np.random.default_rng(seed)
     engine = DraftEngine(SlowDrafter(rng, grants), LIMITS, 64)
     busy = rng.random(sessions) * rng.random()
@@ -89,7 +89,7 @@ def test_nobody_starves(seed, sessions, grants):
 
 @given(st.integers(0, 2**32 - 1))
 def test_the_likeliest_nodes_come_first(seed):
-    """Of wishes that have waited equally long, none is granted before a likelier one, of whichever session."""
+    """Among requests that have waited equally long, likelier ones are expanded first, over all sessions."""
     rng = np.random.default_rng(seed)
     engine = DraftEngine(SlowDrafter(rng, 2), LIMITS, 64)
     for i in range(4):
@@ -97,11 +97,11 @@ def test_the_likeliest_nodes_come_first(seed):
     for _ in range(30):
         for session in engine.running.values():
             session.frontiers[-1].rounds_waited = 0
-        reach = {(i, node): score for i, s in engine.running.items() for score, node in s.wishes(99)}
+        reach = {(i, node): score for i, s in engine.running.items() for score, node in s.best_leaves(99)}
         engine.step()
         granted = engine.drafter.granted
-        left = [score for wish, score in reach.items() if wish not in granted]
-        assert min(reach[wish] for wish in granted) >= max(left, default=-math.inf)
+        left = [score for request, score in reach.items() if request not in granted]
+        assert min(reach[request] for request in granted) >= max(left, default=-math.inf)
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +109,8 @@ def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("draft"))
 
 
-def test_a_model_whose_narrow_rounds_are_cheap_serves_all(model):
-    """Where rounds of one session are by far the best, one that commits all the time does not keep others waiting."""
+def test_cheap_single_session_rounds_starve_no_session(model):
+    """Where rounds of one session are cheapest, a session that commits constantly does not keep others waiting."""
     engine = standalone(model, max_running_requests=6, draft_max_total_tokens=4096)
     engine.drafter.runner.cost = lambda shape: float(shape.sessions * shape.rows)
     tokens = {i: [5, 6, i + 7] for i in range(6)}
@@ -129,7 +129,7 @@ def test_a_model_whose_narrow_rounds_are_cheap_serves_all(model):
 
 
 def test_gateways_share_a_draft(model):
-    """Sessions of several gateways, whose ids differ in their high halves, are served alike; one's end harms none."""
+    """Sessions of several gateways, whose ids differ in their high halves, are served alike and closed separately."""
     engine = standalone(model)
     ids = [gateway << 32 | i for gateway in (1, 7) for i in range(2)]
     for session_id in ids:
@@ -146,9 +146,9 @@ def test_gateways_share_a_draft(model):
 # --- promises ---
 
 
-def test_a_broken_pair_is_warned_of_once(model, tmp_path, caplog, monkeypatch):
-    """A draft of another model promises what does not come; one of the target's own model keeps its word."""
-    monkeypatch.setattr(record, "_PROMISES", 30.0)
+def test_wrong_pair_is_logged_once(model, tmp_path, caplog, monkeypatch):
+    """Draft tokens of a draft for another model are rejected; those of the target's own model are accepted."""
+    monkeypatch.setattr(draft_stats, "_MIN_EXPECTED", 30.0)
     other = torch_logits(write_model(tmp_path / "other", seed=9))
     for next_logits, warns in ((torch_logits(model), False), (other, True)):
         engine = standalone(model)
@@ -157,7 +157,7 @@ def test_a_broken_pair_is_warned_of_once(model, tmp_path, caplog, monkeypatch):
             opened = request(1, np.random.default_rng(0).integers(4, VOCAB, 8).tolist(), max_tokens=100_000)
             target = OracleTarget(next_logits, opened)
             engine.open(opened)
-            while engine._records[0].promised < 40:
+            while engine.stats[0].promised < 40:
                 for output in settle(engine):
                     target.hear(output)
                 engine.receive([], [target.step()])
@@ -166,4 +166,4 @@ def test_a_broken_pair_is_warned_of_once(model, tmp_path, caplog, monkeypatch):
         assert load.accepted <= load.chances <= load.offered
         kept = load.accepted / load.promised
         assert (kept < 0.15) == warns, kept
-        assert len([r for r in caplog.records if "do not belong together" in r.message]) == warns
+        assert len([r for r in caplog.records if "seem to be a wrong pair" in r.message]) == warns

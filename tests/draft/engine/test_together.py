@@ -1,4 +1,4 @@
-"""NGRAM beside a model: one tree, n-grams first, each drafter within its own means."""
+"""NGRAM beside a model: one tree, n-grams first, each drafter within its own limits."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def children(tree, node=ROOT):
     return [tree.token[child] for child in tree.children_of(node)]
 
 
-def test_ngrams_are_out_before_the_model_has_begun(model):
+def test_ngram_proposals_are_sent_before_the_model_runs(model):
     engine = together(model)
     engine.open(request(1, PROMPT))
     (proposal,) = engine.step().proposals
@@ -52,7 +52,7 @@ def test_ngrams_are_out_before_the_model_has_begun(model):
 
 
 def test_trees_merge(model):
-    """The tree is the union of both drafters', each token below a parent once, and nothing is sent twice."""
+    """The tree is the union of both drafters', each token below a parent once, and no node is sent twice."""
     engine, alone = together(model), standalone(model)
     for one in (engine, alone):
         one.open(request(1, PROMPT))
@@ -69,19 +69,19 @@ def test_trees_merge(model):
     assert len(children(tree, first)) > 1
 
 
-def test_what_a_later_drafter_believes_in_more_is_told_again():
+def test_node_is_sent_again_when_a_later_drafter_raises_its_score():
     frontiers = [Frontier(64, 2e-3, from_parents=parents) for parents in (False, True)]
     session = DraftSession(request(1, PROMPT), TreeLimits(), (), frontiers)
     target = SpeculationTree(np.array(PROMPT))
-    says = [([10, 11, 12], [-1.0, -3.0, -5.0]), ([10, 11, 13], [-1.05, -0.2, -2.0])]
-    told = []
-    for drafter, (tokens, scores) in enumerate(says):
-        session.add(ROOT, tokens, [-1, -1, -1], scores, drafter)
+    expansions = [([10, 11, 12], [-1.0, -3.0, -5.0]), ([10, 11, 13], [-1.05, -0.2, -2.0])]
+    sent = []
+    for drafter, (tokens, scores) in enumerate(expansions):
+        session.grower.add(ROOT, tokens, [-1, -1, -1], scores, drafter)
         proposals = session.proposals()
-        told.append([p.tokens.tolist() for p in proposals])
+        sent.append([p.tokens.tolist() for p in proposals])
         for proposal in proposals:
             target.merge(proposal)
-    assert told == [[[10, 11, 12]], [[11, 13]]]
+    assert sent == [[[10, 11, 12]], [[11, 13]]]
     np.testing.assert_allclose(target.log_score, [-1.0, -0.2, -5.0, -2.0], rtol=1e-6)
     assert session.proposals() == []
 
@@ -131,7 +131,7 @@ def test_an_explicit_tree_is_proposed_once_with_the_best_nodes_of_both(model):
 
 
 @pytest.mark.parametrize("flags", [{}, SHAPE], ids=["adaptive", "explicit"])
-def test_ngrams_go_on_where_the_model_cannot_follow(model, flags):
+def test_ngrams_draft_beyond_the_models_context(model, flags):
     engine = together(model, **flags)
     limit = engine.drafter.max_session_tokens
     tokens = (CYCLE * limit)[: limit - 2]
@@ -151,7 +151,7 @@ def test_ngrams_go_on_where_the_model_cannot_follow(model, flags):
     assert engine.idle
 
 
-def test_ngrams_go_on_while_the_model_has_no_pages(model):
+def test_ngrams_draft_while_the_model_has_no_pages(model):
     engine = together(model)
     engine.drafter.prefix = PrefixCache(PageAllocator(7, 16))
     for session_id in (1, 2):
@@ -169,7 +169,7 @@ def test_ngrams_go_on_while_the_model_has_no_pages(model):
 
 @pytest.mark.parametrize("flags", [{}, SHAPE], ids=["adaptive", "explicit"])
 def test_random_commits(model, flags):
-    """Commits along the tree, beside it, and beyond what the model has grown keep both drafters' books in order."""
+    """Commits along the tree, beside it, and beyond it keep the page tables of both drafters consistent."""
     engine = together(model, speculative_ngram_max_match_window_size=4, **flags)
     rng = np.random.default_rng(0)
     tokens = rng.integers(4, 12, 60).tolist()
@@ -190,7 +190,7 @@ def test_random_commits(model, flags):
     settle(engine)
 
 
-def test_what_no_target_has_made_outlives_its_weights(model):
+def test_ngrams_survive_a_flush_of_feature_drafters(model):
     engine = together(model)
     engine.open(request(1, PROMPT))
     settle(engine)
@@ -201,7 +201,7 @@ def test_what_no_target_has_made_outlives_its_weights(model):
     assert (len(engine.drafter.prefix), len(engine.drafters[0].ngrams)) == before
 
 
-def test_a_flush_forgets_texts_and_harms_no_session(model):
+def test_flush_drops_texts_and_keeps_sessions(model):
     engine = together(model)
     engine.open(request(1, PROMPT))
     settle(engine)
@@ -221,8 +221,8 @@ def test_a_flush_forgets_texts_and_harms_no_session(model):
     engine.check()
 
 
-def test_ids_that_no_model_has_harm_nobody_where_ngrams_repeat_them(model):
-    """Nobody checks what a client of the wire says that is no gateway; a session of its own is all that it spoils."""
+def test_unknown_token_ids_repeated_by_ngrams_are_harmless(model):
+    """Clients other than the gateway may send any ids; they only affect their own session."""
     engine = together(model)
     engine.open(request(1, [7, 2**32 - 1, 8] * 6))
     engine.open(request(2, [5, 6, 7]))

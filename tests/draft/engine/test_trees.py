@@ -12,15 +12,15 @@ from outrider.speculation.proposal import Commit, path_hash
 from outrider.speculation.shape import TreeShape, explicit_shape
 from outrider.speculation.tree import SpeculationTree
 from outrider.supervisor.app import check_flags
-from services.draft.drafters.base import Drafter, Growth
-from services.draft.drafters.model import growth_shapes
+from services.draft.drafters.base import Drafter, Expansion
+from services.draft.drafters.model import expansion_shapes
 from services.draft.drafters.ngram import NgramDrafter
 from services.draft.engine.engine import DraftEngine
 from services.draft.ngrams.base import NgramOptions
 from services.draft.process.flags import check, tree_limits
 from services.draft.sessions.frontier import TreeLimits
 from tests.support.checkpoints.heads import eagle, write_head
-from tests.support.draft.helpers import OracleTarget, fed, request, settle, standalone, torch_logits
+from tests.support.draft.helpers import OracleTarget, feature_engine, request, settle, standalone, torch_logits
 from tests.support.tiny import VOCAB, write_model
 
 # --- the twin: flat arrays, as the algorithm is written ---
@@ -48,7 +48,7 @@ def twin(table, root, shape):
 
 
 class TableDrafter(Drafter):
-    """Says what a table says."""
+    """Expands nodes by a table."""
 
     name = "TABLE"
 
@@ -71,15 +71,15 @@ class TableDrafter(Drafter):
     def warm_up(self):
         """Nothing to compile."""
 
-    def grow(self, wishes):
-        growths = []
-        for wish in wishes[: self.batch]:
-            below = [] if wish.node < 0 else wish.session.tree.path_tokens(wish.node)
-            path = (*wish.session.tokens.tolist(), *below)
+    def expand(self, requests):
+        expansions = []
+        for session, node, _ in requests[: self.batch]:
+            below = [] if node < 0 else session.tree.path_tokens(node)
+            path = (*session.tokens.tolist(), *below)
             self.asked.append(path)
             ids, p = self.table(path)
-            growths.append(Growth(wish.session, wish.node, ids, [-1] * len(ids), [math.log(x) for x in p]))
-        return growths
+            expansions.append(Expansion(session, node, ids, [-1] * len(ids), [math.log(x) for x in p]))
+        return expansions
 
 
 def engine_of(table, shape, batch=2):
@@ -163,8 +163,8 @@ def test_the_end_of_a_session_bounds_the_depth():
     assert [o.proposals for o in settle(engine)] == []
 
 
-def test_no_answer_before_the_tree_is_whole():
-    """An empty proposal would tell the target that it need not wait."""
+def test_no_proposal_before_the_tree_is_complete():
+    """An empty proposal would let the target stop waiting."""
     shape = TreeShape(4, 2, 8)
     engine = engine_of(random_table(3, 2), shape, batch=1)
     engine.open(request(1, [1, 2]))
@@ -188,7 +188,7 @@ FLAGS = {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_n
 
 
 def test_a_model_grows_the_tree_of_its_probabilities(model):
-    """Also behind commits that take rows along, and where rounds have shapes of their own."""
+    """Also after commits that move rows, and where rounds have shapes of their own."""
 
     next_logits = torch_logits(model)
 
@@ -219,10 +219,10 @@ def feed(engine, first, features):
     engine.receive_features([FeatureBlock(1, first, rows)])
 
 
-def test_a_fed_head_grows_trees_on_true_features_alone(tmp_path, model):
-    """What it knows of a committed node's children is from features of its own, and does not count."""
+def test_explicit_trees_grow_on_true_features_alone(tmp_path, model):
+    """Children of a committed node were computed from the head's own features, and are dropped."""
     folder = write_head(tmp_path / "head", *eagle(model))
-    engine = fed("EAGLE", folder, model, **FLAGS)
+    engine = feature_engine("EAGLE", folder, model, **FLAGS)
     features = np.random.default_rng(4).standard_normal((40, engine.drafter.runner.feature_width))
     engine.open(request(1, PROMPT))
     feed(engine, 0, features[:23])
@@ -236,7 +236,7 @@ def test_a_fed_head_grows_trees_on_true_features_alone(tmp_path, model):
     assert [p for output in settle(engine) for p in output.proposals] == []
     feed(engine, 23, features[23:26])
     proposal = proposed(engine)
-    fresh = fed("EAGLE", folder, model, **FLAGS)
+    fresh = feature_engine("EAGLE", folder, model, **FLAGS)
     fresh.open(request(1, tokens))
     feed(fresh, 0, features[:26])
     expected = proposed(fresh)
@@ -256,7 +256,7 @@ def test_nothing_compiles_while_trees_grow(model):
 
 
 def nodes_of(engine):
-    """What an engine proposes once it has settled, as paths."""
+    """The paths that an engine proposes once it has settled."""
     paths = []
     for proposal in [proposal for output in settle(engine) for proposal in output.proposals]:
         for token, parent in zip(proposal.tokens.tolist(), proposal.parents.tolist(), strict=True):
@@ -265,8 +265,8 @@ def nodes_of(engine):
 
 
 @pytest.mark.parametrize(("steps", "topk", "count"), [(5, 4, 8), (9, 8, 32)])
-def test_a_tree_behind_commits_is_that_of_an_engine_that_begins_there(model, steps, topk, count):
-    """What commits leave of it is grown on, and takes no more places than there are."""
+def test_tree_after_commits_equals_that_of_a_new_engine(model, steps, topk, count):
+    """Nodes that survive commits are reused, and take no more scratch slots than there are."""
     flags = {"speculative_num_steps": steps, "speculative_eagle_topk": topk, "speculative_num_draft_tokens": count}
     grown, fresh = (standalone(model, draft_max_total_tokens=4096, **flags) for _ in range(2))
     rng, tokens = np.random.default_rng(0), list(PROMPT)
@@ -287,7 +287,7 @@ def test_a_tree_behind_commits_is_that_of_an_engine_that_begins_there(model, ste
 
 
 class WrongHead(Drafter):
-    """A head with whole trees of three tokens that never come."""
+    """A head with whole trees of three tokens that are never accepted."""
 
     name, features = "EAGLE3", FeatureSpec(final=True)
 
@@ -306,11 +306,12 @@ class WrongHead(Drafter):
     def warm_up(self):
         """Nothing to compile."""
 
-    def grow(self, wishes):
-        return [Growth(w.session, -1, [300, 301, 302], [-1, -1, -1], [-0.7, -1.5, -2.5], whole=True) for w in wishes]
+    def expand(self, requests):
+        tree = [300, 301, 302], [-1, -1, -1], [-0.7, -1.5, -2.5]
+        return [Expansion(asked.session, -1, *tree, whole=True) for asked in requests]
 
 
-def test_each_drafter_answers_for_its_own_nodes():
+def test_each_node_has_the_drafter_that_proposed_it():
     limits = TreeLimits(512, 16, 512, floor=0.0, shape=TreeShape(1, 3, 9))
     engine = DraftEngine(WrongHead(), limits, 4, beside=NgramDrafter(NgramOptions()))
     cycle = [10, 11, 12, 13, 14, 15]
@@ -318,23 +319,23 @@ def test_each_drafter_answers_for_its_own_nodes():
     engine.open(request(1, tokens, max_tokens=1000))
     for _ in range(20):
         settle(engine)
-        session = engine._sessions[1]
+        session = engine.sessions[1]
         drafted = [session.tree.token[node] >= 300 for node in range(len(session.tree))]
-        assert [bool(origin) for origin in session.origin] == drafted
+        assert [bool(origin) for origin in session.grower.origin] == drafted
         new = [cycle[(len(tokens) + i) % 6] for i in range(2)]
         tokens += new
         engine.receive([], [Commit(1, len(tokens) - 2, np.array(new, np.uint32), path_hash(np.array(tokens)))])
 
 
-def test_rounds_have_room_for_a_level():
-    rows = {shape.rows for shape in growth_shapes(4, TreeShape(5, 8, 32))}
+def test_rounds_fit_a_level():
+    rows = {shape.rows for shape in expansion_shapes(4, TreeShape(5, 8, 32))}
     assert rows == {6, 8}
 
 
 # --- flags ---
 
 
-def test_all_or_none():
+def test_tree_flags_are_set_all_or_none():
     assert explicit_shape(None, None, None) is None
     assert explicit_shape(5, 8, 64) == TreeShape(5, 8, 64)
     assert explicit_shape(3, 1, 9) == TreeShape(3, 1, 4)
@@ -357,7 +358,7 @@ def test_flags_that_do_not_fit(model):
         check_flags(serve)
 
 
-def test_a_chain_has_as_many_rows_as_it_needs(caplog):
+def test_chain_length_follows_the_steps(caplog):
     limits = tree_limits(config(speculative_num_steps=3, speculative_eagle_topk=1, speculative_num_draft_tokens=8))
     assert limits.shape == TreeShape(3, 1, 4)
     assert "--speculative-num-draft-tokens is 4" in caplog.text

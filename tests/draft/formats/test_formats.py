@@ -1,4 +1,4 @@
-"""Heads as they are published: every layout gives the same parameters, and what does not fit is refused by name."""
+"""Published heads: every layout gives the same parameters, and unsupported ones are refused with a reason."""
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def test_eagle_in_every_layout(tmp_path, target):
 
 
 def test_old_eagle_configurations(tmp_path, target):
-    """What Vicuna's lack: key-value heads, rope_theta; and `bias`, which is then true."""
+    """Vicuna's heads lack key-value heads and rope_theta; and `bias`, which is then true."""
     config, tensors = eagle(
         target, num_key_value_heads="absent", num_attention_heads=2, rope_theta="absent", head_dim="absent",
         num_hidden_layers=1,
@@ -130,8 +130,8 @@ def test_layer_ids_name_outputs(tmp_path, target):
         assert read("EAGLE3", write_head(tmp_path / name, config, tensors), target).features.layers == (2, 4, 7)
 
 
-def test_null_says_nothing(tmp_path, target):
-    """Neither that a key elsewhere does not count, nor that a default does not."""
+def test_null_values_are_ignored(tmp_path, target):
+    """A null value equals a missing key."""
     config, tensors = eagle3(target, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 6]})
     plain = read("EAGLE3", write_head(tmp_path / "plain", config, tensors), target)
     nulls = dict.fromkeys(["eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "max_position_embeddings"])
@@ -145,7 +145,7 @@ def test_null_says_nothing(tmp_path, target):
 
 
 def test_fusions(tmp_path, target):
-    """Norms of EAGLE-3.1 under either name, one norm over everything, and the last state alone."""
+    """Norms of EAGLE-3.1 with either name, one norm over all states, and the last state alone."""
     rng = np.random.default_rng(0)
     each = {f"aux_norm_{name}.weight": rng.standard_normal(H).astype(np.float32) for name in ("low", "mid", "high")}
     config, tensors = eagle3(target, use_aux_norm=True)
@@ -164,7 +164,7 @@ def test_fusions(tmp_path, target):
     assert (draft.features.final, draft.features.layers, draft.fusion) == (True, (), b"")
 
 
-def test_a_vocabulary_that_is_the_targets(tmp_path, target):
+def test_vocabulary_equal_to_the_targets(tmp_path, target):
     """With offsets of 0, without any, and without a head of its own."""
     config, tensors = eagle3(target, vocab=VOCAB)
     assert not tensors["d2t"].any()
@@ -183,10 +183,10 @@ def test_a_vocabulary_that_is_the_targets(tmp_path, target):
 EAGLE_REFUSALS = {
     "no fc": ({}, lambda t: t.pop("fc.weight"), r"lacks 1 tensors of an EAGLE head: fc\.weight"),
     "no bias": ({"bias": True}, lambda t: t.pop("fc.bias"), r"lacks 1 tensors.*fc\.bias"),
-    "a bias": ({"bias": False}, lambda t: None, r"does not know: fc\.bias"),
+    "a bias": ({"bias": False}, lambda t: None, r"does not have: fc\.bias"),
     "a norm too many": (
         {}, lambda t: t.update({"layers.0.input_layernorm.weight": np.ones(H, np.float32)}),
-        r"does not know: layers\.0\.input_layernorm",
+        r"does not have: layers\.0\.input_layernorm",
     ),
     "shape": (
         {}, lambda t: t.update({"fc.weight": np.ones((H, H), np.float32)}),
@@ -207,14 +207,15 @@ EAGLE3_REFUSALS = {
     "fusion": (
         {"eagle_aux_hidden_state_layer_ids": [1, 2]}, lambda t: None, r"fc\.weight has shape \[48, 144\].*\[48, 96\]"
     ),
-    "layers": ({"num_aux_hidden_states": 4}, lambda t: None, "without naming their layers"),
+    "layers": ({"num_aux_hidden_states": 4}, lambda t: None, "does not name their layers"),
     "contradiction": (
         {"num_aux_hidden_states": 4, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, lambda t: None, "names 3 layers"
     ),
-    "unknown": ({}, lambda t: t.update({"extra": np.ones(3, np.float32)}), "does not know: extra"),
+    "unknown": ({}, lambda t: t.update({"extra": np.ones(3, np.float32)}), "does not have: extra"),
     "width": ({"target_hidden_size": 64}, lambda t: None, "hidden_size 64, not 48"),
     "no head that fits": (
-        {"hidden": 32, "vocab": None}, lambda t: None, "the target's does not fit: it takes 48 numbers, the head has 32"
+        {"hidden": 32, "vocab": None}, lambda t: None,
+        "the target's does not fit: its inputs have 48 dimensions, the draft's states 32"
     ),
     "no embedding": ({"hidden": 32}, lambda t: t.pop("embed_tokens.weight"), r"lacks 1 tensors.*embed_tokens"),
 }  # fmt: skip
@@ -224,7 +225,7 @@ EAGLE3_REFUSALS = {
     ("kind", "name"),
     [("EAGLE", name) for name in EAGLE_REFUSALS] + [("EAGLE3", name) for name in EAGLE3_REFUSALS],
 )
-def test_what_does_not_fit_is_refused(tmp_path, target, kind, name):
+def test_unsupported_configurations_are_refused(tmp_path, target, kind, name):
     make, refusals = {"EAGLE": (eagle, EAGLE_REFUSALS), "EAGLE3": (eagle3, EAGLE3_REFUSALS)}[kind]
     changes, spoil, message = refusals[name]
     making = {key: changes[key] for key in ("hidden", "vocab") if key in changes}
@@ -269,21 +270,21 @@ def test_torch_files_without_torch(tmp_path):
     assert load_torch_file(tmp_path / "list.pt") == [5, 3, 9]
 
 
-def test_torch_files_that_could_do_harm(tmp_path):
+def test_torch_files_with_code_are_refused(tmp_path):
     import torch
 
     torch.save({"path": tmp_path}, tmp_path / "object.bin")
-    with pytest.raises(ConfigError, match="has more than tensors: it names pathlib"):
+    with pytest.raises(ConfigError, match="holds more than tensors: it names pathlib"):
         load_torch_file(tmp_path / "object.bin")
     (tmp_path / "text.bin").write_text("no zip")
-    with pytest.raises(ConfigError, match="no file that torch"):
+    with pytest.raises(ConfigError, match="was not written by torch"):
         load_torch_file(tmp_path / "text.bin")
 
 
 # --- the process ---
 
 
-def test_what_the_gateway_is_told(tmp_path, target):
+def test_handshake_facts(tmp_path, target):
     folder = write_head(tmp_path / "head", *eagle3(target), torch_file=True)
     config = DraftConfig(
         speculative_algorithm="EAGLE3", speculative_draft_model_path=str(folder), model_path=str(target),

@@ -1,4 +1,4 @@
-"""Published quantized weights are read as the plain ones that they stand for."""
+"""Published quantized weights are read as the dequantized ones."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_an_mtp_layer_of_a_quantized_target(tmp_path, case):
     same_params(found, expected)
 
 
-def test_layouts_that_do_not_fit(tmp_path):
+def test_unsupported_layouts_are_refused(tmp_path):
     quantizer, settings = PUBLISHED["awq"]
     folder = write_model(tmp_path / "quantized", hidden_size=64)
     write_quantized(folder, tmp_path / "plain", quantizer, settings)
@@ -59,8 +59,8 @@ def test_layouts_that_do_not_fit(tmp_path):
         read_decoder(folder).load(jnp.float32)
     tensors["model.layers.0.self_attn.q_proj.scales"] = scales[:, :8].contiguous()
     safetensors.torch.save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(ConfigError, match="are not laid out as their format says"):
+    with pytest.raises(ConfigError, match="do not have the layout of their format"):
         read_decoder(folder).load(jnp.float32)
     safetensors.torch.save_file(tensors | {"model.layers.7.q_proj.qweight": scales}, file, {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"does not know: model\.layers\.7\.q_proj\.weight"):
+    with pytest.raises(ConfigError, match=r"does not have: model\.layers\.7\.q_proj\.weight"):
         read_decoder(folder).load(jnp.float32)

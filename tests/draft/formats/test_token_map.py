@@ -10,24 +10,14 @@ from outrider.speculation.sampling import SamplingParams
 from services.draft.formats.token_map import read_token_map
 from services.draft.process.app import build
 from tests.support.checkpoints.heads import eagle, eagle3, write_head
-from tests.support.draft.helpers import fed, request, settle, standalone, torch_logits
+from tests.support.draft.helpers import feature_engine, request, settle, standalone, torch_logits
+from tests.support.draft.token_maps import IDS, PROMPT, write_map
 from tests.support.tiny import VOCAB, write_model
-
-RNG = np.random.default_rng(3)
-PROMPT = RNG.integers(4, VOCAB, 21).tolist()
-IDS = RNG.permutation(VOCAB)[:90].tolist()
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["own head", "tied head"])
 def model(request, tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("llama"), tie_word_embeddings=request.param)
-
-
-def write_map(folder, ids):
-    import torch
-
-    torch.save(ids, folder / "freq.pt")
-    return str(folder / "freq.pt")
 
 
 def test_each_id_once_in_the_order_of_the_file(tmp_path):
@@ -46,12 +36,12 @@ def test_each_id_once_in_the_order_of_the_file(tmp_path):
         (print, "more than tensors"),
     ],
 )
-def test_files_that_do_not_fit(tmp_path, content, message):
+def test_invalid_files_are_refused(tmp_path, content, message):
     with pytest.raises(ConfigError, match=message):
         read_token_map(write_map(tmp_path, content), VOCAB)
 
 
-def test_a_file_that_is_not_there():
+def test_missing_file_is_refused():
     with pytest.raises(ConfigError, match="there is no file"):
         read_token_map("/no/such/freq.pt", VOCAB)
 
@@ -80,7 +70,7 @@ def test_candidates_are_those_of_the_subset(tmp_path, model, sampling):
         np.testing.assert_allclose([tree.log_score[i] for i in children], scores[best[: len(children)]], atol=1e-4)
 
 
-def test_the_handshake_tells_the_whole_vocabulary(tmp_path, model):
+def test_handshake_has_the_whole_vocabulary(tmp_path, model):
     path = write_map(tmp_path, IDS)
     flags = {"speculative_draft_model_path": str(model), "speculative_token_map": path}
     _, info = build(
@@ -92,11 +82,11 @@ def test_the_handshake_tells_the_whole_vocabulary(tmp_path, model):
 def test_eagle_has_a_map_and_eagle3_ignores_it(tmp_path, model, caplog):
     path = write_map(tmp_path, IDS)
     head = write_head(tmp_path / "eagle", *eagle(model))
-    runner = fed("EAGLE", head, model, speculative_token_map=path).drafter.runner
+    runner = feature_engine("EAGLE", head, model, speculative_token_map=path).drafter.runner
     assert runner.config.vocab_size == len(IDS)
-    assert runner._params["head"].shape == (48, len(IDS))
-    assert runner._params["embed"].shape == (VOCAB, 48)
+    assert runner.params["head"].shape == (48, len(IDS))
+    assert runner.params["embed"].shape == (VOCAB, 48)
     head = write_head(tmp_path / "eagle3", *eagle3(model))
-    runner = fed("EAGLE3", head, model, speculative_token_map=path).drafter.runner
+    runner = feature_engine("EAGLE3", head, model, speculative_token_map=path).drafter.runner
     assert runner.config.vocab_size == 200
     assert "is ignored" in caplog.text

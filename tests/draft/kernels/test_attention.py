@@ -1,4 +1,4 @@
-"""The Pallas kernels, interpreted, against their plain twin; which kernel is chosen, and what is refused."""
+"""The Pallas kernels, interpreted, against their plain twin; the choice of kernels, and refusals."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -39,12 +39,12 @@ BATCHES = {
 
 
 def expected(q, pool, context, page_size, options):
-    """What the twin makes of it."""
+    """The twin's result."""
     return np.asarray(whole(plain_attention)(q, pool, context, page_size, **options), np.float32)
 
 
 def whole(kernel):
-    """A kernel as one program. Called as it is, it would be compiled operation by operation."""
+    """A kernel as one program; outside of jit it would be compiled operation by operation."""
 
     def run(q, pool, context, page_size, **options):
         return jax.jit(lambda q, pool, context: kernel(q, pool, context, page_size, **options))(q, pool, context)
@@ -53,7 +53,7 @@ def whole(kernel):
 
 
 def widened(pool):
-    """A pool as a TPU has it."""
+    """A pool padded for TPUs."""
     return jnp.pad(pool, ((0, 0),) * 3 + ((0, -pool.shape[-1] % 128),), constant_values=0)
 
 
@@ -85,7 +85,7 @@ def test_kernels_equal_their_twin(name):
 
 
 @pytest.mark.parametrize("splits", [2, 5])
-def test_shares_of_a_context_are_folded(splits):
+def test_shares_of_a_context_are_merged(splits):
     batch = Batch(4, 3, (4, 2), 16, 4, 150, window=130, sinks=True, softcap=3.0)
     q, pool, context, options = draw(batch, seed=splits)
     tile = Tile(16, 16, 4, 2)
@@ -94,7 +94,7 @@ def test_shares_of_a_context_are_folded(splits):
 
 
 @pytest.mark.parametrize("backend", ["pallas_gpu", "pallas_tpu"])
-def test_rows_that_see_nothing_give_zeros(backend):
+def test_rows_without_visible_keys_give_zeros(backend):
     q, pool, context, _ = draw(Batch(2, 2, (2, 2), 128, 8, 40))
     nothing = context._replace(visible=context.visible * 0, scratch_mask=context.scratch_mask & False)
     found = attention(q, pool, nothing, Paging(8, backend, True))
@@ -125,10 +125,10 @@ def test_a_model_drafts_the_same_with_either_kernel(tmp_path, backend):
     def run(config, paging):
         model = Stepper(config, params, tokens, paging)
         logits = [model.run(16, feed=16), model.run(16, feed=5)]
-        model.session.add(-1, [5, 6], [-1, -1], [-0.1, -1.0])
+        model.session.grower.add(-1, [5, 6], [-1, -1], [-0.1, -1.0])
         logits.append(model.run(4, nodes=(0, 1)))
         model.commit([5])
-        model.session.add(-1, [7], [-1], [-0.1])
+        model.session.grower.add(-1, [7], [-1], [-0.1])
         return np.concatenate([*(x[:5] for x in logits), model.run(4, nodes=(0,))])
 
     plain = run(config, Paging(PAGE))
@@ -171,10 +171,10 @@ def test_a_device_gets_its_kernel(config, where, wanted, chosen):
     [
         (device("cpu"), jnp.float32, "needs a GPU or a TPU, and the draft computes on cpu; leave it out"),
         (device("gpu", compute_capability="7.5"), jnp.bfloat16, "compute capability 8.0 or more, not 7.5"),
-        (device("tpu"), jnp.float16, "no float16 on TPUs; say --draft-dtype bfloat16"),
+        (device("tpu"), jnp.float16, "does not support float16 on TPUs; set --draft-dtype bfloat16"),
     ],
 )
-def test_what_does_not_fit_is_refused(config, where, dtype, reason):
+def test_unsupported_configurations_are_refused(config, where, dtype, reason):
     with pytest.raises(ConfigError, match=f"--draft-attention-backend pallas .*{reason}"):
         choose("pallas", where, config, dtype, 16)
 

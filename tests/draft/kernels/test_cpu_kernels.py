@@ -1,4 +1,4 @@
-"""The compiled kernels for CPUs against their plain twins, on random ragged batches."""
+"""The compiled CPU kernels against their plain twins, on random ragged batches."""
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ from services.draft.model.layers.backend import choose
 from services.draft.model.layers.config import Attention, Layer, Mlp, ModelConfig
 from services.draft.model.layers.heads import TokenHead
 from services.draft.model.layers.kv_cache import move_and_write
-from services.draft.model.matrices import narrow
+from services.draft.model.matrices import packed, products, quantized
 from services.draft.model.programs.sampling import Sampling, candidates
 
-pytestmark = pytest.mark.skipif(not library.available(), reason="the kernels cannot be had on this machine")
+pytestmark = pytest.mark.skipif(not library.available(), reason="the kernels are not available on this machine")
 
 FORMATS = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
 SIZES = [(48, 320, 1), (576, 96, 8), (1152, 70, 64), (77, 33, 13), (64, 32, 25)]
@@ -36,44 +36,44 @@ def normal(rng, *shape):
 def test_products(inputs, outputs, rows, dtype):
     rng = np.random.default_rng(rows)
     x, matrix = normal(rng, 2, rows, inputs).astype(dtype), normal(rng, inputs, outputs).astype(dtype)
-    packed = PanelMaker().make(matrix)
+    panels = PanelMaker().make(matrix)
     exact = x.astype(jnp.float32) @ matrix.astype(jnp.float32)
     for wanted in (dtype, jnp.float32):
-        y = jax.jit(narrow.product, static_argnums=2)(x, packed, wanted)
+        y = jax.jit(products.product, static_argnums=2)(x, panels, wanted)
         assert y.dtype == wanted
         tolerance = 1e-2 if wanted == jnp.bfloat16 else 1e-5
         np.testing.assert_allclose(y.astype(jnp.float32), exact, rtol=tolerance, atol=tolerance * inputs**0.5)
     ids = jnp.array(rng.integers(outputs, size=(3, 2)))
-    np.testing.assert_array_equal(narrow.columns(packed, ids, dtype), matrix.T[ids])
+    np.testing.assert_array_equal(products.columns(panels, ids, dtype), matrix.T[ids])
 
 
-def test_rows_do_not_depend_on_their_company():
+def test_rows_are_batch_invariant():
     rng = np.random.default_rng(0)
     x, matrix = normal(rng, 40, 96), PanelMaker().make(normal(rng, 96, 64))
-    whole = narrow.product(x, matrix)
+    whole = products.product(x, matrix)
     for rows in (1, 7, 24, 25):
-        np.testing.assert_array_equal(narrow.product(x[:rows], matrix), whole[:rows])
+        np.testing.assert_array_equal(products.product(x[:rows], matrix), whole[:rows])
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_products_of_8_bits(dtype):
     rng = np.random.default_rng(0)
     x, wide = normal(rng, 5, 100).astype(dtype), normal(rng, 100, 70)
-    plain = narrow.narrow({"head": wide}, "int8")["head"]
-    packed = narrow.in_panels({"head": plain})["head"]
-    y, exact = narrow.product(x, packed, jnp.float32), narrow.product(x.astype(jnp.float32), plain)
+    plain = quantized.quantize_params({"head": wide}, "int8")["head"]
+    panels = packed.pack_params({"head": plain})["head"]
+    y, exact = products.product(x, panels, jnp.float32), products.product(x.astype(jnp.float32), plain)
     assert np.abs(y - exact).max() < 0.01 * np.abs(exact).max()  # activations of 8 bits
     ids = jnp.arange(70)
-    np.testing.assert_array_equal(narrow.columns(packed, ids, dtype), narrow.columns(plain, ids, dtype))
+    np.testing.assert_array_equal(products.columns(panels, ids, dtype), products.columns(plain, ids, dtype))
 
 
 def test_one_matrix_of_several():
     rng = np.random.default_rng(0)
     x, experts = normal(rng, 3, 48), normal(rng, 4, 48, 70)
-    packed = narrow.in_panels({"experts_down": experts})["experts_down"]
-    chosen = jax.jit(lambda x, packed, i: narrow.product(x, packed[i]))
+    panels = packed.pack_params({"experts_down": experts})["experts_down"]
+    chosen = jax.jit(lambda x, panels, i: products.product(x, panels[i]))
     for i in range(4):
-        np.testing.assert_allclose(chosen(x, packed, i), x @ experts[i], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(chosen(x, panels, i), x @ experts[i], rtol=1e-5, atol=1e-5)
 
 
 CASES = [
@@ -91,8 +91,8 @@ def test_attention(case, dtype):
     heads, kv_heads, dim, planes, page, window, sinks, softcap = case
     sessions, rows, table, scratch = 3, 5, 700 // page, 64
     rng = np.random.default_rng(dim)
-    trunk = (sessions * table + 1) * page
-    pool = normal(rng, trunk + sessions * scratch, planes, kv_heads, dim).astype(dtype)
+    prefix_kv = (sessions * table + 1) * page
+    pool = normal(rng, prefix_kv + sessions * scratch, planes, kv_heads, dim).astype(dtype)
     q = normal(rng, sessions, rows, heads, dim).astype(dtype)
     visible = rng.integers(0, table * page + 1, (sessions, rows)).astype(np.int32)
     visible[0, :3] = 0
@@ -100,7 +100,8 @@ def test_attention(case, dtype):
     mask[0, 1] = mask[2] = False
     context = Context(
         jnp.array(1 + rng.permutation(sessions * table).reshape(sessions, table), jnp.int32), jnp.array(visible),
-        jnp.array(trunk + rng.permutation(sessions * scratch).reshape(sessions, scratch), jnp.int32), jnp.array(mask),
+        jnp.array(prefix_kv + rng.permutation(sessions * scratch).reshape(sessions, scratch), jnp.int32),
+        jnp.array(mask),
     )  # fmt: skip
     options = {
         "since": None if window is None else jnp.array(np.maximum(visible - window, 0)),
@@ -146,24 +147,24 @@ def test_candidates(mapped):
     )  # fmt: skip
     real = (jnp.arange(entries) if ids is None else ids) < limit
     tokens, scores = jax.jit(candidates, static_argnums=2)(jnp.where(real, logits, -1e30), sampling, 4, ids)
-    found, said = jax.jit(cpu_candidates, static_argnums=(2, 4))(logits, sampling, 4, ids, limit)
+    found, log_scores = jax.jit(cpu_candidates, static_argnums=(2, 4))(logits, sampling, 4, ids, limit)
     kept = scores > -1e4  # what a filter removed is in no order
     np.testing.assert_array_equal(jnp.where(kept, found, -1), jnp.where(kept, tokens, -1))
-    np.testing.assert_allclose(jnp.where(kept, said, 0), jnp.where(kept, scores, 0), atol=1e-5)
-    assert np.all(said[~kept] < -1e4)
+    np.testing.assert_allclose(jnp.where(kept, log_scores, 0), jnp.where(kept, scores, 0), atol=1e-5)
+    assert np.all(log_scores[~kept] < -1e4)
     assert kept[:4].all()
 
 
 @pytest.mark.parametrize(("temperature", "greedy"), [(0.99 * GREEDY_BELOW, True), (1.01 * GREEDY_BELOW, False)])
-def test_which_sessions_are_greedy(temperature, greedy):
+def test_greedy_threshold_of_temperatures(temperature, greedy):
     off = jnp.zeros(1)
     sampling = Sampling(off + temperature, off.astype(jnp.int32), off + 1, off, jnp.zeros((1, 1, 2), jnp.uint32))
     logits = jnp.zeros((1, 1, 40)).at[0, 0, :2].set(1.0)
-    for said in (cpu_candidates(logits, sampling, 2, None, 40)[1], candidates(logits, sampling, 2)[1]):
-        assert (said[0, 0, 0] < -1.5) == greedy  # else the noise alone decides between two, for all others are far off
+    for log_scores in (cpu_candidates(logits, sampling, 2, None, 40)[1], candidates(logits, sampling, 2)[1]):
+        assert (log_scores[0, 0, 0] < -1.5) == greedy  # else the noise alone decides between two
 
 
-def test_of_equals_the_first():
+def test_ties_go_to_the_first_candidate():
     logits = jnp.zeros((1, 1, 40)).at[0, 0, 30:].set(1.0)
     off = jnp.zeros(1)
     sampling = Sampling(off, off.astype(jnp.int32), off + 1, off, jnp.zeros((1, 1, 2), jnp.uint32))
@@ -178,10 +179,10 @@ def test_temperatures_are_greedy_below_the_bound_of_all(share):
         off + share * GREEDY_BELOW, off.astype(jnp.int32), off + 1, off, jnp.zeros((1, 1, 2), jnp.uint32)
     )
     expected, scores = candidates(logits, sampling, 3)
-    tokens, said = cpu_candidates(logits, sampling, 3, None, 100)
+    tokens, log_scores = cpu_candidates(logits, sampling, 3, None, 100)
     assert tokens.tolist() == expected.tolist() == [[[39, 38, 37]]]
-    np.testing.assert_allclose(said, scores, rtol=1e-5)
-    assert (said[0, 0, 1] < -1e5) == (share > 1), "what is sampled is all but certain, what is greedy is not"
+    np.testing.assert_allclose(log_scores, scores, rtol=1e-5)
+    assert (log_scores[0, 0, 1] < -1e5) == (share > 1), "what is sampled is all but certain, what is greedy is not"
 
 
 def test_without_a_compiler_plain_jax_serves(monkeypatch, caplog):
@@ -189,7 +190,7 @@ def test_without_a_compiler_plain_jax_serves(monkeypatch, caplog):
     monkeypatch.setattr(native.Library, "compiled", _no_compiler)
     assert chosen("auto") == "plain"
     assert "there is no C++ compiler" in caplog.text
-    with pytest.raises(ConfigError, match="--draft-attention-backend cpu cannot be had: there is no C"):
+    with pytest.raises(ConfigError, match="--draft-attention-backend cpu is not available: there is no C"):
         chosen("cpu")
     monkeypatch.undo()
     library.load.cache_clear()
@@ -200,7 +201,7 @@ def test_without_a_compiler_plain_jax_serves(monkeypatch, caplog):
 def test_heads_that_are_too_wide_are_left_to_plain_jax(caplog):
     assert chosen("auto", head_dim=1024) == "cpu"
     assert chosen("auto", head_dim=1025) == "plain"
-    assert "room for heads of 1024 numbers, not of 1025" in caplog.text
+    assert "heads of at most 1024 dimensions, not of 1025" in caplog.text
 
 
 def chosen(wanted, dtype=jnp.float32, head_dim=16):

@@ -28,10 +28,10 @@ from services.draft.model.layers.kv_cache import make_pools
 from services.draft.model.layers.pallas_backend import with_cache_for
 from services.draft.model.layers.rope import Rope
 from services.draft.model.programs import program
-from services.draft.sessions.batch import Layout, Shape
+from services.draft.sessions.batch import InputLayout, StepShape
 from tests.support.draft.ragged import Batch
 
-# JAX says that it will give up Triton one day.
+# JAX has announced the end of its Triton backend.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 
 SLOTS = 65_536
@@ -53,7 +53,7 @@ _SHARED_BYTES = 99 << 10
 
 
 def device_kind(name, platform):
-    """JAX traces kernels for a kind of device, and there is none."""
+    """JAX traces kernels for a kind of device that this machine lacks."""
     return jax.sharding.AbstractDevice(device_kind=name, num_cores=1, platform=platform)
 
 
@@ -114,8 +114,8 @@ def test_triton_compiles_the_kernel_without_spilling(name, tmp_path, monkeypatch
     (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
     assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     command = [str(assembler), "-v", "--gpu-name=sm_80", str(tmp_path / "kernel.ptx"), "-o", str(tmp_path / "cubin")]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stderr
-    assert "0 bytes spill stores, 0 bytes spill loads" in told
+    report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
 
 
 def triton_module(lowered):
@@ -161,7 +161,7 @@ def step_of(config, paging, shape, dtype, sharding=None):
     params = {name: spec(size, dtype) for name, size in (("norm", (hidden,)), ("head", (hidden, 1000)))}
     params |= {"embed": spec((1000, hidden), dtype), "layers": [{name: spec(sizes[name], dtype) for name in sizes}]}
     pools = jax.eval_shape(lambda: make_pools(config, SLOTS // paging.page_size - 1, paging.page_size, dtype))
-    layout = Layout(shape, 8192 // paging.page_size, hidden)
+    layout = InputLayout(shape, 8192 // paging.page_size, hidden)
     pools = jax.tree.map(lambda x: spec(np.shape(x), x.dtype), pools)
     inputs = spec((layout.words(),), jnp.int32), spec((shape.sessions, shape.rows, hidden), jnp.float32)
     constants = program.Constants(config, paging, 4, 1000)
@@ -169,7 +169,7 @@ def step_of(config, paging, shape, dtype, sharding=None):
     return program.compiled_step(paging.backend).trace(constants, layout, params, pools, *inputs), pool_bytes
 
 
-SHAPES = [Shape(1, 1, 1), Shape(4, 4, 4), Shape(1, 64, 1)]
+SHAPES = [StepShape(1, 1, 1), StepShape(4, 4, 4), StepShape(1, 64, 1)]
 
 
 @pytest.mark.parametrize("backend", ["plain", "cpu"])
@@ -183,7 +183,7 @@ def test_a_step_updates_its_pools_in_place(shape, backend):
 
 
 def check_in_place(compiled, pool_bytes):
-    """Every pool is given back in its own memory, and none is copied on the way."""
+    """Every pool is returned in its own memory, and none is copied on the way."""
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes / 4
@@ -195,7 +195,7 @@ def test_steps_lower_with_donated_pools(platform):
     backend, kind = {"cuda": ("pallas_gpu", "NVIDIA H100 80GB HBM3"), "tpu": ("pallas_tpu", "TPU v5 lite")}[platform]
     config = with_cache_for(head_of(Attention(256, 32, 8, 128, Rope(1e4))), backend)
     with as_if_on(kind, "gpu" if platform == "cuda" else "tpu"):
-        trace, _ = step_of(config, Paging(16, backend), Shape(4, 4, 4), jnp.bfloat16)
+        trace, _ = step_of(config, Paging(16, backend), StepShape(4, 4, 4), jnp.bfloat16)
         text = trace.lower(lowering_platforms=(platform,)).as_text()
     assert text.count("tf.aliasing_output") == 2  # of keys and values, and of features
 
@@ -205,7 +205,7 @@ def test_steps_lower_with_donated_pools(platform):
 
 @pytest.fixture(scope="module")
 def tpu():
-    """A TPU that is compiled for."""
+    """A description of a TPU to compile for."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu is not installed; a folder on PYTHONPATH will do")
     from jax.experimental import topologies
@@ -229,5 +229,5 @@ def test_libtpu_compiles_the_kernel_without_copies(tpu, name):
 def test_a_step_on_a_tpu_updates_its_pools_in_place(tpu, heads, kv_heads, dim):
     config = with_cache_for(head_of(Attention(256, heads, kv_heads, dim, Rope(1e4))), "pallas_tpu")
     with as_if_on("TPU v5 lite", "tpu"):
-        trace, pool_bytes = step_of(config, Paging(16, "pallas_tpu"), Shape(4, 4, 4), jnp.bfloat16, tpu)
+        trace, pool_bytes = step_of(config, Paging(16, "pallas_tpu"), StepShape(4, 4, 4), jnp.bfloat16, tpu)
         check_in_place(trace.lower(lowering_platforms=("tpu",)).compile(), pool_bytes)

@@ -1,4 +1,4 @@
-"""Nothing is compiled while serving: what is warmed up is all that is needed, and what is not is counted and told."""
+"""Nothing is compiled while serving: the warm-up covers all programs, and others are counted and logged."""
 
 import logging
 
@@ -9,7 +9,7 @@ import torch
 
 from outrider.wire import codec
 from services.draft.model.programs.compilations import Compilations
-from services.draft.sessions.batch import Shape
+from services.draft.sessions.batch import StepShape
 from tests.support.checkpoints.heads import eagle, eagle3, write_head
 from tests.support.checkpoints.perfect import write_perfect_mtp
 from tests.support.draft.helpers import request, settle, standalone
@@ -67,13 +67,13 @@ def test_nothing_is_compiled_while_serving(folders, kind):
     assert draft.load().compilations == 0
 
 
-def test_what_was_not_warmed_up_is_counted_and_told(folders, caplog):
+def test_late_compilations_are_counted_and_logged(folders, caplog):
     jax.clear_caches()
     engine = standalone(folders / "target", max_running_requests=1)
-    engine.drafter._grow_in([Shape(1, 4, 4)])
+    engine.drafter.set_expansion_shapes([StepShape(1, 4, 4)])
     engine.drafter.warm_up()
     assert engine.load().compilations == 0
-    engine.drafter._grow_in([Shape(1, 5, 5)])
+    engine.drafter.set_expansion_shapes([StepShape(1, 5, 5)])
     with caplog.at_level(logging.WARNING):
         engine.open(request(1, [5, 6, 7]))
         settle(engine)
@@ -84,15 +84,15 @@ def test_what_was_not_warmed_up_is_counted_and_told(folders, caplog):
     assert "a step of 1 x 5 rows" in caplog.text
 
 
-def test_small_functions_count_too():
+def test_small_functions_are_counted():
     compilations = Compilations()
     compilations.serve()
     jax.jit(lambda x: x * 3 + 1)(np.arange(7))
     assert compilations.total == compilations.while_serving == 1
 
 
-def test_progress_is_told_before_every_shape(folders):
+def test_progress_is_reported_before_every_shape(folders):
     engine = standalone(folders / "target", max_running_requests=1)
-    told = []
-    engine.drafter.warm_up(lambda *parts: told.append(parts))
-    assert told == [(i, 4) for i in range(1, 5)]
+    reported = []
+    engine.drafter.warm_up(lambda *parts: reported.append(parts))
+    assert reported == [(i, 4) for i in range(1, 5)]

@@ -1,4 +1,4 @@
-"""Compiled programs are kept on disk: a second start compiles none of them anew."""
+"""Compiled programs are cached on disk: a second start compiles none of them."""
 
 from collections import Counter
 
@@ -12,7 +12,7 @@ from tests.support.tiny import write_model
 
 @pytest.fixture
 def events(tmp_path, monkeypatch):
-    """JAX's cache in a folder of its own, and what it does there."""
+    """JAX's cache in a folder of its own, and its events."""
     found: Counter[str] = Counter()
 
     def listen(event: str, **facts: str) -> None:
@@ -36,7 +36,7 @@ def test_a_second_start_compiles_no_program(tmp_path, events):
     folder = write_model(tmp_path / "model", num_hidden_layers=1)
 
     def start() -> tuple[int, int]:
-        """Programs that were found, and that were not."""
+        """Numbers of cache hits and misses of a start."""
         jax.clear_caches()  # as in a process of its own
         engine = standalone(folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # these are small

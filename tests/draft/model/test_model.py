@@ -75,7 +75,7 @@ def folder(request, tmp_path_factory):
 
 
 def _randomise_vectors(folder, rng):
-    """Biases and norms of a fresh model are 0 and 1, which would hide a mistake."""
+    """Biases and norms of a fresh model are 0 and 1, which would hide mistakes."""
     from safetensors.numpy import load_file, save_file
 
     tensors = load_file(folder / "model.safetensors")
@@ -85,14 +85,14 @@ def _randomise_vectors(folder, rng):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_trunk_tree_and_commit_equal_recomputation(folder):
+def test_prefix_tree_and_commit_equal_recomputation(folder):
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, VOCAB, 70).tolist()
     model = stepper(folder, tokens)
     whole = all_logits(folder, tokens)
-    # The trunk, in odd chunks and single steps.
+    # Prefill, in odd chunks and single steps.
     for feed in (7, 13, 1, 16, 16, 16, 1):
-        start = model.trunk.computed
+        start = model.prefix_kv.computed
         logits = model.run(16, feed=feed)
         np.testing.assert_allclose(logits[:feed][-1], whole[start + feed - 1], atol=2e-4)
         if feed > 1:
@@ -105,32 +105,32 @@ def test_trunk_tree_and_commit_equal_recomputation(folder):
             path = tokens + model.session.tree.path_tokens(node)
             np.testing.assert_allclose(logits[i], all_logits(folder, path)[-1], atol=2e-4)
 
-    model.session.add(ROOT, [5, 6, 7], [-1, -1, -1], [-0.1, -1.0, -2.0])
+    model.session.grower.add(ROOT, [5, 6, 7], [-1, -1, -1], [-0.1, -1.0, -2.0])
     expand([0, 1, 2])
-    model.session.add(0, [8, 9], [-1, -1], [-0.1, -1.0])
-    model.session.add(1, [8], [-1], [-0.1])
+    model.session.grower.add(0, [8, 9], [-1, -1], [-0.1, -1.0])
+    model.session.grower.add(1, [8], [-1], [-0.1])
     expand([3, 5])
-    model.session.add(3, [9, 4], [-1, -1], [-0.1, -1.0])
+    model.session.grower.add(3, [9, 4], [-1, -1], [-0.1, -1.0])
     expand([6, 4])
 
-    # Committing 5, 8 moves their rows into the trunk; what is below survives and can be grown on.
-    session, trunk = model.session, model.trunk
-    model.moves = trunk.accept(session.length, 2, session.path_of([5, 8]))
-    assert trunk.computed == session.length + 2
+    # Committing 5, 8 moves their rows into the prefix KV; nodes below survive and can be expanded.
+    session, prefix_kv = model.session, model.prefix_kv
+    model.moves = prefix_kv.accept(session.length, 2, session.path_of([5, 8]))
+    assert prefix_kv.computed == session.length + 2
     kept = session.commit(np.array([5, 8], np.uint32), root_expanded=True)
-    trunk.renumber(kept, range(len(kept)))
+    prefix_kv.renumber(kept, range(len(kept)))
     tokens = [*tokens, 5, 8]
     assert [session.tree.token[i] for i in range(len(session.tree))] == [9, 4]
-    session.add(0, [11], [-1], [-0.1])
+    session.grower.add(0, [11], [-1], [-0.1])
     expand([1, 2])
-    assert len(trunk._free) == 64 - 3
+    assert prefix_kv.free_slots == 64 - 3
 
-    # A miss: the tree is gone, the root is fed as a row of the trunk.
-    model.moves = trunk.accept(session.length, 1, session.path_of([77]))
-    trunk.renumber(session.commit(np.array([77], np.uint32), root_expanded=False), ())
+    # A miss: the tree is gone, the root is computed as a row of the prefix KV.
+    model.moves = prefix_kv.accept(session.length, 1, session.path_of([77]))
+    prefix_kv.renumber(session.commit(np.array([77], np.uint32), root_expanded=False), ())
     tokens = [*tokens, 77]
     np.testing.assert_allclose(model.run(4, feed=1)[0], all_logits(folder, tokens)[-1], atol=2e-4)
-    trunk.release()
+    prefix_kv.release()
     model.prefix.allocator.check(expected_leased=0)
 
 
@@ -145,7 +145,7 @@ def test_rope_scaling_changes_long_waves_only():
 # --- noise and candidates ---
 
 
-def test_noise_equals_the_shared_one():
+def test_noise_equals_the_reference():
     keys = noise.position_keys(99, np.arange(50))
     bits = token_bits(jnp.asarray(keys), jnp.arange(4000, dtype=jnp.uint32))
     np.testing.assert_array_equal(np.asarray(bits), noise.token_bits(keys[:, None], np.arange(4000)[None]))
@@ -213,7 +213,7 @@ def rewrite(folder, change):
         (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"lacks 1 tensors.*layers\.1\.mlp\.up_proj"),
         (
             lambda t: t.update({"model.layers.0.extra": np.zeros(3, np.float32)}),
-            r"does not know: model\.layers\.0\.extra",
+            r"does not have: model\.layers\.0\.extra",
         ),
         (
             lambda t: t.update({"model.norm.weight": np.zeros(5, np.float32)}),
@@ -222,7 +222,7 @@ def rewrite(folder, change):
         (lambda t: t.update({"model.norm.weight": np.zeros(48, np.int32)}), r"number format I32"),
     ],
 )
-def test_weights_that_do_not_fit(tmp_path, change, message):
+def test_unexpected_weights_are_refused(tmp_path, change, message):
     folder = write_model(tmp_path / "model")
     rewrite(folder, change)
     with pytest.raises(ConfigError, match=message):
@@ -254,7 +254,7 @@ def test_sharded_bfloat16_checkpoint(tmp_path):
         ({"hidden_size": None}, "hidden_size"),
     ],
 )
-def test_configurations_that_do_not_fit(tmp_path, change, message):
+def test_unknown_configurations_are_refused(tmp_path, change, message):
     folder = write_model(tmp_path / "model")
     raw = json.loads((folder / "config.json").read_text()) | change
     raw = {key: value for key, value in raw.items() if value is not None}
@@ -263,8 +263,8 @@ def test_configurations_that_do_not_fit(tmp_path, change, message):
         read_config(folder)
 
 
-def test_gemma_3_as_it_was_published_and_with_images(tmp_path):
-    """Older keys of rotations; and the layout of models that see images, of which the text part is read."""
+def test_gemma_3_text_and_multimodal(tmp_path):
+    """Older RoPE keys; and the layout of multimodal models, of which the text part is read."""
     from safetensors.numpy import load_file, save_file
 
     folder = write_model(tmp_path / "text", "gemma3_text", **GEMMA, num_hidden_layers=7)

@@ -1,4 +1,4 @@
-"""Trees that one program grows are those that rounds grow, node by node and score by score."""
+"""Whole trees of one program equal trees that grow level by level, node by node and score by score."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from services.draft.drafters.model import ModelDrafter
 from services.draft.drafters.ngram import NgramDrafter
 from services.draft.model.programs.runner import ModelRunner
 from tests.support.checkpoints.heads import write_pair
-from tests.support.draft.helpers import GREEDY, fed, request, settle
+from tests.support.draft.helpers import GREEDY, feature_engine, request, settle
 from tests.support.tiny import VOCAB
 
 RNG = np.random.default_rng(3)
@@ -24,20 +24,20 @@ SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=5)
 
 @pytest.fixture(scope="module", params=["EAGLE", "EAGLE3"])
 def make(request, tmp_path_factory):
-    """Makes engines with trees of a shape. whole: a tree may be one program."""
+    """Makes engines with trees of a shape. whole: False to grow them by levels."""
     target, folder, _ = write_pair(tmp_path_factory.mktemp("heads"), request.param, max_position_embeddings=256)
 
     def make(shape=(3, 3, 10), *, whole=True, **flags):
-        engine = fed(request.param, folder, target, draft_page_size=4, **TreeShape(*shape).flags(), **flags)
+        engine = feature_engine(request.param, folder, target, draft_page_size=4, **TreeShape(*shape).flags(), **flags)
         if not whole:
-            engine.drafter._tree = None
+            engine.drafter.grow_by_levels()
         return engine
 
     return make
 
 
 class Session:
-    """One session of an engine, fed by hand; the target takes any path."""
+    """One session of an engine, with features from the test; the target accepts any path."""
 
     def __init__(self, engine, number, length, sampling, **options):
         self.engine, self.number = engine, number
@@ -65,24 +65,24 @@ class Session:
 
 
 def proposals_of(engine):
-    """By session: the only one since the last commit."""
+    """By session: the only proposal since the last commit."""
     found = [p for output in settle(engine) for p in output.proposals if len(p.tokens)]
     assert len({p.session_id for p in found}) == len(found)
     return {p.session_id: p for p in found}
 
 
-def told(engine, sampling, sessions=1, commits=4, **options):
-    """What an engine proposes to sessions of some lengths through some commits."""
-    said = []
+def proposals_through(engine, sampling, sessions=1, commits=4, **options):
+    """The proposals of an engine to sessions of some lengths through some commits."""
+    proposals = []
     others = [Session(engine, i, 9 + 7 * i, sampling, **options) for i in range(sessions)]
     for session in others:
         session.feed(0)
     for _ in range(commits):
         found = proposals_of(engine)
-        said += [found.get(i) for i in range(sessions)]
+        proposals += [found.get(i) for i in range(sessions)]
         for session in others:
             session.go_on(found.get(session.number))
-    return said
+    return proposals
 
 
 def check_equal(found, expected):
@@ -97,33 +97,33 @@ def check_equal(found, expected):
 
 @pytest.fixture
 def grown(monkeypatch):
-    """How many trees came out of programs that grow whole ones."""
+    """The shapes of all programs that grew whole trees."""
     shapes = []
-    grow = ModelRunner.grow
+    grow = ModelRunner.run_tree
     monkeypatch.setattr(
-        ModelRunner, "grow", lambda self, shape, *rest: shapes.append(shape) or grow(self, shape, *rest)
+        ModelRunner, "run_tree", lambda self, shape, *rest: shapes.append(shape) or grow(self, shape, *rest)
     )
     return shapes
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_they_are_those_that_rounds_grow(make, shape, sampling, grown):
-    found = told(make(shape), sampling)
+def test_whole_trees_equal_trees_by_levels(make, shape, sampling, grown):
+    found = proposals_through(make(shape), sampling)
     assert len(grown) == 4
-    check_equal(found, told(make(shape, whole=False), sampling))
+    check_equal(found, proposals_through(make(shape, whole=False), sampling))
     assert len(grown) == 4
 
 
-def test_of_several_sessions_at_once(make, grown):
-    found = told(make(), SAMPLED, sessions=4)
+def test_whole_trees_of_several_sessions(make, grown):
+    found = proposals_through(make(), SAMPLED, sessions=4)
     assert [shape.sessions for shape in grown[-3:]] == [4, 4, 4]  # those before come with prompts
-    check_equal(found, told(make(whole=False), SAMPLED, sessions=4))
+    check_equal(found, proposals_through(make(whole=False), SAMPLED, sessions=4))
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(4, [4]), (5, [16]), (16, [16]), (17, [])])
 def test_after_a_long_commit(make, grown, tokens, rows):
-    """Another drafter's nodes may have led far beyond the head's own; what is still longer is fed as prompts are."""
+    """Commits along another drafter's nodes may be long; rows of longer ones are computed in chunks."""
     proposals = []
     for whole in (True, False):
         engine = make(whole=whole)
@@ -140,8 +140,8 @@ def test_after_a_long_commit(make, grown, tokens, rows):
     check_equal(proposals[0][0], proposals[1][0])
 
 
-def test_one_behind_is_not_passed_over(make, grown):
-    """Others have their levels cheaper together, again and again; its turn comes all the same."""
+def test_session_that_is_behind_is_served(make, grown):
+    """Levels of other sessions are cheaper together, again and again; it gets its turn nevertheless."""
     engine = make()
     others = [Session(engine, i, 9 + 7 * i, GREEDY) for i in range(5)]
     for session in others:
@@ -162,8 +162,8 @@ def test_one_behind_is_not_passed_over(make, grown):
     raise AssertionError("it was never drafted for")
 
 
-def test_they_take_turns_with_rounds(make, grown, monkeypatch):
-    """Whichever was cheaper, the trees are the same."""
+def test_whole_trees_alternate_with_levels(make, grown, monkeypatch):
+    """The trees are the same, whichever is cheaper."""
     rng = np.random.default_rng(1)
     best_round = FeatureDrafter.best_round
 
@@ -171,30 +171,30 @@ def test_they_take_turns_with_rounds(make, grown, monkeypatch):
         return (best_round if rng.random() < 0.5 else ModelDrafter.best_round)(drafter, works)
 
     monkeypatch.setattr(FeatureDrafter, "best_round", either)
-    found = told(make(), SAMPLED, sessions=3, commits=6)
+    found = proposals_through(make(), SAMPLED, sessions=3, commits=6)
     assert 0 < len(grown) < 15
-    check_equal(found, told(make(whole=False), SAMPLED, sessions=3, commits=6))
+    check_equal(found, proposals_through(make(whole=False), SAMPLED, sessions=3, commits=6))
 
 
 def test_the_end_of_a_session_bounds_the_depth(make, grown):
-    """There rounds grow them, no level deeper than what is of use."""
-    found = told(make((5, 2, 12)), GREEDY, max_tokens=9)
-    check_equal(found, told(make((5, 2, 12), whole=False), GREEDY, max_tokens=9))
+    """Near the end levels grow the trees, no deeper than useful."""
+    found = proposals_through(make((5, 2, 12)), GREEDY, max_tokens=9)
+    check_equal(found, proposals_through(make((5, 2, 12), whole=False), GREEDY, max_tokens=9))
     assert len(grown) < 3
 
 
-def test_tokens_that_may_not_come_yet(make, grown):
-    """Which is for rounds to leave out."""
+def test_banned_tokens_are_left_to_levels(make, grown):
+    """Whole trees cannot exclude tokens."""
     options = {"min_tokens": 50, "stop_token_ids": tuple(range(0, VOCAB, 2))}
-    found = told(make(), GREEDY, **options)
+    found = proposals_through(make(), GREEDY, **options)
     assert not grown
     proposed = [token for proposal in found if proposal is not None for token in proposal.tokens.tolist()]
     assert len(proposed) > 3
     assert all(token % 2 for token in proposed)
 
 
-def test_beside_ngrams_they_are_planted_among_their_nodes(make, grown):
-    """Nothing of the head's tree is missing, and the best of all nodes are proposed, once."""
+def test_whole_trees_merge_with_ngram_nodes(make, grown):
+    """All nodes of the head's tree are there, and the best of all nodes are proposed, once."""
     trees, proposals = [], []
     for engine in (make(speculative_ngram_beside=True), make()):
         session = Session(engine, 1, 12, GREEDY)
@@ -218,11 +218,11 @@ def test_beside_ngrams_they_are_planted_among_their_nodes(make, grown):
 
 
 def test_beside_ngrams_roots_alone_are_looked_up(make, monkeypatch):
-    """The rest of a tree does not outlast a commit, and a head that is waited for would wait."""
+    """Other nodes do not survive a commit, and their lookups would delay the head."""
     nodes = []
-    look_up = NgramDrafter._look_up
+    look_up = NgramDrafter.look_up
     monkeypatch.setattr(
-        NgramDrafter, "_look_up", lambda self, session, node: nodes.append(node) or look_up(self, session, node)
+        NgramDrafter, "look_up", lambda self, session, node: nodes.append(node) or look_up(self, session, node)
     )
     engine = make(speculative_ngram_beside=True)
     session = Session(engine, 1, 12, GREEDY)
@@ -231,8 +231,8 @@ def test_beside_ngrams_roots_alone_are_looked_up(make, monkeypatch):
     assert nodes == [ROOT]
 
 
-def test_features_that_came_in_part_are_not_enough(make, grown):
-    """The tree below a row before the root would be of no use."""
+def test_partial_features_grow_no_tree(make, grown):
+    """A tree below a row before the root would be useless."""
     engine = make()
     session = Session(engine, 1, 12, GREEDY)
     session.feed(0)
@@ -250,9 +250,9 @@ def test_features_that_came_in_part_are_not_enough(make, grown):
     assert len(grown) == 1
 
 
-def test_nothing_compiles_while_they_grow(make):
+def test_nothing_compiles_while_whole_trees_grow(make):
     engine = make()
     engine.drafter.warm_up()
     compiled = engine.drafter.runner.compilations.total
-    told(engine, SAMPLED, sessions=3)
+    proposals_through(engine, SAMPLED, sessions=3)
     assert engine.drafter.runner.compilations.total == compiled

@@ -1,4 +1,4 @@
-"""An external corpus: what is read and refused; NGRAM copies from it within its budget and never changes it."""
+"""An external corpus: supported and refused files; NGRAM copies from it within its budget and never changes it."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ from tests.support.tiny import write_tokenizer
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """A folder with a tokenizer that makes a token of every byte, and what a model's folder needs."""
+    """A folder with a tokenizer with one token per byte, and the files of a model's folder."""
     folder = write_tokenizer(tmp_path_factory.mktemp("target"))
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"")
@@ -44,9 +44,13 @@ def test_documents_of_all_kinds(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "line 1 of .* is no JSON"), ('"x"\n{"body": "x"}', "line 2 of .* is no document"), (b"\xff\xfe", "as text")],
+    [
+        ("{", "line 1 of .* is not JSON"),
+        ('"x"\n{"body": "x"}', "line 2 of .* is not a document"),
+        (b"\xff\xfe", "as text"),
+    ],
 )
-def test_what_cannot_be_read_is_refused(tmp_path, content, message):
+def test_unreadable_corpora_are_refused(tmp_path, content, message):
     file = tmp_path / "corpus.jsonl"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=message):
@@ -76,11 +80,11 @@ def test_a_corpus_is_copied_from_within_its_budget(tmp_path, target):
 
 
 @pytest.mark.parametrize("budget", [4, 11])
-def test_texts_of_sessions_stay_out_of_it_but_teach_what_to_trust(tmp_path, target, budget):
+def test_sessions_update_the_corpus_accuracy_but_not_its_texts(tmp_path, target, budget):
     (tmp_path / "corpus.txt").write_text("abcdefgh")
     engine = ngram(**flags(tmp_path / "corpus.txt", target, speculative_ngram_external_sam_budget=budget))
     corpus = engine.drafter.corpus
-    size, trust = len(corpus), corpus.trust(3, noisy=False)
+    size, accuracy = len(corpus), corpus.accuracy(3, noisy=False)
     tokens, new = ids(target, "xabc"), ids(target, "defghz")
     engine.open(request(1, tokens))
     settle(engine)
@@ -90,10 +94,10 @@ def test_texts_of_sessions_stay_out_of_it_but_teach_what_to_trust(tmp_path, targ
         tokens = [*tokens, token]
         settle(engine)
     assert len(corpus) == size
-    assert corpus.trust(3, noisy=False) > trust
+    assert corpus.accuracy(3, noisy=False) > accuracy
 
 
-def test_what_sessions_and_the_corpus_both_say_is_one_node(tmp_path, target):
+def test_equal_nodes_of_sessions_and_corpus_are_merged(tmp_path, target):
     (tmp_path / "corpus.txt").write_text("abcdefgh")
     only = {"speculative_num_draft_tokens": 3, "speculative_ngram_external_sam_budget": 1}  # a node of each
     engine = ngram(**flags(tmp_path / "corpus.txt", target, **only))
@@ -123,7 +127,7 @@ def test_memory_and_tokens_are_bounded(tmp_path, target, kind, caplog):
     with caplog.at_level(logging.INFO):
         assert read_corpus(tmp_path, target, store, 500, 300) == 300
     assert len(store) == 500
-    assert "does not fit into 500 nodes" in caplog.text
+    assert "the corpus exceeds 500 nodes" in caplog.text
     assert "1 documents, 300 tokens" in caplog.text
     with pytest.raises(ConfigError, match="more than 299 tokens"):
         read_corpus(tmp_path, target, kind(NgramOptions(capacity=500)), 500, 299)
@@ -132,7 +136,7 @@ def test_memory_and_tokens_are_bounded(tmp_path, target, kind, caplog):
 
 
 def test_documents_are_read_whole(tmp_path, target):
-    """Some tokenizers are published with a length that they cut texts to, or fill them up to."""
+    """Some tokenizers are published with truncation or padding to a length."""
     from tokenizers import Tokenizer
 
     folder = tmp_path / "cutting"

@@ -1,4 +1,4 @@
-"""N-grams: plain against a list of paths, compiled against plain, SGLang's worked vector, what scores mean."""
+"""N-grams: plain against a list of paths, compiled against plain, SGLang's worked vector, calibration of scores."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from outrider.errors import ConfigError
 from outrider.speculation.proposal import Commit, path_hash
 from services.draft.drafters.ngram import NgramDrafter, store
 from services.draft.engine.engine import DraftEngine
-from services.draft.ngrams.base import NO_LEAD, NgramOptions
+from services.draft.ngrams.base import NO_NAMESPACE, NgramOptions
 from services.draft.ngrams.compiled import CompiledNgrams, load
 from services.draft.ngrams.plain import PlainNgrams
 from services.draft.ngrams.trie import Trie
@@ -89,7 +89,7 @@ def test_trie_against_twin(sequences, capacity, branch_length, min_window):
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=30), st.lists(st.integers(0, 3), max_size=8))
-def test_match_finds_every_suffix_that_goes_on(sequence, context):
+def test_match_finds_every_suffix_with_children(sequence, context):
     trie, twin = Trie(1000, 6, 1, 4), Twin(1000, 6, 1)
     trie.insert(sequence)
     twin.insert(sequence)
@@ -113,7 +113,7 @@ def lookup(kind, options, stored, tokens):
     drafter = NgramDrafter(options, kind(options))
     drafter.ngrams.insert(np.array(stored, np.uint32))
     session = DraftSession(request(1, tokens), TreeLimits(children=256), ())
-    return drafter._look_up(session, -1)
+    return drafter.look_up(session, -1)
 
 
 def test_worked_vector(kind):
@@ -171,24 +171,24 @@ OPTIONS = [
 
 @given(st.sampled_from(OPTIONS), st.integers(0, 2**32 - 1), st.integers(2, 40))
 def test_compiled_is_plain(options, seed, vocabulary):
-    """The same lookups, the same children in the same order, the same trust, through evictions and leads."""
+    """The same lookups, the same children in the same order, the same accuracies, through evictions and namespaces."""
     rng = np.random.default_rng(seed)
     plain, compiled = PlainNgrams(options), CompiledNgrams(options)
     tokens = rng.integers(0, vocabulary, 12).astype(np.uint32)
     for _ in range(25):
         fresh = int(rng.integers(1, 6))
         tokens = np.concatenate([tokens, rng.integers(0, vocabulary, fresh).astype(np.uint32)])[-40:]
-        lead = int(rng.choice([NO_LEAD, NO_LEAD, 2**31 + 7]))
+        namespace_id = int(rng.choice([NO_NAMESPACE, NO_NAMESPACE, 2**31 + 7]))
         noisy = bool(rng.random() < 0.5)
         keys = rng.integers(0, 2**32, (options.branch_length + 1, 2)).astype(np.uint32) if noisy else None
         for ngrams in (plain, compiled):
             if fresh == 5:
-                ngrams.insert(tokens, lead)
-            ngrams.commit(tokens, fresh, noisy=noisy, lead=lead)
+                ngrams.insert(tokens, namespace_id)
+            ngrams.commit(tokens, fresh, noisy=noisy, namespace_id=namespace_id)
         assert len(plain) == len(compiled) <= options.capacity
         for length in range(options.min_match_window_size, options.max_match_window_size + 3):
-            assert plain.trust(length, noisy=noisy) == compiled.trust(length, noisy=noisy)
-        expected, found = plain.look_up(tokens, keys, lead), compiled.look_up(tokens, keys, lead)
+            assert plain.accuracy(length, noisy=noisy) == compiled.accuracy(length, noisy=noisy)
+        expected, found = plain.look_up(tokens, keys, namespace_id), compiled.look_up(tokens, keys, namespace_id)
         assert found[:2] == expected[:2]
         np.testing.assert_allclose(found.log_scores, expected.log_scores, rtol=1e-6)
     for path in [(), *paths(plain.trie)]:
@@ -213,7 +213,7 @@ def test_sessions_of_different_salts_share_nothing():
         assert any(len(p.tokens) for output in settle(engine) for p in output.proposals) == known, salt
 
 
-def test_long_prompts_are_stored_slice_by_slice_and_keep_nobody_waiting(kind):
+def test_long_prompts_are_stored_in_slices(kind):
     options = NgramOptions()
     tokens = np.random.default_rng(1).integers(0, 200, 5000).astype(np.uint32)
     whole = kind(options)
@@ -233,8 +233,8 @@ def test_long_prompts_are_stored_slice_by_slice_and_keep_nobody_waiting(kind):
 
 
 @pytest.mark.parametrize("size", [1, 16, 64])
-def test_all_of_a_commit_is_stored_however_long_it_is(kind, size):
-    """Where no hints are wanted, a draft hears of many tokens at once."""
+def test_long_commits_are_stored_whole(kind, size):
+    """While drafting is paused, many tokens arrive in one commit."""
     options = NgramOptions()
     text = np.random.default_rng(0).integers(0, 30_000, 640).astype(np.uint32)
     engine = DraftEngine(NgramDrafter(options, kind(options)), TreeLimits(children=256), 8)
@@ -249,7 +249,7 @@ def test_all_of_a_commit_is_stored_however_long_it_is(kind, size):
         assert text[i] in [token for token, parent in zip(found.tokens, found.parents, strict=True) if parent < 0]
 
 
-def test_an_answer_that_comes_with_its_end_is_stored(kind):
+def test_answer_that_arrives_with_its_end_is_stored(kind):
     options = NgramOptions(insert_prompts=False)
     engine = DraftEngine(NgramDrafter(options, kind(options)), TreeLimits(children=256), 1)
     tokens = list(range(5, 40))
@@ -264,7 +264,7 @@ def test_an_answer_that_comes_with_its_end_is_stored(kind):
         assert tokens[n] in engine.drafter.ngrams.look_up(np.array(tokens[n - 3 : n], np.uint32), None).tokens
 
 
-def test_more_nodes_than_there_is_memory_for_are_refused_by_the_flag_s_name(monkeypatch):
+def test_capacity_beyond_memory_is_refused(monkeypatch):
     monkeypatch.setattr(load(), "outrider_ngrams_new", lambda *_: None)
     with pytest.raises(ConfigError, match=r"no room for 4096 nodes.*--speculative-ngram-capacity"):
         store(NgramOptions(capacity=4096))
@@ -282,8 +282,8 @@ def test_a_node_takes_less_than_60_bytes():
 
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("predictable", [0.3, 0.9])
-def test_scores_promise_what_comes(predictable, noisy):
-    """In texts of any nature, as many of the root's children come true as their scores promise; and so by window."""
+def test_scores_are_calibrated(predictable, noisy):
+    """In any text the acceptance rate of the root's children equals their mean probability; also by window."""
     rng = np.random.default_rng(5)
     phrases = [rng.integers(0, 300, 8).tolist() for _ in range(20)]
     text = []
@@ -304,4 +304,4 @@ def test_scores_promise_what_comes(predictable, noisy):
     assert came[0] > 200
     if not noisy:
         assert promised[0] / came[0] == pytest.approx(1.0, abs=0.12)
-    assert ngrams.trust(8, noisy=noisy) != 8 / 10
+    assert ngrams.accuracy(8, noisy=noisy) != 8 / 10

@@ -1,4 +1,4 @@
-"""A draft that learns while it serves: its hints become better, and the text stays what it is."""
+"""A draft that is trained while it serves: its draft tokens improve, and the text does not change."""
 
 import errno
 import json
@@ -17,7 +17,7 @@ from outrider.serving.features import FeatureBlock
 from outrider.speculation.proposal import Commit, FinishReason
 from outrider.supervisor.app import configure
 from services.draft.online.background import Background
-from services.draft.online.learner import ORIGIN, is_better, keeper
+from services.draft.online.learner import ORIGIN, is_better, weight_writer
 from services.draft.process.app import build
 from tests.support.checkpoints.perfect import write_cyclic_target
 from tests.support.draft.helpers import settle
@@ -25,9 +25,9 @@ from tests.support.draft.online import LearningPair, online_engine, some_request
 from tests.support.gateway.services import Gateway
 from tests.support.invariance.engines import target_engine
 from tests.support.invariance.pair import Faults, Pair, request
+from tests.support.system.heads import VERIFY_ALL, accepted, ask_all
 from tests.support.system.services import draft_service, target_service
 from tests.support.tiny import write_tokenizer
-from tests.system.test_heads import HINTED, accepted, ask_all
 
 FAULTS = Faults(lost=0.03, doubled=0.1, delay=2)
 
@@ -44,7 +44,7 @@ def target(models):
 
 @pytest.fixture(scope="module")
 def learnt(models, target, tmp_path_factory):
-    """An engine that has served and learnt, the folder that it keeps it in, and accepted draft tokens by run."""
+    """An engine that has served and trained, its output folder, and accepted draft tokens by run."""
     folder = tmp_path_factory.mktemp("learnt") / "draft"
     draft = online_engine(models[1], models[0], online_output=str(folder))
     accepted = []
@@ -60,7 +60,7 @@ def learnt(models, target, tmp_path_factory):
     return draft, folder, accepted
 
 
-def test_a_draft_learns_from_what_it_serves(learnt):
+def test_draft_improves_on_its_traffic(learnt):
     draft, _, accepted = learnt
     load = draft.load().online
     assert accepted[0] < 0.1 * 6 * 40
@@ -72,23 +72,23 @@ def test_a_draft_learns_from_what_it_serves(learnt):
     assert draft.load().compilations == 0  # at swaps, too; every run looks as well
 
 
-def test_worse_weights_are_not_taken_over(learnt, target):
+def test_worse_weights_are_discarded(learnt, target):
     draft, _, _ = learnt
     learner, before = draft.drafter.learner, draft.load().online
-    learner._worse, swaps = 0, draft.drafter.swaps
+    learner.worse, swaps = 0, draft.drafter.swaps
     rng = np.random.default_rng(0)
 
     def spoil(array):
         return np.asarray(array) + rng.standard_normal(array.shape).astype(np.float32)
 
     for look in range(1, 4):
-        learner._trainer.restart(jax.tree.map(spoil, learner._serving))
-        learner._look()
+        learner.trainer.restart(jax.tree.map(spoil, learner.serving))
+        learner.evaluate()
         assert learner.load().rejected == before.rejected + look
         assert learner.load().accept_length_after < learner.load().accept_length_before
     assert (learner.load().kept, learner.offer.take()) == (before.kept, None)
     # After several in a row it goes on from what serves.
-    for a, b in zip(jax.tree.leaves(learner._trainer.state.params), jax.tree.leaves(learner._serving), strict=True):
+    for a, b in zip(jax.tree.leaves(learner.trainer.state.params), jax.tree.leaves(learner.serving), strict=True):
         np.testing.assert_array_equal(a, b)
     todo = some_requests(50)
     run = Pair(target, lambda: draft, growth=8).run(todo)
@@ -97,18 +97,18 @@ def test_worse_weights_are_not_taken_over(learnt, target):
     assert draft.drafter.swaps == swaps
 
 
-def test_learning_that_goes_astray_begins_anew(learnt, caplog):
+def test_diverged_training_restarts(learnt, caplog):
     draft, _, _ = learnt
     learner = draft.drafter.learner
-    learner._trainer.restart(jax.tree.map(lambda array: np.asarray(array) * np.nan, learner._serving))
-    learner._options = learner._options.__class__(**{**learner._options.__dict__, "epochs": 1e9})
-    learner._looked = learner._load.steps
-    assert learner.turn() > 0
-    assert "astray" in caplog.text
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(learner._trainer.state.params))
+    learner.trainer.restart(jax.tree.map(lambda array: np.asarray(array) * np.nan, learner.serving))
+    learner.sampler.epochs = 1e9
+    learner.postpone_evaluation()
+    assert learner.run_once() > 0
+    assert "diverged" in caplog.text
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(learner.trainer.state.params))
 
 
-def test_a_swap_forgets_prefixes_and_spares_sessions(learnt, target):
+def test_swap_drops_prefixes_and_keeps_sessions(learnt, target):
     draft, _, _ = learnt
     drafter = draft.drafter
     prompt = list(range(40, 80)) * 2
@@ -116,17 +116,17 @@ def test_a_swap_forgets_prefixes_and_spares_sessions(learnt, target):
     assert len(drafter.prefix) >= 5
 
     class Swapping(Pair):
-        """Weights that say other things come in the midst of a session."""
+        """Weights with other predictions are installed in the middle of a session."""
 
         def _round(self, now):
             super()._round(now)
             if now == 4:
-                assert drafter.trunks
-                served = drafter.learner._make(jax.tree.map(lambda array: -np.asarray(array), drafter.learner._serving))
-                drafter.learner.offer.make(served)
+                assert drafter.prefix_kvs
+                other = jax.tree.map(lambda array: -np.asarray(array), drafter.learner.serving)
+                drafter.learner.offer.put(drafter.learner.convert(other))
             if now == 6:
                 assert drafter.prefix.epoch == epoch + 1
-                drafter.learner.offer.make(drafter.learner._make(drafter.learner._serving))
+                drafter.learner.offer.put(drafter.learner.convert(drafter.learner.serving))
 
     epoch = drafter.prefix.epoch
     todo = [request(901, prompt, 0.0, 60), request(902, prompt, 1.0, 60)]
@@ -137,21 +137,21 @@ def test_a_swap_forgets_prefixes_and_spares_sessions(learnt, target):
     draft.check()
 
 
-def test_what_others_must_not_profit_from_is_not_learnt(learnt, target):
+def test_salted_sessions_are_not_recorded(learnt, target):
     draft, _, _ = learnt
-    ring, todo = draft.drafter.learner._ring, some_requests(70, count=2)
-    known = ring.learnt, ring.bytes
+    buffer, todo = draft.drafter.learner.sampler.buffer, some_requests(70, count=2)
+    known = buffer.learnt, buffer.bytes
     Pair(target, lambda: draft, growth=8).run([replace(request, cache_salt="mine") for request in todo])
-    assert (ring.learnt, ring.bytes) == known
+    assert (buffer.learnt, buffer.bytes) == known
 
 
-def test_what_comes_with_a_session_s_end_is_learnt(learnt):
-    """While no hints are wanted, a session may begin, end and be fed in one frame."""
+def test_states_that_arrive_with_the_end_are_recorded(learnt):
+    """While drafting is paused, a session may open, end and get its features in one frame."""
     draft, _, _ = learnt
-    ring = draft.drafter.learner._ring
+    buffer = draft.drafter.learner.sampler.buffer
     settle(draft)
-    before = ring.learnt, len(ring.pieces(held_out=True))
-    rows = np.zeros((8, draft.drafter._row_bytes), np.uint8)
+    before = buffer.learnt, len(buffer.segments(held_out=True))
+    rows = np.zeros((8, draft.drafter.received_row_bytes), np.uint8)
     for session_id in (960, 961):  # one of several is held back
         draft.open(replace(request(session_id, [40, 41, 42, 43], 0.0, 5), drafting_paused=True))
         commits = [
@@ -162,21 +162,21 @@ def test_what_comes_with_a_session_s_end_is_learnt(learnt):
         draft.receive_features([FeatureBlock(session_id, 0, rows[:5]), FeatureBlock(session_id, 5, rows[5:])])
         assert not draft.idle
         settle(draft)
-    learnt_now = ring.learnt - before[0] + 4 * (len(ring.pieces(held_out=True)) - before[1])
+    learnt_now = buffer.learnt - before[0] + 4 * (len(buffer.segments(held_out=True)) - before[1])
     assert learnt_now == 2 * 4  # all new tokens but the first
-    draft.receive_features([FeatureBlock(960, 8, rows)])  # of nobody any more
+    draft.receive_features([FeatureBlock(960, 8, rows)])  # its session is closed
     draft.check()
 
 
-def test_a_session_that_gives_its_pages_back_is_recorded_no_further(learnt):
+def test_preempted_session_ends_its_recording(learnt):
     draft, _, _ = learnt
-    drafter, ring = draft.drafter, draft.drafter.learner._ring
-    rows = np.zeros((9, drafter._row_bytes), np.uint8)
-    room = ring._room
+    drafter, buffer = draft.drafter, draft.drafter.learner.sampler.buffer
+    rows = np.zeros((9, drafter.received_row_bytes), np.uint8)
+    room = buffer.room
     draft.open(request(950, list(range(40, 60)), 0.0, 20))
     session = draft.running[950]
     session.features.add(0, rows)
-    assert ring._room < room
+    assert buffer.room < room
     drafter.close(session)
     session.features.give_up()
     drafter.open(session)
@@ -184,10 +184,10 @@ def test_a_session_that_gives_its_pages_back_is_recorded_no_further(learnt):
     assert session.features.lost
     draft.close(950)
     draft.check()
-    assert ring._room == room
+    assert buffer.room == room
 
 
-def test_what_was_learnt_is_kept_and_gone_on_from(models, learnt, target, tmp_path):
+def test_trained_weights_are_written_and_resumed(models, learnt, target, tmp_path):
     _, folder, _ = learnt
     assert json.loads((folder / "config.json").read_text()) == json.loads((models[1] / "config.json").read_text())
     flags = {"online_output": str(folder), "max_running_requests": 1, "draft_dtype": "float32"}
@@ -205,36 +205,36 @@ def test_what_was_learnt_is_kept_and_gone_on_from(models, learnt, target, tmp_pa
         build(DraftConfig(**{**config.__dict__, "speculative_draft_model_path": str(folder)}))
 
 
-def test_weights_are_never_kept_without_a_word_of_where_they_come_from(tmp_path):
-    """Or a draft that was ended in between would never start with its own folder again."""
+def test_origin_is_written_before_weights(tmp_path):
+    """Otherwise a draft that was interrupted in between would refuse its own folder."""
     seen = []
     head = SimpleNamespace(publish=lambda params, ids, folder: seen.append((folder / ORIGIN).read_text()))
-    keeper(head, tmp_path / "kept", "a draft")({})
+    weight_writer(head, tmp_path / "kept", "a draft")({})
     assert seen == ["a draft\n"]
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("os error 28")])
-def test_where_nothing_can_be_kept_learning_goes_on(tmp_path, caplog, error):
+def test_training_survives_failed_writes(tmp_path, caplog, error):
     def publish(*_):
         raise error
 
-    keeper(SimpleNamespace(publish=lambda *_: None), tmp_path / "kept", "a draft")({})
-    keeper(SimpleNamespace(publish=publish), tmp_path / "kept", "a draft")({})
+    weight_writer(SimpleNamespace(publish=lambda *_: None), tmp_path / "kept", "a draft")({})
+    weight_writer(SimpleNamespace(publish=publish), tmp_path / "kept", "a draft")({})
     assert (tmp_path / "kept" / ORIGIN).read_text() == "a draft\n"
-    assert "could not be kept" in caplog.text
+    assert "could not be written" in caplog.text
     assert str(error) in caplog.text
 
 
-def test_it_learns_in_a_thread_behind_a_gateway(models, learnt, tmp_path):
-    """From nothing again, while it answers; the text is that of the target alone."""
+def test_training_thread_behind_a_gateway(models, learnt, tmp_path):
+    """From initial weights again, while it serves; the text is that of the target alone."""
     drafter, learner = learnt[0].drafter, learnt[0].drafter.learner
-    # A twin that says the same, but slowly enough for hints to come in time.
+    # A twin with the same text, but slowly enough for proposals to arrive in time.
     slow = write_tokenizer(write_cyclic_target(tmp_path / "slow", intermediate_size=16000))
-    served = target_service(slow, f"unix:{tmp_path}/target", **HINTED).start()
+    served = target_service(slow, f"unix:{tmp_path}/target", **VERIFY_ALL).start()
     served.pause = 0.01  # more of them do
-    learner._serving = learner._objective.algorithm.params()
-    learner._begin_anew()
-    learner.offer.make(learner._make(learner._serving))
+    learner.serving = learner.objective.algorithm.params()
+    learner.restart()
+    learner.offer.put(learner.convert(learner.serving))
     kept = learner.load().kept
     draft = draft_service(f"unix:{tmp_path}/draft", drafter).start()
     gateway = Gateway(tmp_path, [served.address], [draft.address]).wait()
@@ -265,45 +265,46 @@ def test_it_learns_in_a_thread_behind_a_gateway(models, learnt, tmp_path):
         served.stop()
 
 
-def test_what_an_updated_target_said_before_is_not_learnt(models):
+def test_recordings_are_dropped_when_the_target_is_updated(models):
     draft = online_engine(models[1], models[0], {"epochs": 1.0})
-    ring, learner = draft.drafter.learner._ring, draft.drafter.learner
+    buffer, learner = draft.drafter.learner.sampler.buffer, draft.drafter.learner
     rng = np.random.default_rng(0)
 
     def serve(session_id, prompt, count, flush=False):
-        """A session of so many tokens more; flush: in its midst."""
+        """A session with a number of further tokens; flush: in its middle."""
         tokens = rng.integers(40, 60, prompt + count).astype(np.uint32)
         draft.open(request(session_id, tokens[:prompt].tolist(), 0.0, count))
-        draft.receive_features([FeatureBlock(session_id, 0, np.zeros((prompt, draft.drafter._row_bytes), np.uint8))])
+        rows = np.zeros((prompt, draft.drafter.received_row_bytes), np.uint8)
+        draft.receive_features([FeatureBlock(session_id, 0, rows)])
         if flush:
             draft.flush(only_fed=True)
         draft.receive([], [Commit(session_id, prompt, tokens[prompt:], 1, finish_reason=FinishReason.LENGTH)])
-        rows = np.zeros((count - 1, draft.drafter._row_bytes), np.uint8)
+        rows = np.zeros((count - 1, draft.drafter.received_row_bytes), np.uint8)
         draft.receive_features([FeatureBlock(session_id, prompt, rows)])
         draft.drafter.work()
 
     for session_id in range(1, 9):
         serve(session_id, 4, 80)
-    assert ring.learnt > 64
-    assert learner.turn() > 0
-    room = ring._room
+    assert buffer.learnt > 64
+    assert learner.run_once() > 0
+    room = buffer.room
     serve(10, 4, 80, flush=True)
-    assert (ring.learnt, ring.bytes, ring._room) == (0, 0, room)
-    assert learner.turn() == 0.0
+    assert (buffer.learnt, buffer.bytes, buffer.room) == (0, 0, room)
+    assert learner.run_once() == 0.0
     for session_id in range(11, 14):
         serve(session_id, 4, 80)
-    assert learner.turn() > 0
+    assert learner.run_once() > 0
     spent = learner.load().rows
-    while learner.turn():
+    while learner.run_once():
         pass
-    assert learner.load().rows - spent < ring.learnt + 64, "what was not learnt of before is no reason to learn more"
+    assert learner.load().rows - spent < buffer.learnt + 64, "what was not learnt of before is no reason to learn more"
 
 
 # --- how much it may take ---
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.9])
-def test_learning_takes_its_share_and_no_more(share):
+def test_training_takes_at_most_its_share(share):
     rng = np.random.default_rng(0)
     now, working = 0.0, 0.0
     starts = []
@@ -328,17 +329,17 @@ def test_learning_takes_its_share_and_no_more(share):
     assert working / now <= share + 1e-9
 
 
-def test_a_learner_that_fails_ends_alone(caplog):
+def test_failed_learner_does_not_stop_the_service(caplog):
     def turn():
         raise RuntimeError("no memory")
 
     background = Background(turn, 0.5)
     background.start()
     background.stop()
-    assert "learning has ended" in caplog.text
+    assert "training has ended" in caplog.text
 
 
-def test_better_is_more_than_chance():
+def test_better_means_more_than_chance():
     one = np.array([0, 1, 2, 3] * 10)
     assert not is_better(one, one)
     assert is_better(one, one + 1)
@@ -348,13 +349,13 @@ def test_better_is_more_than_chance():
     assert not is_better(one, luck)
 
 
-def test_rest_without_news(learnt):
-    """Nothing is learnt from the same rows for ever."""
+def test_training_pauses_without_new_rows(learnt):
+    """Rows are used a limited number of times."""
     draft, _, _ = learnt
     learner = draft.drafter.learner
-    learner._options = learner._options.__class__(**{**learner._options.__dict__, "epochs": 0.5})
-    learner._looked = learner._load.steps
-    assert learner.turn() == 0.0
+    learner.sampler.epochs = 0.5
+    learner.postpone_evaluation()
+    assert learner.run_once() == 0.0
 
 
 # --- flags ---
@@ -363,16 +364,16 @@ def test_rest_without_news(learnt):
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
-        ({"speculative_algorithm": "NGRAM"}, "cannot teach NGRAM"),
-        ({"speculative_algorithm": "STANDALONE"}, "cannot teach STANDALONE"),
+        ({"speculative_algorithm": "NGRAM"}, "cannot train NGRAM"),
+        ({"speculative_algorithm": "STANDALONE"}, "cannot train STANDALONE"),
         ({"draft_tp_size": 2}, "--draft-tp-size"), ({"draft_feature_dtype": "float8_e4m3"}, "--draft-feature-dtype"),
         ({"online_share": 0.0}, "--online-share"), ({"online_share": 0.95}, "--online-share"),
         ({"online_learning_rate": 0.0}, "--online-learning-rate"),
-        ({"online_bytes": 1 << 20}, "--online-bytes 1048576 cannot hold .*; 3145728 can"),
+        ({"online_bytes": 1 << 20}, "--online-bytes 1048576 is too small .*; set 3145728"),
         ({"online": False, "online_output": "x"}, "needs --online"),
     ],
 )  # fmt: skip
-def test_flags_that_cannot_work_are_refused(models, flags, what):
+def test_invalid_flags_are_refused(models, flags, what):
     common = {"speculative_algorithm": "EAGLE3", "model_path": str(models[0]), "online": True}
     with pytest.raises(ConfigError, match=what):
         build(DraftConfig(**(common | {"speculative_draft_model_path": str(models[1])} | flags)))
@@ -385,7 +386,7 @@ def test_serve_passes_the_flags_on(tmp_path):
     assert (made.online, made.online_share, made.online_output) == (True, 0.1, "kept")
 
 
-def test_metrics_tell_what_was_learnt(learnt):
+def test_metrics_of_online_training(learnt):
     from gateway.telemetry.metrics import Metrics
     from outrider.wire.codec import load_to_pb
 

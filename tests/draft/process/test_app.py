@@ -1,4 +1,4 @@
-"""The draft service as a process: refusals, the handshake, a stream of proposals, and that NGRAM needs no JAX."""
+"""The draft service as a process: refusals, the handshake, a stream of proposals, and NGRAM without JAX."""
 
 import contextlib
 import subprocess
@@ -16,7 +16,7 @@ from outrider.speculation.proposal import Commit, path_hash
 from outrider.wire import codec
 from outrider.wire.v1 import draft_pb2, draft_pb2_grpc
 from services.draft.process import app
-from services.draft.process.loading import vocab_limit
+from services.draft.process.checkpoints import vocab_limit
 from tests.support.draft.helpers import request
 from tests.support.tiny import VOCAB, write_model, write_tokenizer
 
@@ -31,7 +31,7 @@ REFUSALS = {
     "no window": (["--speculative-ngram-min-match-window-size", "0"], "windows must satisfy"),
     "short branch": (["--speculative-ngram-branch-length", "1"], "must be 2 or more"),
     "breadth": (["--speculative-ngram-min-bfs-breadth", "11"], "breadths must satisfy"),
-    "beside itself": (["--speculative-ngram-beside"], "NGRAM alone needs no such flag"),
+    "beside itself": (["--speculative-ngram-beside"], "leave it out with --speculative-algorithm NGRAM"),
     "capacity": (["--speculative-ngram-capacity", "0"], "--speculative-ngram-capacity must be 1 or more"),
     "large capacity": (
         ["--speculative-ngram-capacity", str(1 << 32)],
@@ -59,7 +59,7 @@ REFUSALS = {
             *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "/x"),
             *("--speculative-ngram-external-corpus-path", "/x"),
         ],
-        "is for NGRAM",
+        "needs NGRAM",
     ),
     "rows": (["--speculative-num-draft-tokens", "1"], "counts the root"),
     "cores": (["--cores", "99999"], "may not use core"),
@@ -76,7 +76,7 @@ def test_refusals_are_one_line_and_code_2(name, capsys):
     assert error.startswith("error: ")
 
 
-def test_weights_that_are_missing(tmp_path):
+def test_missing_weights_are_refused(tmp_path):
     folder = write_model(tmp_path / "model")
     (folder / "model.safetensors").unlink()
     config = DraftConfig(speculative_algorithm="STANDALONE", speculative_draft_model_path=str(folder))
@@ -84,7 +84,7 @@ def test_weights_that_are_missing(tmp_path):
         app.build(config)
 
 
-def test_a_cache_too_small_for_one_session(tmp_path):
+def test_cache_smaller_than_a_session_is_refused(tmp_path):
     config = DraftConfig(
         speculative_algorithm="STANDALONE",
         speculative_draft_model_path=str(write_model(tmp_path / "model")),
@@ -94,7 +94,7 @@ def test_a_cache_too_small_for_one_session(tmp_path):
         app.build(config)
 
 
-def test_padded_ids_of_the_vocabulary_are_known(tmp_path):
+def test_vocab_limit_excludes_padding(tmp_path):
     folder = write_model(tmp_path / "model", vocab=VOCAB + 64)
     assert vocab_limit(folder) >= VOCAB + 64
     write_tokenizer(folder)
@@ -130,7 +130,7 @@ def test_a_stream_of_proposals(tmp_path):
         frames = queue.Queue()
         answers = stub.Propose(iter(frames.get, None))
         frames.put(codec.propose_request_to_pb(Message(opens=[request(7, tokens)])))
-        # A frame may tell the load alone, where the engine came to rest before the session came.
+        # A frame may hold the load alone, if the engine was idle before the session was opened.
         proposal = next(p for frame in answers for p in codec.propose_response_from_pb(frame).proposals)
         assert (proposal.session_id, proposal.anchor_length) == (7, len(tokens))
         assert proposal.anchor_hash == path_hash(np.array(tokens))

@@ -1,4 +1,4 @@
-"""The rows of hidden states that a drafter holds: always one run without a gap."""
+"""The rows of hidden states that a drafter holds are always contiguous."""
 
 import numpy as np
 
@@ -10,12 +10,12 @@ from services.draft.engine.engine import DraftEngine
 from services.draft.sessions.features import FeatureRows
 from services.draft.sessions.frontier import TreeLimits
 from tests.support.checkpoints.heads import eagle, write_head
-from tests.support.draft.helpers import fed, ngram, request, settle
+from tests.support.draft.helpers import feature_engine, ngram, request, settle
 from tests.support.tiny import write_model
 
 
 class Fed(Drafter):
-    """Knows nothing, but that rows are missing."""
+    """A drafter that only checks for missing rows."""
 
     name, features = "FED", FeatureSpec(final=True)
 
@@ -31,11 +31,11 @@ class Fed(Drafter):
     def did_commit(self, session, kept):
         pass
 
-    def fed(self, session):
+    def features_changed(self, session):
         if session.features.lost:
             raise Unavailable("rows are missing")
 
-    def grow(self, wishes):
+    def expand(self, requests):
         return []
 
     def warm_up(self):
@@ -50,7 +50,7 @@ def held(run):
     return (run.first, len(run), run.end)
 
 
-def test_rows_follow_one_another_and_are_taken_in_order():
+def test_rows_are_contiguous_and_taken_in_order():
     run = FeatureRows()
     run.add(0, rows(0, 4))
     run.add(4, rows(4, 3))
@@ -65,7 +65,7 @@ def test_rows_follow_one_another_and_are_taken_in_order():
     assert run.take().shape[0] == 0
 
 
-def test_rows_that_are_not_needed_may_come_or_not():
+def test_skipped_rows_may_be_missing():
     run = FeatureRows()
     run.skip(3)
     run.add(0, rows(0, 2))
@@ -79,7 +79,7 @@ def test_rows_that_are_not_needed_may_come_or_not():
     assert np.array_equal(run.take(), rows(5, 4))
 
 
-def test_behind_a_gap_nothing_is_of_use():
+def test_rows_behind_a_gap_are_dropped():
     run = FeatureRows()
     run.add(0, rows(0, 4))
     run.add(6, rows(6, 2))
@@ -90,7 +90,7 @@ def test_behind_a_gap_nothing_is_of_use():
     assert held(run) == (0, 0, 0)
 
 
-def test_rows_do_not_keep_the_frame_that_they_came_in():
+def test_rows_do_not_keep_their_frame_in_memory():
     frame = rows(0, 200)
     run = FeatureRows()
     run.add(0, frame[:2])
@@ -99,16 +99,16 @@ def test_rows_do_not_keep_the_frame_that_they_came_in():
     assert np.array_equal(run.take(), rows(0, 2))
 
 
-def test_sessions_that_wait_hold_no_more_than_they_may(tmp_path, monkeypatch):
-    """All together. The last one gives up first, and asks for its rows again once it has a place."""
+def test_waiting_sessions_hold_limited_features(tmp_path, monkeypatch):
+    """The limit is for all together. The last session drops its rows first, and requests them again later."""
     target = write_model(tmp_path / "target", tie_word_embeddings=False)
-    engine = fed("EAGLE", write_head(tmp_path / "head", *eagle(target)), target, max_running_requests=1)
+    engine = feature_engine("EAGLE", write_head(tmp_path / "head", *eagle(target)), target, max_running_requests=1)
     width = engine.drafter.runner.feature_width * 4
-    monkeypatch.setattr(engine_module, "_MOST_WAITING", 10 * width)
+    monkeypatch.setattr(engine_module, "_MAX_WAITING_BYTES", 10 * width)
     for session_id in range(1, 5):
         engine.open(request(session_id, [5, 6, 7, 8]))
     settle(engine)
-    first, second, third = (session.features for session in engine._places[-1].waiting.values())
+    first, second, third = (session.features for session in engine.waiting.values())
 
     def feed(session_id, position, count):
         engine.receive_features([FeatureBlock(session_id, position, np.zeros((count, width), np.uint8))])
@@ -121,7 +121,7 @@ def test_sessions_that_wait_hold_no_more_than_they_may(tmp_path, monkeypatch):
     assert feed(2, 6, 5) == (0, 0, 0), "one alone may be too large"
 
 
-def test_a_drafter_that_needs_no_features_ignores_them():
+def test_drafter_without_features_ignores_them():
     engine = ngram()
     engine.open(request(1, [5, 6, 7]))
     engine.receive_features(
@@ -130,8 +130,8 @@ def test_a_drafter_that_needs_no_features_ignores_them():
     assert len(engine.running[1].features) == 0
 
 
-def test_many_sessions_that_waited_in_vain_for_their_rows_fail_one_after_another():
-    """Each leaves its place to the next one, which fails, too; the last one, whose rows were not lost, has it then."""
+def test_waiting_sessions_with_lost_rows_fail_in_turn():
+    """Each frees its slot for the next one, which fails, too; the last one, whose rows are complete, keeps it."""
     count = 2000
     engine = DraftEngine(Fed(), TreeLimits(), 1)
     for session_id in range(count + 2):
@@ -144,7 +144,7 @@ def test_many_sessions_that_waited_in_vain_for_their_rows_fail_one_after_another
     assert list(engine.running) == [count + 1]
 
 
-def test_a_session_whose_rows_are_lost_leaves_its_place_to_the_next_one():
+def test_session_with_lost_rows_frees_its_slot():
     engine = DraftEngine(Fed(), TreeLimits(), 1)
     for session_id in (1, 2):
         engine.open(request(session_id, [5, 6, 7]))

@@ -1,4 +1,4 @@
-"""What the target is asked, in which order, and how answers are kept on disk."""
+"""Prompts and their order, and the store of answers on disk."""
 
 import errno
 import itertools
@@ -10,7 +10,7 @@ import pytest
 
 from outrider.errors import ConfigError
 from services.draft.learning.batches import Batches, learnt_rows
-from services.draft.learning.disk import write_whole
+from services.draft.learning.disk import write_atomically
 from services.draft.learning.store import Store
 from services.draft.learning.vocabulary import coverage, draft_ids, frequent_tokens
 from services.draft.train.data.prompts import is_held_out, jobs, read_conversations, read_openings
@@ -41,10 +41,10 @@ def test_all_kinds_of_prompts(tmp_path):
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ("{", "no valid JSON"), ("[]", "an object with one of"), ({"question": "a"}, "one of prompt, text"),
+        ("{", "not valid JSON"), ("[]", "an object with one of"), ({"question": "a"}, "one of prompt, text"),
         ({"prompt": "a", "text": "b"}, "one of"), ({"prompt": ""}, "must be a text"), ({"turns": []}, "not empty"),
         ({"turns": ["a", 1]}, "turns must be texts"), ({"messages": [{"role": "user"}]}, "a role and a content"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "an answer can follow"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "a user message to answer"),
     ],
 )  # fmt: skip
 def test_wrong_prompts_are_refused_by_line(tmp_path, line, what):
@@ -52,13 +52,13 @@ def test_wrong_prompts_are_refused_by_line(tmp_path, line, what):
         read_conversations([write(tmp_path, {"prompt": "fine"}, line)])
 
 
-def test_lines_that_no_tokenizer_takes_are_refused(tmp_path):
+def test_lines_with_invalid_characters_are_refused(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(
         b'\xef\xbb\xbf{"prompt": "\xc3\xa4"}\n{"prompt": "a \\ud83d\\ude00"}\n'
     )  # a mark of the order of bytes
     assert [conversation.turns for conversation in read_conversations([str(file)])] == [("ä",), ("a 😀",)]
-    for line, what in ((b'{"prompt": "\xe4"}', "no UTF-8"), (b'{"turns": ["a", "\\ud83d"]}', "surrogate")):
+    for line, what in ((b'{"prompt": "\xe4"}', "not UTF-8"), (b'{"turns": ["a", "\\ud83d"]}', "surrogate")):
         file.write_bytes(b'{"prompt": "fine"}\n' + line)
         with pytest.raises(ConfigError, match=f"line 2.*{what}"):
             read_conversations([str(file)])
@@ -89,7 +89,7 @@ def test_jobs_alternate_temperatures_and_repeat_nothing(tmp_path):
     assert len(list(jobs(asked, None, (0.0,), 0))) == 6
 
 
-def test_those_that_the_target_begins_take_openings_in_turn(tmp_path):
+def test_openings_are_used_in_turn(tmp_path):
     own = write(tmp_path, "Summarize:\\n\\n", "", "Who")
     openings = read_openings(own)
     assert openings == ["Summarize:\n\n", "Who"]
@@ -105,7 +105,7 @@ def test_those_that_the_target_begins_take_openings_in_turn(tmp_path):
     assert all(job.conversation.free for job in begun)
 
 
-def test_a_part_of_conversations_is_held_out_whatever_else_there_is():
+def test_held_out_conversations_depend_on_their_name_alone():
     names = [f"{i:016x}" for i in range(4000)]
     held = [is_held_out(name, 0.05) for name in names]
     assert 140 < sum(held) < 260
@@ -131,7 +131,7 @@ def some_records(count=5):
     ]
 
 
-def test_records_come_back(tmp_path):
+def test_records_are_read_as_written(tmp_path):
     records = some_records()
     store_of(tmp_path / "store", records[:3])
     store = Store(tmp_path / "store", {"layers": [2, 4, 5]}, 8 * HIDDEN)
@@ -145,7 +145,7 @@ def test_records_come_back(tmp_path):
     assert (reader.choose(held_out=True), reader.choose(held_out=False)) == ([2], [0, 1, 3, 4])
 
 
-def test_what_an_ended_run_left_behind_is_cut_away(tmp_path):
+def test_incomplete_data_of_an_interrupted_run_is_truncated(tmp_path):
     records = some_records()
     store = store_of(tmp_path, records[:3])
     whole = {name: (tmp_path / name).read_bytes() for name in ("tokens.bin", "rows-0000.bin", "records.bin")}
@@ -163,8 +163,8 @@ def test_what_an_ended_run_left_behind_is_cut_away(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rows-0000.bin", "rows-0001.bin", "tokens.bin"])
-def test_records_whose_content_is_not_all_there_are_cut_away(tmp_path, monkeypatch, name, caplog):
-    """As a machine leaves them that went down: entries may come to the disk before what they are about."""
+def test_records_with_missing_content_are_dropped(tmp_path, monkeypatch, name, caplog):
+    """As after a crash of the machine: entries may reach the disk before their content."""
     monkeypatch.setattr("services.draft.learning.store._FILE_BYTES", 8 * 8 * HIDDEN)
     records = some_records()
     store = store_of(tmp_path, records)
@@ -175,7 +175,7 @@ def test_records_whose_content_is_not_all_there_are_cut_away(tmp_path, monkeypat
     again = Store(tmp_path, {"layers": [2, 4, 5]}, 8 * HIDDEN)
     kept = {"rows-0000.bin": 1, "rows-0001.bin": 2, "tokens.bin": 4}[name]
     assert (len(again), again.jobs) == (kept, set(range(kept)))
-    assert "are not all there" in caplog.text
+    assert "are incomplete" in caplog.text
     for job in range(kept, len(records)):
         again.add(job, [records[job]])
     reader = again.read()
@@ -184,8 +184,8 @@ def test_records_whose_content_is_not_all_there_are_cut_away(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("left", [7, 1000])
-def test_a_file_that_was_begun_for_no_entry_is_left_behind(tmp_path, monkeypatch, left):
-    """As an end leaves it that comes while the first rows of a file are written."""
+def test_file_without_an_entry_is_removed(tmp_path, monkeypatch, left):
+    """As after an interruption while the first rows of a file are written."""
     monkeypatch.setattr("services.draft.learning.store._FILE_BYTES", 1)
     records = some_records(3)
     store_of(tmp_path, records[:1])
@@ -198,13 +198,13 @@ def test_a_file_that_was_begun_for_no_entry_is_left_behind(tmp_path, monkeypatch
         same(reader.record(i), record)
 
 
-def test_answers_to_something_else_are_not_mixed(tmp_path):
+def test_answers_to_other_settings_are_not_mixed(tmp_path):
     store_of(tmp_path, some_records(1))
     with pytest.raises(ConfigError, match=r"layers was \[2, 4, 5\], not \[1, 4, 5\].*--answers"):
         Store(tmp_path, {"layers": [1, 4, 5]}, 8 * HIDDEN)
 
 
-def test_one_training_writes_at_a_time_and_many_read(tmp_path):
+def test_one_run_writes_and_many_read(tmp_path):
     records = some_records()
     first = store_of(tmp_path, records[:2])
     with (tmp_path / "records.bin").open("ab") as entries:
@@ -220,7 +220,7 @@ def test_one_training_writes_at_a_time_and_many_read(tmp_path):
 
 
 class Full:
-    """Tokens for which there is no room."""
+    """Tokens that cannot be written, because the disk is full."""
 
     def __len__(self):
         return 12
@@ -229,7 +229,7 @@ class Full:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_an_answer_that_a_full_disk_cuts_off_leaves_nothing(tmp_path):
+def test_answer_truncated_by_a_full_disk_is_removed(tmp_path):
     records = some_records()
     store = store_of(tmp_path, records[:2])
     sizes = {path: path.stat().st_size for path in tmp_path.glob("*.bin")}
@@ -242,9 +242,9 @@ def test_an_answer_that_a_full_disk_cuts_off_leaves_nothing(tmp_path):
         same(store.read().record(index), record)
 
 
-def test_a_full_disk_leaves_what_a_file_said(tmp_path, monkeypatch):
+def test_full_disk_keeps_the_old_file(tmp_path, monkeypatch):
     file = tmp_path / "config.json"
-    write_whole(file, "first")
+    write_atomically(file, "first")
 
     def fill(path, text):
         path.write_bytes(text[:3].encode())
@@ -252,7 +252,7 @@ def test_a_full_disk_leaves_what_a_file_said(tmp_path, monkeypatch):
 
     monkeypatch.setattr(type(file), "write_text", fill)
     with pytest.raises(OSError, match="No space"):
-        write_whole(file, "second")
+        write_atomically(file, "second")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", "first")]
 
 
@@ -269,14 +269,14 @@ def test_the_vocabulary_are_the_most_frequent_tokens():
         frequent_tokens(texts, 12, 13)
 
 
-def test_batches_hold_every_row_once_an_epoch_and_go_on_where_they_were(tmp_path):
+def test_batches_hold_every_row_once_an_epoch_and_resume(tmp_path):
     rng = np.random.default_rng(1)
     lengths = [*rng.integers(12, 90, 60).tolist(), 900, 1300]
     prompts = [6] * 60 + [700, 1100]
     records = [random_record(rng, n, prompts[i], temperature=i % 2, held_out=i == 0) for i, n in enumerate(lengths)]
     reader = store_of(tmp_path, records).read()
     learnt = reader.choose(held_out=False)
-    batches = Batches(reader, learnt, rows=300, ahead=3, seed=4)
+    batches = Batches(reader, learnt, rows=300, unroll_steps=3, seed=4)
     assert [shape.length for shape, _ in batches.shapes] == [768, 1312]
     epoch = list(itertools.islice(batches.since(0), batches.epoch))
     counts = learnt_rows(reader.entries)[1]

@@ -1,4 +1,4 @@
-"""What a trainer hears of a target: answers that come whole, in part, or not at all."""
+"""The trainer's client of a target: complete, partial and failed answers."""
 
 import asyncio
 import json
@@ -18,8 +18,8 @@ from outrider.wire import codec
 from outrider.wire.v1 import target_pb2
 from services.draft.learning.store import Store
 from services.draft.train.data import collect
-from services.draft.train.data.collect import Collector, Limits, Writer
-from services.draft.train.data.prompts import Conversation, Job, jobs
+from services.draft.train.data.collect import Collector, Limits, TargetClient
+from services.draft.train.data.prompts import Conversation, PromptJob, jobs
 from services.draft.train.data.writing import _check_template
 from tests.support.tiny import write_tokenizer
 
@@ -38,17 +38,17 @@ def block(first, count):
 
 
 def heard(*frames):
-    """What `write` makes of frames, each a list of commits and blocks: tokens and states, or the error."""
+    """The result of `write` for frames, each a list of commits and blocks: tokens and states, or the error."""
 
     async def run():
-        writer = Writer("unix:/nowhere", FeatureSpec(final=True))
-        writer.info, writer.row_bytes = target_pb2.GetTargetInfoResponse(eos_token_ids=[EOS]), ROW
-        task = asyncio.create_task(writer.write(PROMPT, SamplingParams(), 6))
+        client = TargetClient("unix:/nowhere", FeatureSpec(final=True))
+        client.info, client.row_bytes = target_pb2.GetTargetInfoResponse(eos_token_ids=[EOS]), ROW
+        task = asyncio.create_task(client.write(PROMPT, SamplingParams(), 6))
         await asyncio.sleep(0)
-        for said in frames:
-            commits = [part for part in said if isinstance(part, Commit)]
-            blocks = [part for part in said if isinstance(part, FeatureBlock)]
-            writer._hear(codec.verify_response_to_pb(StepOutput(commits=commits, features=blocks)))
+        for parts in frames:
+            commits = [part for part in parts if isinstance(part, Commit)]
+            blocks = [part for part in parts if isinstance(part, FeatureBlock)]
+            client.handle_frame(codec.verify_response_to_pb(StepOutput(commits=commits, features=blocks)))
         tokens, rows = await asyncio.wait_for(task, 60)
         return tokens.tolist(), rows[:, 0].tolist()
 
@@ -66,7 +66,7 @@ def test_an_answer_without_an_end_token_ends_where_its_states_do():
     assert heard([commit(3, [9]), block(0, 3)], finish) == ([*PROMPT, 9, 8], [0, 0, 0, 3])
 
 
-def test_states_of_an_answer_that_its_end_has_overtaken_are_waited_for(monkeypatch):
+def test_late_states_of_an_ended_answer_are_awaited(monkeypatch):
     """States of wide models take several frames, behind all commits."""
     monkeypatch.setattr(collect, "_LATE_ROWS", 3600.0)
     begun, finish = [commit(3, [9])], [commit(4, [8, 8], FinishReason.LENGTH), block(0, 1)]
@@ -75,14 +75,14 @@ def test_states_of_an_answer_that_its_end_has_overtaken_are_waited_for(monkeypat
     assert heard(begun, finish) == ([*PROMPT, 9, 8], [0, 0, 0, 3])
 
 
-def test_states_that_do_not_come_are_waited_for_no_longer_than_a_while(monkeypatch):
+def test_wait_for_missing_states_is_bounded(monkeypatch):
     monkeypatch.setattr(collect, "_LATE_ROWS", 0.01)
     ended = [commit(4, [EOS])], [commit(5, [9, 9], FinishReason.LENGTH)]
     assert heard([commit(3, [9])], *ended) == (PROMPT[:1], [])
     assert heard([commit(3, [9]), block(0, 3)], *ended) == ([*PROMPT, 9], [0, 0, 0])
 
 
-def test_states_that_a_session_s_end_has_overtaken_are_waited_for(monkeypatch):
+def test_late_states_of_a_closed_session_are_awaited(monkeypatch):
     monkeypatch.setattr(collect, "_LATE_ROWS", 3600.0)
     frames = [commit(3, [9])], [commit(4, [EOS])], [commit(5, [9], FinishReason.LENGTH)], [block(0, 3)], [block(3, 1)]
     assert heard(*frames) == ([*PROMPT, 9, EOS], [0, 0, 0, 3])
@@ -93,8 +93,8 @@ def test_an_answer_with_a_gap_in_its_states_fails():
         heard([commit(3, [9]), block(0, 3)], [commit(4, [9]), commit(5, [9]), block(4, 1)])
 
 
-def test_a_frame_that_cannot_be_read_breaks_the_stream():
-    """Nobody waits for ever for what comes behind it."""
+def test_unreadable_frame_breaks_the_stream():
+    """No request waits forever for later frames."""
 
     class Call:
         async def read(self):
@@ -108,19 +108,19 @@ def test_a_frame_that_cannot_be_read_breaks_the_stream():
             pass
 
     async def run():
-        writer = Writer("unix:/nowhere", FeatureSpec(final=True))
-        writer._stub = SimpleNamespace(Verify=Call)
-        task = asyncio.create_task(writer.write(PROMPT, SamplingParams(), 6))
+        client = TargetClient("unix:/nowhere", FeatureSpec(final=True))
+        client.stub = SimpleNamespace(Verify=Call)
+        task = asyncio.create_task(client.write(PROMPT, SamplingParams(), 6))
         await asyncio.sleep(0)
-        await asyncio.wait_for(writer._listen(), 60)
+        await asyncio.wait_for(client.receive(), 60)
         await asyncio.wait_for(task, 60)
 
     with pytest.raises(Unavailable, match="cannot be read"):
         asyncio.run(run())
 
 
-async def test_answers_of_other_weights_are_not_mixed_with_those_before():
-    """Whoever asks again meets the target anew, and sees whether they are those that are to be learnt."""
+async def test_new_target_weights_end_the_stream():
+    """A new connection compares the fingerprint of the weights."""
 
     class Call:
         async def read(self):
@@ -134,11 +134,11 @@ async def test_answers_of_other_weights_are_not_mixed_with_those_before():
         def cancel(self):
             pass
 
-    writer = Writer("unix:/nowhere", FeatureSpec(final=True))
-    writer.info.weight_version, writer._stub = "one", SimpleNamespace(Verify=Call)
-    task = asyncio.create_task(writer.write(PROMPT, SamplingParams(), 6))
+    client = TargetClient("unix:/nowhere", FeatureSpec(final=True))
+    client.info.weight_version, client.stub = "one", SimpleNamespace(Verify=Call)
+    task = asyncio.create_task(client.write(PROMPT, SamplingParams(), 6))
     await asyncio.sleep(0)
-    await asyncio.wait_for(writer._listen(), 60)
+    await asyncio.wait_for(client.receive(), 60)
     with pytest.raises(Unavailable, match="new weights, 'two'"):
         await asyncio.wait_for(task, 60)
 
@@ -165,10 +165,10 @@ async def write_three(prompt, sampling, new):
 
 
 def jobs_of(*conversations):
-    return iter([Job(i, conversation, 0.0, i) for i, conversation in enumerate(conversations)])
+    return iter([PromptJob(i, conversation, 0.0, i) for i, conversation in enumerate(conversations)])
 
 
-def test_a_model_without_a_chat_template_goes_on_from_texts(tmp_path):
+def test_model_without_chat_template_continues_texts(tmp_path):
     tokenizer = tokenizer_of(tmp_path / "tokenizer", template=False)
     store = Store(tmp_path / "store", {}, ROW)
     asyncio.run(Collector(writer_of(tokenizer, write_three), store, LIMITS, 0.0).run(jobs_of(Conversation("a", "so"))))
@@ -197,14 +197,14 @@ def test_chats_need_a_template(tmp_path, conversations, free, what):
 
 
 def collected(folder, errors, jobs, **limits):
-    """A collector that has run. errors: by prompt, what the target says before it answers, one after another."""
+    """A collector that has run. errors: by prompt, the errors of the target before its answer."""
     tokenizer = tokenizer_of(folder / "tokenizer")
-    errors = {text: list(said) for text, said in errors.items()}
+    errors = {text: list(parts) for text, parts in errors.items()}
 
     async def write(prompt, sampling, new):
         await asyncio.sleep(0)
-        if said := errors.get(tokenizer.decode(prompt)):
-            raise said.pop(0)
+        if parts := errors.get(tokenizer.decode(prompt)):
+            raise parts.pop(0)
         return await write_three(prompt, sampling, new)
 
     store = Store(folder / "store", {}, ROW)
@@ -216,7 +216,7 @@ def texts(count):
     return jobs_of(*(Conversation(str(i), f"t{i}") for i in range(count)))
 
 
-def test_a_target_without_room_is_asked_again(tmp_path, monkeypatch):
+def test_overloaded_target_is_asked_again(tmp_path, monkeypatch):
     monkeypatch.setattr(collect, "_PAUSES", (0.0, 0.0, 0.0))
     collector, store, run = collected(
         tmp_path, {"t1": [Overloaded("full")] * 3, "t2": [Overloaded("full")] * 4}, texts(4)
@@ -226,7 +226,7 @@ def test_a_target_without_room_is_asked_again(tmp_path, monkeypatch):
     assert collector.left_out_in_words == "1 failed (the last one: full)"
 
 
-def test_a_refused_prompt_and_a_failed_one_are_left_out(tmp_path):
+def test_refused_and_failed_prompts_are_skipped(tmp_path):
     errors = {"t1": [ContextTooLong("too long")], "t2": [EngineFault("not finite")]}
     collector, store, run = collected(tmp_path, errors, texts(5))
     run()
@@ -234,7 +234,7 @@ def test_a_refused_prompt_and_a_failed_one_are_left_out(tmp_path):
     assert dict(collector.left_out) == {"refused": 1, "failed": 1}
 
 
-def test_faults_that_hit_all_end_the_run(tmp_path):
+def test_faults_of_all_sessions_end_the_run(tmp_path):
     errors = {f"t{i}": [EngineFault("not finite")] for i in range(100)}
     collector, store, run = collected(tmp_path, errors, texts(100))
     with pytest.raises(EngineFault, match="not finite"):
@@ -244,9 +244,9 @@ def test_faults_that_hit_all_end_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("prompt", ["x" * 200, "t"])
-def test_prompts_that_all_lead_to_nothing_end_the_run(tmp_path, monkeypatch, prompt):
-    """Where sampled answers are wanted, jobs have no end."""
-    monkeypatch.setattr(collect, "_FUTILE", 50)
+def test_prompts_without_answers_end_the_run(tmp_path, monkeypatch, prompt):
+    """With sampled answers, jobs have no end."""
+    monkeypatch.setattr(collect, "_MAX_FUTILE", 50)
     endless = jobs([Conversation("a", prompt)], 0, (1.0,), 0)
     _, store, run = collected(tmp_path, {"t": [InvalidRequest("no")] * 60}, endless)
     with pytest.raises(InvalidRequest, match=r"last 50 prompts led to no answer: 50 (too long|refused)"):

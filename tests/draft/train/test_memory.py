@@ -1,4 +1,4 @@
-"""Freed memory is used again, instead of being asked for anew."""
+"""Freed memory is reused instead of requested from the system again."""
 
 import platform
 import subprocess
@@ -20,8 +20,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only the GNU C library is told")
-def test_arrays_that_come_and_go_are_not_mapped_anew():
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only the GNU C library is configured")
+def test_freed_memory_is_reused():
     def faults(how):
         done = subprocess.run([sys.executable, "-c", _PROGRAM, how], capture_output=True, text=True, check=True)
         return int(done.stdout)

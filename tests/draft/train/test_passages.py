@@ -1,4 +1,4 @@
-"""Turns of the user that quote what the target wrote before."""
+"""User turns that quote earlier answers of the target."""
 
 import asyncio
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from outrider.text.tokenizer import Tokenizer
 from services.draft.learning.store import Record, Store
 from services.draft.train.data.collect import Collector, Limits
 from services.draft.train.data.passages import Passages, quotes
-from services.draft.train.data.prompts import Conversation, Job, jobs, read_openings
+from services.draft.train.data.prompts import Conversation, PromptJob, jobs, read_openings
 from tests.support.tiny import write_tokenizer
 
 ROW = 8  # bytes
@@ -38,7 +38,7 @@ def store_of(folder, records):
     return store
 
 
-def test_what_is_quoted_are_whole_sentences_of_calm_answers(tmp_path, tokenizer):
+def test_quotes_are_whole_sentences_of_cool_answers(tmp_path, tokenizer):
     kept = [answered(tokenizer, number) for number in range(20)]
     others = [answered(tokenizer, 70, held_out=True), answered(tokenizer, 80, temperature=1.0)]
     passages = Passages(store_of(tmp_path / "store", [*kept, *others]), tokenizer)
@@ -59,12 +59,12 @@ def test_what_is_quoted_are_whole_sentences_of_calm_answers(tmp_path, tokenizer)
     assert sentence.count(".") == 1
 
 
-def test_nothing_is_quoted_before_enough_was_written(tmp_path, tokenizer):
+def test_nothing_is_quoted_from_few_answers(tmp_path, tokenizer):
     store = store_of(tmp_path / "store", [answered(tokenizer, number) for number in range(3)])
     assert not Passages(store, tokenizer).fill("{passages}", 1)
 
 
-def test_a_quoting_turn_is_asked_whole_and_only_the_answer_is_learnt(tmp_path, tokenizer):
+def test_only_the_answer_to_a_quoting_turn_is_learned(tmp_path, tokenizer):
     asked = []
 
     async def write(prompt, sampling, new):
@@ -72,10 +72,10 @@ def test_a_quoting_turn_is_asked_whole_and_only_the_answer_is_learnt(tmp_path, t
         tokens = np.array([*prompt, 40, 41, 42], np.uint32)
         return tokens, np.zeros((len(tokens) - 1, ROW), np.uint8)
 
-    writer = SimpleNamespace(tokenizer=tokenizer, write=write, info=SimpleNamespace(eos_token_ids=[1]))
+    client = SimpleNamespace(tokenizer=tokenizer, write=write, info=SimpleNamespace(eos_token_ids=[1]))
     store = store_of(tmp_path / "store", [answered(tokenizer, number) for number in range(20)])
-    collector = Collector(writer, store, Limits(20, 4000, 1, 10**6, 10**9), 0.0)
-    job = Job(99, Conversation("ab", opening="Summarize: {passages}"), 0.0, 7)
+    collector = Collector(client, store, Limits(20, 4000, 1, 10**6, 10**9), 0.0)
+    job = PromptJob(99, Conversation("ab", opening="Summarize: {passages}"), 0.0, 7)
     asyncio.run(collector.run(iter([job])))
     assert len(asked) == 1
     assert asked[0].startswith("Summarize: Number ")
@@ -85,7 +85,7 @@ def test_a_quoting_turn_is_asked_whole_and_only_the_answer_is_learnt(tmp_path, t
     assert entry["tokens"] == entry["prompt"] + 3
 
 
-def test_some_of_the_openings_that_come_along_quote():
+def test_some_bundled_openings_quote():
     openings = read_openings(None)
     quoting = [opening for opening in openings if quotes(opening)]
     assert 10 < len(quoting) < len(openings) // 2

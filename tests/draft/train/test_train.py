@@ -1,4 +1,4 @@
-"""The whole of a training: a target writes, a head learns, what is published is served, and the text stays the same."""
+"""A whole training run: a target generates, a head is trained, the published head serves, and the text is unchanged."""
 
 import errno
 import json
@@ -24,22 +24,22 @@ from outrider.paging.prefix import PrefixCache
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.formats.target import read_target
 from services.draft.learning import optimize
-from services.draft.learning.algorithms import Shape, algorithm_of
-from services.draft.learning.algorithms.served import initial_head
+from services.draft.learning.algorithms import DraftShape, algorithm_of
+from services.draft.learning.algorithms.published import initial_head
 from services.draft.learning.batches import Batches
-from services.draft.learning.disk import told_when_full
-from services.draft.learning.objective import Objective, Shared
+from services.draft.learning.disk import explain_full_disk
+from services.draft.learning.objective import Objective, TargetWeights
 from services.draft.learning.optimize import Schedule, Trainer
 from services.draft.learning.store import Record
 from services.draft.learning.vocabulary import draft_ids
 from services.draft.process.app import build
 from services.draft.train import app, evaluate
 from services.draft.train.evaluate import CHAIN, TREE, replay
-from services.draft.train.run import Learning
+from services.draft.train.run import TrainingRun
 from services.draft.train.temperature import best_factor
 from tests.support.checkpoints.heads import eagle3, write_head
 from tests.support.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
-from tests.support.draft.helpers import fed
+from tests.support.draft.helpers import feature_engine
 from tests.support.draft.training import head_of, random_record, shared_of, store_of, target_of
 from tests.support.gateway.services import Gateway
 from tests.support.system.services import draft_service, target_service
@@ -54,7 +54,7 @@ FLAGS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A target whose text can be foretold, and prompts."""
+    """A target with predictable text, and prompts."""
     base = tmp_path_factory.mktemp("models")
     write_tokenizer(write_cyclic_target(base / "target", intermediate_size=4000))
     lines = [{"prompt": f"p{i}"} for i in range(30)] + [{"turns": ["a", "b"]}, {"text": "so so"}]
@@ -64,7 +64,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(models):
-    """A training with a target of ours, all in one process. Returns its folder."""
+    """A training run with a target in the same process. Returns its folder."""
     service = target_service(models / "target", f"unix:{models}/writer", max_running_requests=16).start()
     config = TrainConfig(
         model_path=str(models / "target"), data=(str(models / "prompts.jsonl"),), free_prompts=4,
@@ -77,7 +77,7 @@ def trained(models):
     return models / "draft"
 
 
-def test_a_head_learns_what_its_target_says(trained):
+def test_head_learns_its_target(trained):
     report = json.loads((trained / "training.json").read_text())
     for temperature in (0, 1):
         for kind in ("chain", "tree"):
@@ -91,7 +91,7 @@ def test_a_head_learns_what_its_target_says(trained):
     assert json.loads((answers / "about.json").read_text())["layers"] == [2, 4, 5]
 
 
-def test_a_target_with_other_weights_is_not_asked(models, tmp_path):
+def test_target_with_other_weights_is_refused(models, tmp_path):
     other = write_tokenizer(write_cyclic_target(tmp_path / "other", intermediate_size=96))
     service = target_service(other, f"unix:{tmp_path}/writer").start()
     config = TrainConfig(
@@ -99,7 +99,7 @@ def test_a_target_with_other_weights_is_not_asked(models, tmp_path):
         target=service.address, **FLAGS,
     )  # fmt: skip
     try:
-        with pytest.raises(ConfigError, match="name the checkpoint that it serves"):
+        with pytest.raises(ConfigError, match="name the checkpoint that the target serves"):
             app.train(config)
     finally:
         service.stop()
@@ -111,7 +111,7 @@ def test_the_output_folder_is_not_written_twice(models, trained):
         app.train(config)
 
 
-def test_a_run_that_was_ended_in_its_last_replay_goes_on(models, trained, tmp_path, monkeypatch):
+def test_run_interrupted_in_its_evaluation_resumes(models, trained, tmp_path, monkeypatch):
     config = TrainConfig(
         model_path=str(models / "target"), output=str(tmp_path / "draft"), answers=str(trained) + ".answers",
         **FLAGS | {"steps": 1, "evaluate": 1},
@@ -121,7 +121,7 @@ def test_a_run_that_was_ended_in_its_last_replay_goes_on(models, trained, tmp_pa
         raise InterruptedError
 
     with monkeypatch.context() as patch:
-        patch.setattr(Learning, "report", end)
+        patch.setattr(TrainingRun, "report", end)
         with pytest.raises(InterruptedError):
             app.train(config)
     assert (tmp_path / "draft" / "model.safetensors").exists()
@@ -131,12 +131,12 @@ def test_a_run_that_was_ended_in_its_last_replay_goes_on(models, trained, tmp_pa
     assert not (tmp_path / "draft" / "checkpoint").exists()
 
 
-def test_what_was_trained_is_served(models, trained, tmp_path):
-    """Accepted draft tokens, and the text that there is without a draft."""
+def test_trained_head_is_served(models, trained, tmp_path):
+    """Accepted draft tokens, and the same text as without a draft."""
     target = target_service(models / "target", f"unix:{tmp_path}/target", speculative_num_draft_tokens=8).start()
 
     def ask(*drafts, wanted=0):
-        """Texts, and accepted draft tokens; asks anew until so many are: on a busy machine proposals come late."""
+        """Texts, and accepted draft tokens; repeated on busy machines, where proposals arrive late."""
         folder = tmp_path / f"gateway-{len(drafts)}"
         folder.mkdir()
         gateway = Gateway(folder, [target.address], list(drafts)).wait()
@@ -219,7 +219,7 @@ def test_the_published_folder(tmp_path):
 
 
 def test_a_published_mtp_layer_is_one_of_qwen2(tmp_path):
-    """With all tensors that such a layer has, as it stands in MiMo-7B; `transformers` knows what config.json says."""
+    """With all tensors of such a layer in MiMo-7B; `transformers` can load config.json."""
     from transformers import AutoConfig
     from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
@@ -240,12 +240,12 @@ def test_a_published_mtp_layer_is_one_of_qwen2(tmp_path):
 def trainer_of(target, folder, records, steps=12):
     algorithm, ids, params = head_of(target)
     shared = shared_of(target, ids)
-    batches = Batches(store_of(folder, records).read(), range(len(records)), rows=32, ahead=2, seed=3)
+    batches = Batches(store_of(folder, records).read(), range(len(records)), rows=32, unroll_steps=2, seed=3)
     schedule = Schedule(steps, rate=1e-3, warmup=0.2, decay=0.1, batches=2)
-    return Trainer(Objective(algorithm, 2, 0.8, narrow=True), schedule, shared, params), batches
+    return Trainer(Objective(algorithm, 2, 0.8, mixed_precision=True), schedule, shared, params), batches
 
 
-def test_a_run_that_goes_on_takes_the_very_same_steps(tmp_path):
+def test_resumed_run_takes_the_same_steps(tmp_path):
     target = target_of(tmp_path / "target")
     rng = np.random.default_rng(0)
     records = [random_record(rng, int(n), 4) for n in rng.integers(10, 40, 20)]
@@ -280,8 +280,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
 
     monkeypatch.setattr(optimize, "save_file", write)
     with (
-        pytest.raises(EngineFault, match="no room left on the disk of here; make room and start again"),
-        told_when_full("here"),
+        pytest.raises(EngineFault, match="no room left on the disk of here; free some and start again"),
+        explain_full_disk("here"),
     ):
         trainer.save(tmp_path / "checkpoint", {"note": "y"})
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == [optimize.CHECKPOINT]
@@ -292,7 +292,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("number", "kind"), [(errno.ENOSPC, EngineFault), (errno.EDQUOT, EngineFault), (errno.EIO, OSError)]
 )
-def test_a_training_tells_of_a_full_disk(models, monkeypatch, number, kind):
+def test_full_disk_is_reported(models, monkeypatch, number, kind):
     def fail(_):
         raise OSError(number, os.strerror(number))
 
@@ -301,8 +301,8 @@ def test_a_training_tells_of_a_full_disk(models, monkeypatch, number, kind):
         app.train(TrainConfig(model_path=str(models / "target"), output="there"))
 
 
-def test_a_run_goes_on_with_the_answers_that_it_began_with(tmp_path):
-    """Another training may have added to them."""
+def test_run_resumes_with_its_first_answers(tmp_path):
+    """Another run may have added answers."""
     target = target_of(tmp_path / "target")
     rng = np.random.default_rng(0)
     records = [random_record(rng, 24, 4, held_out=i % 4 == 0) for i in range(12)]
@@ -310,23 +310,23 @@ def test_a_run_goes_on_with_the_answers_that_it_began_with(tmp_path):
     store = store_of(tmp_path / "answers", records[:8])
     facts = []
     for _ in range(2):
-        learning = Learning(TrainConfig(model_path=str(target.folder), **flags), target.folder)
+        learning = TrainingRun(TrainConfig(model_path=str(target.folder), **flags), target.folder)
         learning.run(store, tmp_path / "checkpoint", {})
-        facts.append(learning._facts)
+        facts.append(learning.facts)
         for job, record in enumerate(records[8:], start=8):
             store.add(job, [record])
     assert facts[0] == facts[1]
-    assert len(learning._reader) == 8
+    assert len(learning.reader) == 8
     (tmp_path / "fewer").mkdir()
     with pytest.raises(ConfigError, match="with other records"):
         learning.run(store_of(tmp_path / "fewer", records[:6]), tmp_path / "checkpoint", {})
 
 
-def test_learning_that_goes_astray_ends_the_run(tmp_path):
+def test_diverged_training_ends_the_run(tmp_path):
     target = target_of(tmp_path / "target")
     store = store_of(tmp_path / "answers", [random_record(np.random.default_rng(0), 20, 4)])
     flags = {"draft_vocab_size": 64, "intermediate_size": 64, "unroll": 2, "batch_tokens": 60, "steps": 20}
-    learning = Learning(TrainConfig(model_path=str(target.folder), learning_rate=1e38, **flags), target.folder)
+    learning = TrainingRun(TrainConfig(model_path=str(target.folder), learning_rate=1e38, **flags), target.folder)
     with pytest.raises(EngineFault, match="lower --learning-rate"):
         learning.run(store, tmp_path / "checkpoint", {})
 
@@ -337,27 +337,28 @@ def test_a_checkpoint_of_another_head_is_refused(tmp_path):
     trainer, _ = trainer_of(target, tmp_path / "a", records)
     trainer.save(tmp_path / "checkpoint", {})
     algorithm, ids, params = head_of(target, vocab=48)
-    other = Trainer(
-        Objective(algorithm, 2, 0.8, narrow=True), Schedule(5, 1e-3, 0.1, 0.1, 1), shared_of(target, ids), params
-    )
+    objective = Objective(algorithm, 2, 0.8, mixed_precision=True)
+    other = Trainer(objective, Schedule(5, 1e-3, 0.1, 0.1, 1), shared_of(target, ids), params)
     with pytest.raises(ConfigError, match="another head"):
         other.load(tmp_path / "checkpoint")
 
 
 @pytest.mark.parametrize("name", ["EAGLE", "NEXTN", "STANDALONE"])
-def test_other_drafts_learn_and_are_replayed(perfect, tmp_path, name):
-    """What is published foretells the cycle that the target writes."""
+def test_other_algorithms_are_trained_and_replayed(perfect, tmp_path, name):
+    """The published draft predicts the cycle that the target generates."""
     folder = perfect[0]
     target, ids = read_target(folder), np.arange(VOCAB)
-    algorithm = algorithm_of(name, target, Shape(inner=64, hidden=32 if name == "STANDALONE" else None, vocab=VOCAB))
-    fed, records = algorithm.model.head.fed, []
+    hidden = 32 if name == "STANDALONE" else None
+    algorithm = algorithm_of(name, target, DraftShape(inner=64, hidden=hidden, vocab=VOCAB))
+    uses_features, records = algorithm.model.head.uses_features, []
     for start in range(0, 32, 4):
         tokens = np.array([40 + start, *cycle_text(40 + start, 60)], np.uint32)
         records.append(Record(tokens, states_of_cycle(folder, tokens), 5, 5, 0.0, 7))
-    batches = Batches(store_of(tmp_path / "answers", records).read(), range(8), 512, 3 if fed else 1, 1, fed)
+    reader, unroll_steps = store_of(tmp_path / "answers", records).read(), 3 if uses_features else 1
+    batches = Batches(reader, range(8), 512, unroll_steps, 1, uses_features)
     tensors = target.embedding_and_head(np.asarray)
-    shared = Shared(tensors["embed"], tensors["head"], draft_ids(ids, VOCAB))
-    objective = Objective(algorithm, 3 if fed else 1, 1.0, narrow=False)
+    shared = TargetWeights(tensors["embed"], tensors["head"], draft_ids(ids, VOCAB))
+    objective = Objective(algorithm, unroll_steps, 1.0, mixed_precision=False)
     params = algorithm.first_params(target, ids, np.ones(1, np.float32), seed=0)
     trainer, stream = Trainer(objective, Schedule(60, 1e-2, 0.1, 0.0, 1), shared, params), batches.since(0)
     for _ in range(60):
@@ -373,31 +374,31 @@ def test_a_small_decoder_gets_the_texts_of_its_target(tmp_path):
     (target.folder / "additional_chat_templates").mkdir()
     for name, content in texts.items():
         (target.folder / name).write_text(content)
-    algorithm = algorithm_of("STANDALONE", target, Shape(hidden=32))
+    algorithm = algorithm_of("STANDALONE", target, DraftShape(hidden=32))
     ids = np.arange(target.vocab_size)
     params = algorithm.first_params(target, ids, np.ones(1, np.float32), seed=0)
     algorithm.publish(params, ids, tmp_path / "draft")
     assert {name: (tmp_path / "draft" / name).read_text() for name in texts} == texts
 
 
-def test_more_tokens_than_the_target_has_are_refused_before_answers_are_written(tmp_path):
+def test_oversized_vocabulary_is_refused_before_answers_are_generated(tmp_path):
     target = target_of(tmp_path / "target")
     with pytest.raises(ConfigError, match=f"--draft-vocab-size must lie between 1 and the target's {VOCAB}"):
-        Learning(TrainConfig(model_path=str(target.folder), draft_vocab_size=VOCAB + 1), target.folder)
+        TrainingRun(TrainConfig(model_path=str(target.folder), draft_vocab_size=VOCAB + 1), target.folder)
 
 
 # --- evaluation ---
 
 
 def states_of_cycle(target, tokens):
-    """What the cyclic target says at all tokens but the last: its state is the embedding."""
+    """The cyclic target's states at all tokens but the last: its state is the embedding."""
     embed = np.asarray(read_target(target).embedding_and_head(lambda a: a)["embed"])
     return embed[tokens[:-1]].astype(ml_dtypes.bfloat16).view(np.uint8)
 
 
 @pytest.fixture(scope="module")
 def perfect(tmp_path_factory):
-    """A target, a head that knows it, and an answer of it with states."""
+    """A target, a head that predicts it perfectly, and an answer of it with states."""
     base = tmp_path_factory.mktemp("perfect")
     target = write_cyclic_target(base / "target")
     write_perfect_eagle3(base / "head", target)
@@ -411,7 +412,7 @@ def perfect(tmp_path_factory):
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE])
-def test_a_head_that_knows_is_told_so(perfect, shape):
+def test_perfect_head_has_perfect_score(perfect, shape):
     target, head, tokens, rows = perfect
     records = [Record(tokens, rows, 5, 5, temperature, 7) for temperature in (0.0, 1.0)]
     scores = replay("EAGLE3", head, target, records, shape)
@@ -421,9 +422,9 @@ def test_a_head_that_knows_is_told_so(perfect, shape):
         assert score.steps == -(-(len(tokens) - 6) // 6)
 
 
-def test_answers_longer_than_the_usual_cache_are_replayed_whole(perfect, monkeypatch):
+def test_answers_longer_than_the_default_cache_are_replayed(perfect, monkeypatch):
     target, head, tokens, rows = perfect
-    monkeypatch.setattr(evaluate, "_TOKENS", 256)  # for a session and its nodes, and no more
+    monkeypatch.setattr(evaluate, "_MIN_CACHE_TOKENS", 256)  # for a session and its nodes, and no more
     records = [Record(tokens, rows, 5, 5, 0.0, seed) for seed in range(4)]
     score = replay("EAGLE3", head, target, records, CHAIN)[0.0]
     assert score.tokens == 4 * (len(tokens) - 6)
@@ -431,7 +432,7 @@ def test_answers_longer_than_the_usual_cache_are_replayed_whole(perfect, monkeyp
 
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "norm_before_fc", "fc_norm", "names"])
-def test_a_published_head_is_fed_what_it_learnt_with(tmp_path, kind):
+def test_published_head_is_replayed_with_its_training_features(tmp_path, kind):
     target = target_of(tmp_path / "target")
     options = {} if kind in ("plain", "names") else {kind: True}
     config, tensors = eagle3(target.folder, **options)
@@ -445,12 +446,12 @@ def test_a_published_head_is_fed_what_it_learnt_with(tmp_path, kind):
     folder = write_head(tmp_path / "head", config, tensors)
     head = initial_head("EAGLE3", folder, target)
     states = 20 * np.random.default_rng(0).standard_normal((5, 4 * target.hidden_size)).astype(np.float32)
-    engine = fed("EAGLE3", folder, target.folder)
-    found = evaluate._feed_of(engine.drafter, folder)(states)
+    engine = feature_engine("EAGLE3", folder, target.folder)
+    found = evaluate.feature_function(engine.drafter, folder)(states)
     np.testing.assert_allclose(found, head.feature(head.params(), jnp.asarray(states)), rtol=1e-4, atol=1e-4)
 
 
-def test_a_draft_is_replayed_on_the_device_that_is_named(perfect):
+def test_replay_uses_the_given_device(perfect):
     target, head, tokens, rows = perfect
     records = [Record(tokens, rows, 5, 5, 0.0, 7)]
     with pytest.raises(ConfigError, match="cpu:99"):  # there is one
@@ -460,7 +461,7 @@ def test_a_draft_is_replayed_on_the_device_that_is_named(perfect):
         best_factor("EAGLE3", publish, target, records, "cpu:99")
 
 
-def test_a_text_that_no_head_can_know_is_accepted_never(perfect):
+def test_random_text_is_never_accepted(perfect):
     target, head, tokens, rows = perfect
     wrong = np.random.default_rng(0).permutation(np.setdiff1d(np.arange(VOCAB), CYCLE))[: len(tokens)]
     scores = replay("EAGLE3", head, target, [Record(wrong.astype(np.uint32), rows, 5, 5, 0.0, 7)], CHAIN)
@@ -475,7 +476,7 @@ def test_a_draft_of_another_model_is_refused(perfect, tmp_path):
 
 
 def test_the_factor_with_the_longest_accept_length_is_chosen(perfect, tmp_path):
-    """Of drafts of which only one foretells anything."""
+    """Only one of the drafts predicts anything."""
     target, head, tokens, rows = perfect
 
     def publish(factor, folder):
@@ -492,8 +493,8 @@ def test_the_factor_with_the_longest_accept_length_is_chosen(perfect, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["EAGLE", "EAGLE3"])
-def test_a_sharper_head_has_larger_logits_alone(tmp_path, name):
-    """A head that is the target's stays as it is."""
+def test_sharpening_scales_logits_alone(tmp_path, name):
+    """A head matrix of the target stays as it is."""
     target = target_of(tmp_path / "target")
     algorithm, _, params = head_of(target, name=name)
     sharper = algorithm.sharpened(params, 1.5)
@@ -514,7 +515,7 @@ def test_a_sharper_head_has_larger_logits_alone(tmp_path, name):
         ({"learning_rate": 0.0}, "--learning-rate"), ({"temperature": (-1.0,)}, "--temperature"),
         ({"max_new_tokens": 2000}, "--max-length"), ({"data": ("/nowhere",)}, "no such file"),
         ({"aux_layers": (5, 2, 1)}, "--aux-layers"), ({"aux_layers": (1, 2, 8)}, "--aux-layers"),
-        ({"answers": "SET"}, "asked for differently"), ({"train_device": "cpu:99"}, "--train-device cpu:99 needs"),
+        ({"answers": "SET"}, "answers to other settings"), ({"train_device": "cpu:99"}, "--train-device cpu:99 needs"),
     ],
 )  # fmt: skip
 def test_wrong_flags_are_refused(models, trained, tmp_path, flags, what):
@@ -534,18 +535,18 @@ def test_flags_become_a_configuration_and_back():
 
 def test_shapes_of_a_head(tmp_path):
     target = target_of(tmp_path)
-    assert algorithm_of("EAGLE3", target, Shape()).model.layers[0].mlp.width == 96
-    assert len(algorithm_of("EAGLE3", target, Shape(layers=3)).model.layers) == 3
-    assert len(algorithm_of("STANDALONE", target, Shape()).model.layers) == 4
-    assert algorithm_of("STANDALONE", target, Shape(hidden=32)).model.hidden_size == 32
+    assert algorithm_of("EAGLE3", target, DraftShape()).model.layers[0].mlp.width == 96
+    assert len(algorithm_of("EAGLE3", target, DraftShape(layers=3)).model.layers) == 3
+    assert len(algorithm_of("STANDALONE", target, DraftShape()).model.layers) == 4
+    assert algorithm_of("STANDALONE", target, DraftShape(hidden=32)).model.hidden_size == 32
     with pytest.raises(ConfigError, match="multiple of 64"):
-        algorithm_of("STANDALONE", target, Shape(hidden=100))
-    with pytest.raises(ConfigError, match="single one"):
-        algorithm_of("NEXTN", target, Shape(layers=2))
+        algorithm_of("STANDALONE", target, DraftShape(hidden=100))
+    with pytest.raises(ConfigError, match="single layer"):
+        algorithm_of("NEXTN", target, DraftShape(layers=2))
 
 
-def test_a_published_head_is_gone_on_from(trained, models, tmp_path):
-    """It begins as good as it was, and keeps its vocabulary and its names. Many are published as PyTorch's files."""
+def test_training_continues_from_a_published_head(trained, models, tmp_path):
+    """It starts with its old accept length, and keeps vocabulary and tensor names. Many are PyTorch files."""
     published = Path(shutil.copytree(trained, tmp_path / "published"))
     torch.save(safetensors.torch.load_file(published / "model.safetensors"), published / "pytorch_model.bin")
     (published / "model.safetensors").unlink()
@@ -568,7 +569,7 @@ def test_a_published_head_is_gone_on_from(trained, models, tmp_path):
         app.train(replace(config, algorithm="STANDALONE", output=str(tmp_path / "other")))
 
 
-def test_a_head_of_another_width_learns_with_its_own_embedding(tmp_path):
+def test_head_of_another_width_is_trained_with_its_own_embedding(tmp_path):
     target = target_of(tmp_path / "target")
     config, tensors = eagle3(target.folder, hidden=32, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]})
     head = write_head(tmp_path / "head", config, tensors)
@@ -577,9 +578,9 @@ def test_a_head_of_another_width_learns_with_its_own_embedding(tmp_path):
     flags = TrainConfig(
         model_path=str(target.folder), initial=str(head), steps=1, unroll=2, batch_tokens=60, evaluate=0
     )
-    learning = Learning(flags, target.folder)
+    learning = TrainingRun(flags, target.folder)
     learning.run(store, tmp_path / "checkpoint", {})
-    np.testing.assert_allclose(learning._shared().embed, tensors["embed_tokens.weight"], rtol=1e-2)
+    np.testing.assert_allclose(learning.target_weights().embed, tensors["embed_tokens.weight"], rtol=1e-2)
     learning.publish(tmp_path / "draft")
     again = safetensors.numpy.load_file(tmp_path / "draft" / "model.safetensors")
     np.testing.assert_array_equal(again["embed_tokens.weight"], tensors["embed_tokens.weight"])

@@ -1,4 +1,4 @@
-"""The draft in training against the draft as it is served: row for row, on true features and on its own."""
+"""The draft in training against the served draft: row for row, on true features and on its own."""
 
 import json
 from dataclasses import replace
@@ -25,7 +25,7 @@ from tests.support.draft.stepping import Stepper
 from tests.support.draft.training import HIDDEN, head_of, random_record, shared_of, store_of, target_of
 from tests.support.tiny import VOCAB
 
-AHEAD = 4
+UNROLL_STEPS = 4
 READERS = {"EAGLE": read_eagle, "EAGLE3": read_eagle3, "NEXTN": read_mtp}
 
 
@@ -34,11 +34,11 @@ def target(tmp_path_factory):
     return target_of(tmp_path_factory.mktemp("target"))
 
 
-def pack_of(folder, lengths=(14, 18), ids=None, states=4, fed=True):
+def pack_of(folder, lengths=(14, 18), ids=None, states=4, uses_features=True):
     rng = np.random.default_rng(2)
     records = [random_record(rng, length, prompt=5, ids=ids, states=states) for length in lengths]
     reader = store_of(folder, records).read()
-    shape = PackShape(1, 40, 32, AHEAD, fed)
+    shape = PackShape(1, 40, 32, UNROLL_STEPS, uses_features)
     return records, build(reader, [list(range(len(records)))], shape, np.random.default_rng(7))
 
 
@@ -57,11 +57,18 @@ def test_rows_are_those_of_the_draft_service(tmp_path, target, name, layers):
     records, batch = pack_of(tmp_path / "answers", states=len(algorithm.states.layers) + 1)
 
     shared = shared_of(target, ids)
-    said = list(
-        unroll(algorithm.model, params, shared.embed, algorithm.feature(params, states_of(batch)), batch, [32] * AHEAD)
+    steps = list(
+        unroll(
+            algorithm.model,
+            params,
+            shared.embed,
+            algorithm.feature(params, states_of(batch)),
+            batch,
+            [32] * UNROLL_STEPS,
+        )
     )
     head = {"head": params["head"] if name == "EAGLE3" else served["head"]}
-    trained = np.stack([head_logits(head, ahead.state, 2**31 - 1)[0] for ahead in said])
+    trained = np.stack([head_logits(head, step.state, 2**31 - 1)[0] for step in steps])
 
     places, compared = np.asarray(batch.rows[0]), 0
     for number, record in enumerate(records, start=1):
@@ -76,8 +83,8 @@ def test_rows_are_those_of_the_draft_service(tmp_path, target, name, layers):
             model = Stepper(draft.config, served, tokens[: row + 2])
             logits = [model.run(40, feed=row + 1, features=np.asarray(feature[: row + 1]))[row]]
             node = ROOT
-            for k in range(1, min(AHEAD, int(batch.reach[0, i]))):
-                model.session.add(node, [tokens[row + 1 + k]], [-1], [-0.1])
+            for k in range(1, min(UNROLL_STEPS, int(batch.reach[0, i]))):
+                model.session.grower.add(node, [tokens[row + 1 + k]], [-1], [-0.1])
                 node = k - 1
                 logits.append(model.run(4, nodes=(node,))[0])
             np.testing.assert_allclose(trained[: len(logits), i], logits, rtol=2e-4, atol=2e-4)
@@ -91,9 +98,9 @@ def test_rows_of_a_small_decoder_are_those_of_the_draft_service(tmp_path, target
     draft = read_decoder(tmp_path / "draft")
     assert draft.config == algorithm.model
     assert (tmp_path / "draft" / "tokenizer.json").is_file() == (target.folder / "tokenizer.json").is_file()
-    records, batch = pack_of(tmp_path / "answers", states=1, fed=False)
-    (said,) = unroll(algorithm.model, params, params["embed"], None, batch, [32])
-    trained = np.asarray(said.state[0] @ params["embed"].T)
+    records, batch = pack_of(tmp_path / "answers", states=1, uses_features=False)
+    (steps,) = unroll(algorithm.model, params, params["embed"], None, batch, [32])
+    trained = np.asarray(steps.state[0] @ params["embed"].T)
     served, compared = draft.load(jnp.float32), 0
     for number, record in enumerate(records, start=1):
         start = int(np.flatnonzero(batch.segments[0] == number)[0])
@@ -103,24 +110,24 @@ def test_rows_of_a_small_decoder_are_those_of_the_draft_service(tmp_path, target
             row = int(batch.rows[0, i]) - start
             if batch.reach[0, i] and batch.segments[0, batch.rows[0, i]] == number:
                 np.testing.assert_allclose(trained[i], logits[row], rtol=2e-4, atol=2e-4)
-                assert batch.tokens[0, said.place[0, i]] == tokens[row + 1]
+                assert batch.tokens[0, steps.place[0, i]] == tokens[row + 1]
                 compared += 1
     assert compared == sum(len(record.tokens) - 1 - record.first for record in records)
 
 
-def test_what_counts(tmp_path, target):
-    """Rows whose text leaves the head's vocabulary, and those behind the end, have no part in the loss."""
+def test_counted_rows(tmp_path, target):
+    """Rows whose text leaves the draft's vocabulary, and rows behind the end, do not count in the loss."""
     algorithm, ids, params = head_of(target)
     shared = shared_of(target, ids)
-    objective = Objective(algorithm, AHEAD, 1.0, narrow=False)
+    objective = Objective(algorithm, UNROLL_STEPS, 1.0, mixed_precision=False)
     others = np.setdiff1d(np.arange(320), ids)[:12]
     records, batch = pack_of(tmp_path / "answers", ids=np.concatenate([ids, others]))
     _, tally = objective(params, shared, batch)
-    expected = np.zeros(AHEAD)
+    expected = np.zeros(UNROLL_STEPS)
     for record in records:
         tokens = record.tokens.tolist()
         for row in range(record.first - 1, len(tokens) - 2):
-            for k in range(AHEAD):
+            for k in range(UNROLL_STEPS):
                 if row + 2 + k >= len(tokens) or tokens[row + 2 + k] not in ids:
                     break
                 expected[k] += 1
@@ -130,7 +137,7 @@ def test_what_counts(tmp_path, target):
 
 @pytest.mark.parametrize(("name", "factor", "cap"), [("EAGLE3", 1.0, None), ("EAGLE", 0.25, None), ("EAGLE", 2.0, 3.0)])
 def test_the_loss_is_cross_entropy(tmp_path, monkeypatch, name, factor, cap):
-    """Also where what reads the states is the target's head, whose logits have a factor, or a bound."""
+    """Also where the target's head, whose logits have a factor or a softcap, reads the states."""
     target = target_of(tmp_path / "target")
     logits_of = {"logit_scale": factor, "final_logit_softcapping": cap}
     file = target.folder / "config.json"
@@ -139,11 +146,11 @@ def test_the_loss_is_cross_entropy(tmp_path, monkeypatch, name, factor, cap):
     monkeypatch.setattr(algorithm, "imitation", 0.0)
     shared = shared_of(target, ids)
     records, batch = pack_of(tmp_path / "answers", ids=ids, states=len(algorithm.states.layers) + 1)
-    objective = Objective(algorithm, AHEAD, 1.0, False, *target_logits(target))
+    objective = Objective(algorithm, UNROLL_STEPS, 1.0, False, *target_logits(target))
     total, tally = objective(params, shared, batch)
     feature = algorithm.feature(params, states_of(batch))
-    said = list(unroll(algorithm.model, params, shared.embed, feature, batch, [32] * AHEAD))
-    head, expected = np.asarray(shared.head), np.zeros(AHEAD)
+    steps = list(unroll(algorithm.model, params, shared.embed, feature, batch, [32] * UNROLL_STEPS))
+    head, expected = np.asarray(shared.head), np.zeros(UNROLL_STEPS)
 
     def log_softmax(x):
         x = x if cap is None else cap * np.tanh(x / cap)
@@ -153,17 +160,17 @@ def test_the_loss_is_cross_entropy(tmp_path, monkeypatch, name, factor, cap):
         segment = int(batch.segments[0, batch.rows[0, row]])
         final = records[segment - 1].rows.view(ml_dtypes.bfloat16)[:, -48:].astype(np.float32)
         position = int(batch.positions[0, batch.rows[0, row]])
-        for k in range(min(AHEAD, int(batch.reach[0, row]))):
+        for k in range(min(UNROLL_STEPS, int(batch.reach[0, row]))):
             p = np.exp(log_softmax(factor * final[position + 1 + k] @ head))
-            logits = head_logits({"head": head} | params, said[k].state[0, row], 2**31 - 1)
+            logits = head_logits({"head": head} | params, steps[k].state[0, row], 2**31 - 1)
             expected[k] -= p @ log_softmax(factor * np.asarray(logits))
     np.testing.assert_allclose(tally.losses, expected, rtol=1e-4)
     np.testing.assert_allclose(total, expected.sum(), rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "granite", "cohere", "gemma2"])
-def test_a_head_begins_with_what_the_target_makes_of_its_states(tmp_path, family):
-    """Some scale their logits, or bend them towards a bound; of some a norm's weight is what is added to 1."""
+def test_initial_head_equals_the_targets_head(tmp_path, family):
+    """Some targets scale their logits, or have a softcap; norms of some multiply by 1 + weight."""
     sizes = {
         "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 8,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.35,
@@ -175,34 +182,35 @@ def test_a_head_begins_with_what_the_target_makes_of_its_states(tmp_path, family
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(tmp_path)
     with torch.no_grad():
-        said = model(torch.arange(10, 30)[None], output_hidden_states=True)
+        steps = model(torch.arange(10, 30)[None], output_hidden_states=True)
     target, every = read_target(tmp_path), np.arange(VOCAB)
-    states = np.concatenate([np.zeros((1, 20, 3 * HIDDEN), np.float32), said.hidden_states[-1].numpy()], -1)
+    states = np.concatenate([np.zeros((1, 20, 3 * HIDDEN), np.float32), steps.hidden_states[-1].numpy()], -1)
     algorithm, _, params = head_of(target, vocab=VOCAB)
     objective = Objective(algorithm, 2, 0.8, False, *target_logits(target))
-    found = objective._target(shared_of(target, every), Batch(jnp.asarray(states), *[None] * 7))
-    np.testing.assert_allclose(found, torch.softmax(said.logits, -1).numpy(), rtol=1e-3, atol=1e-5)
+    found = objective.target_distributions(shared_of(target, every), Batch(jnp.asarray(states), *[None] * 7))
+    np.testing.assert_allclose(found, torch.softmax(steps.logits, -1).numpy(), rtol=1e-3, atol=1e-5)
     assert np.abs(params["norm"] - 1).max() < 0.01, "as the target's own norm, which has yet to learn"
     size = np.abs(params["head"]).mean() / np.abs(shared_of(target, every).head).mean()
     assert size == pytest.approx(0.3 * {"granite": 1 / 8, "cohere": 0.25}.get(family, 1), rel=0.01)
 
 
-@pytest.mark.parametrize(("name", "narrow", "cap"), [
+@pytest.mark.parametrize(("name", "mixed_precision", "cap"), [
     ("EAGLE3", False, None), ("EAGLE3", True, None), ("EAGLE", False, None), ("EAGLE", False, 2.0),
     ("NEXTN", True, None), ("STANDALONE", True, None),
 ])  # fmt: skip
-def test_slopes_are_those_of_the_loss(tmp_path, name, narrow, cap):
+def test_gradients_are_those_of_the_loss(tmp_path, name, mixed_precision, cap):
     """Against differences, along a random direction; in bfloat16 only roughly."""
     target = target_of(tmp_path / "target")
     file = target.folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"final_logit_softcapping": cap}))
     algorithm, ids, params = head_of(target, name=name)
-    shared, fed = shared_of(target, ids), algorithm.model.head.fed
-    _, batch = pack_of(tmp_path / "answers", ids=ids, states=len(algorithm.states.layers) + 1, fed=fed)
-    ahead = AHEAD if fed else 1
-    objective = Objective(algorithm, ahead, 0.8, narrow)
-    slopes = jax.jit(jax.grad(lambda p: objective(p, shared, batch)[0]))(params)
-    exact = jax.jit(Objective(algorithm, ahead, 0.8, narrow=False))
+    shared, uses_features = shared_of(target, ids), algorithm.model.head.uses_features
+    states = len(algorithm.states.layers) + 1
+    _, batch = pack_of(tmp_path / "answers", ids=ids, states=states, uses_features=uses_features)
+    unroll_steps = UNROLL_STEPS if uses_features else 1
+    objective = Objective(algorithm, unroll_steps, 0.8, mixed_precision)
+    gradients = jax.jit(jax.grad(lambda p: objective(p, shared, batch)[0]))(params)
+    exact = jax.jit(Objective(algorithm, unroll_steps, 0.8, mixed_precision=False))
     rng = np.random.default_rng(0)
     way = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), jnp.float32) * 0.02, params)
     step = 0.01
@@ -211,5 +219,5 @@ def test_slopes_are_those_of_the_loss(tmp_path, name, narrow, cap):
         return float(exact(jax.tree.map(lambda x, w: x + t * w, params, way), shared, batch)[0])
 
     expected = (at(step) - at(-step)) / (2 * step)
-    found = sum(float((s * w).sum()) for s, w in zip(jax.tree.leaves(slopes), jax.tree.leaves(way), strict=True))
-    assert found == pytest.approx(expected, rel=0.1 if narrow else 0.02)
+    found = sum(float((s * w).sum()) for s, w in zip(jax.tree.leaves(gradients), jax.tree.leaves(way), strict=True))
+    assert found == pytest.approx(expected, rel=0.1 if mixed_precision else 0.02)

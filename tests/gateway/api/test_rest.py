@@ -372,7 +372,7 @@ def test_commits_of_several_steps_in_a_frame_are_one_chunk_and_several_steps(gat
         return np.array([gateway.metric(f"outrider_{name}") for name in names])
 
     alone = gateway.text("A", max_tokens=40)
-    monkeypatch.setattr(type(engine), "gathers", 60.0)
+    monkeypatch.setattr(type(engine), "coalesce_seconds", 60.0)
     monkeypatch.setattr(engine, "step", gathering)
     before = returned()
     text = gateway.text("A", max_tokens=40)

@@ -22,10 +22,10 @@ from outrider.placement.cores import CorePlan
 from outrider.serving.features import FeatureSpec
 from outrider.supervisor import app as supervisor
 from outrider.supervisor.display import Display
-from outrider.tls import client_tls, read_authorities, server_tls, tls_trouble
+from outrider.tls import client_tls, explain_tls_failure, read_authorities, server_tls
 from outrider.transport.rpc import GrpcServer
 from services.draft.process import app as draft_app
-from services.draft.train.data.collect import Writer
+from services.draft.train.data.collect import TargetClient
 from services.target.process import app as target_app
 from tests.support.certificates import Authority
 from tests.support.gateway.engines import expected, tokenizer
@@ -193,10 +193,10 @@ async def test_a_draft_with_other_tls_settings_is_reported(server):
 
 async def test_other_failures_are_not_attributed_to_tls():
     address = f"127.0.0.1:{free_port()}"
-    assert await tls_trouble(address, None) is None
-    assert await tls_trouble("unix:/nowhere", None) is None
+    assert await explain_tls_failure(address, None) is None
+    assert await explain_tls_failure("unix:/nowhere", None) is None
     with running(Target, None) as target:
-        assert await tls_trouble(target.address, None) is None
+        assert await explain_tls_failure(target.address, None) is None
 
 
 async def test_a_proxy_without_a_backend_is_not_attributed_to_tls(ours):
@@ -205,12 +205,12 @@ async def test_a_proxy_without_a_backend_is_not_attributed_to_tls(ours):
 
     async with await asyncio.start_server(end, "127.0.0.1", 0) as server:
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        assert await tls_trouble(address, client_tls(ours.ca_certs)) is None
-        assert await tls_trouble(address, None) is None
+        assert await explain_tls_failure(address, client_tls(ours.ca_certs)) is None
+        assert await explain_tls_failure(address, None) is None
 
 
 async def test_training_reports_the_reason(closed_target, ours):
-    writer = Writer(closed_target.address, FeatureSpec((), True), client_tls(ours.ca_certs))
+    writer = TargetClient(closed_target.address, FeatureSpec((), True), client_tls(ours.ca_certs))
     with pytest.raises(ConfigError, match="asks for a certificate"):
         await writer.__aenter__()
 
@@ -236,7 +236,7 @@ def test_files_that_do_not_fit_are_refused_by_flag(tmp_path, ours, others, serve
     cases = [
         ((cert, None, None, None), "--ssl-certfile needs --ssl-keyfile"),
         ((None, key, None, None), "--ssl-keyfile needs --ssl-certfile"),
-        ((None, None, ca, None), "--ssl-ca-certs is for clients of a TLS port"),
+        ((None, None, ca, None), "--ssl-ca-certs needs TLS"),
         ((f"{tmp_path}/gone", key, None, None), "gone (--ssl-certfile) cannot be read: No such file"),
         ((cert, f"{tmp_path}/gone", None, None), "gone (--ssl-keyfile) cannot be read: No such file"),
         ((cert, other.keyfile, None, None), f"the key in {other.keyfile} (--ssl-keyfile) is not that of"),
@@ -264,13 +264,13 @@ def test_files_that_do_not_fit_are_refused_by_flag(tmp_path, ours, others, serve
 async def test_processes_refuse_invalid_files_at_start(folder, ours, server):
     wrong = {"ssl_certfile": server.certfile, "ssl_keyfile": ours.certificate("w.example").keyfile}
     address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(ConfigError, match="is not that of the certificate"):
+    with pytest.raises(ConfigError, match="does not match the certificate"):
         await gateway_app.serve(GatewayConfig(**wrong))
-    with pytest.raises(ConfigError, match="is not that of the certificate"):
+    with pytest.raises(ConfigError, match="does not match the certificate"):
         await draft_app.serve(DraftConfig(speculative_algorithm="NGRAM", listen=address, **wrong))
-    with pytest.raises(ConfigError, match="is not that of the certificate"):
+    with pytest.raises(ConfigError, match="does not match the certificate"):
         await target_app.serve(TargetConfig(listen=address, **wrong))
-    with pytest.raises(ConfigError, match="is not that of the certificate"):
+    with pytest.raises(ConfigError, match="does not match the certificate"):
         supervisor.check_flags(ServeConfig(gateway=GatewayOptions(**wrong)))
     with pytest.raises(ConfigError, match="is never encrypted"):
         await GrpcServer().start(f"unix:{folder}/x", (), server.serving())

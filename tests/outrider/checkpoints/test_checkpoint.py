@@ -1,4 +1,4 @@
-"""Finding a model's files: what is accepted, and a clear word for everything that is not."""
+"""Finding a model's files: accepted locations, and clear errors for all others."""
 
 import ctypes
 import json
@@ -39,7 +39,7 @@ def test_folders_are_taken_as_they_are(folder):
 
 
 def test_an_index_of_other_files_beside_a_whole_model_is_passed_over(folder):
-    """As `transformers` does, which the target's weights are read by: whoever reads others sees the same."""
+    """As in `transformers`, which reads the target's weights: all readers choose the same files."""
     shard(folder)
     save_file({"a": np.ones(3, np.float32)}, folder / "model.safetensors")
     assert checkpoint.weight_files(folder) == [folder / "model.safetensors"]
@@ -62,7 +62,7 @@ def test_an_index_that_names_no_files_is_refused_by_name(folder, index):
 def test_weights_that_torch_saved_are_for_drafts_alone(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert checkpoint.weight_files(folder, torch_files=True) == [folder / "pytorch_model.bin"]
-    with pytest.raises(ConfigError, match=r"no weights.*pytorch_model\.bin, save the model anew, as safetensors"):
+    with pytest.raises(ConfigError, match=r"no weights.*pytorch_model\.bin, save the model again as safetensors"):
         checkpoint.resolve(str(folder))
 
 
@@ -87,8 +87,8 @@ def test_paths_that_do_not_exist_are_refused(path):
 
 
 @pytest.fixture
-def somebody():
-    """Reads files as a user without rights, if the tests run as one who may read all."""
+def unprivileged_user():
+    """Reads files as a user without privileges, if the tests run as root."""
     libc = ctypes.CDLL(None)
     libc.setfsuid(65534)
     yield
@@ -96,7 +96,7 @@ def somebody():
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", ""])
-def test_what_may_not_be_read_is_named(name, somebody):
+def test_an_unreadable_file_is_named(name, unprivileged_user):
     with tempfile.TemporaryDirectory(dir="/tmp") as top:
         folder = Path(top) / "model"
         folder.mkdir()
@@ -106,20 +106,22 @@ def test_what_may_not_be_read_is_named(name, somebody):
         assert checkpoint.resolve(str(folder)) == folder
         (folder / name).chmod(0)
         try:
-            with pytest.raises(ConfigError, match=f"{folder / name}.* cannot be read: Permission denied; let user "):
+            with pytest.raises(
+                ConfigError, match=f"{folder / name}.* cannot be read: Permission denied; .* runs as user"
+            ):
                 checkpoint.resolve(str(folder))
         finally:
             (folder / name).chmod(0o700)
 
 
-def test_a_gguf_file_that_may_not_be_read_is_named(somebody):
+def test_an_unreadable_gguf_file_is_named(unprivileged_user):
     with tempfile.NamedTemporaryFile(dir="/tmp", suffix=".gguf") as file:
         os.chmod(file.name, 0)
         with pytest.raises(ConfigError, match=f"{file.name} cannot be read: Permission denied"):
             checkpoint.resolve(file.name)
 
 
-def test_a_path_that_cannot_be_is_refused():
+def test_an_impossible_path_is_refused():
     with pytest.raises(ConfigError, match="cannot be read: File name too long"):
         checkpoint.resolve("/" + "x" * 300)
 
@@ -131,17 +133,17 @@ def test_an_id_that_the_hub_cannot_give_is_refused(monkeypatch):
 
 
 def test_no_weights_are_fetched_twice():
-    """What some publish beside theirs, for other code, is left on the hub."""
+    """Duplicate weights in other layouts are not downloaded."""
     files = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "modeling_own.py"]
     others = ["original/model.safetensors", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors"]
     wanted = filter_repo_objects(
-        [*files, *others], allow_patterns=checkpoint._HUB_FILES, ignore_patterns=checkpoint._HUB_DOUBLES
+        [*files, *others], allow_patterns=checkpoint._HUB_FILES, ignore_patterns=checkpoint._HUB_DUPLICATES
     )
     assert list(wanted) == files
 
 
 def test_weights_that_lie_there_twice_are_read_once(folder):
-    """In the form of other code beside ours, or in that form alone."""
+    """Weights in another layout, beside the usual one or alone."""
     before = checkpoint.fingerprint(folder)
     for name in ("consolidated.safetensors", "consolidated-00001-of-00002.safetensors"):
         save_file({"tok_embeddings.weight": np.zeros(3, np.float32)}, folder / name)
@@ -152,7 +154,7 @@ def test_weights_that_lie_there_twice_are_read_once(folder):
         checkpoint.resolve(str(folder))
 
 
-def test_fingerprints_tell_checkpoints_apart(folder):
+def test_fingerprints_of_different_checkpoints_differ(folder):
     first = checkpoint.fingerprint(folder)
     assert first == checkpoint.fingerprint(folder)
     save_file({"a": np.ones(3, np.float32)}, folder / "model.safetensors")

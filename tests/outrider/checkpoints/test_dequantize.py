@@ -1,4 +1,4 @@
-"""Quantized weights, number by number: each format against a slow twin, and against what its packages would store."""
+"""Quantized weights, number by number: each format against a slow twin, and against its own packages' tensors."""
 
 import tracemalloc
 
@@ -43,7 +43,7 @@ def test_as_published(case):
 
 
 def integer(words, at, bits):
-    """The unsigned integer at a place of one row of words."""
+    """The unsigned integer at an index in one row of words."""
     stream = sum((int(word) & 0xFFFFFFFF) << (32 * i) for i, word in enumerate(words))
     return stream >> (at * bits) & ((1 << bits) - 1)
 
@@ -112,14 +112,14 @@ def test_gptq(bits, less):
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.parametrize(("bits", "said"), [(8, 4), (4, 8), (3, 4), (2, 8)])
-def test_gptq_layers_of_other_bits_than_the_checkpoint_says_of_all(bits, said, ordered):
-    """As GPTQModel writes them, whose `dynamic` names layers by pattern."""
+@pytest.mark.parametrize(("bits", "stated"), [(8, 4), (4, 8), (3, 4), (2, 8)])
+def test_gptq_layers_may_have_other_bits_than_the_checkpoint(bits, stated, ordered):
+    """As GPTQModel writes them; its `dynamic` selects layers by pattern."""
     torch.manual_seed(1)
     tensors, plain = quantizers.gptq(bits, symmetric=False)(torch.randn(OUTS, INS))
     if not ordered:
         del tensors["g_idx"]
-    settings = {"quant_method": "gptq", "bits": said}
+    settings = {"quant_method": "gptq", "bits": stated}
     found = dequantize("a", arrays(tensors), settings)
     np.testing.assert_allclose(found, plain.numpy(), rtol=1e-6, atol=1e-6)
     assert plain_shape({name: tuple(each.shape) for name, each in tensors.items()}, None, settings) == (OUTS, INS)
@@ -158,7 +158,7 @@ def test_packed(bits):
 
 @pytest.mark.parametrize("ins", [48, 56, 88])
 def test_groups_that_do_not_divide_the_inputs(ins):
-    """The last one has fewer, as of DeepSeek-V2-Lite's 10944 inputs in groups of 128."""
+    """The last group is smaller, as in DeepSeek-V2-Lite: 10944 inputs in groups of 128."""
     random, size, outs = np.random.default_rng(ins), 32, 16
     groups = -(-ins // size)
     order = np.arange(ins) // size
@@ -220,27 +220,27 @@ def transformed(*places):
     return {"transform_config": {"config_groups": schemes}}
 
 
-@pytest.mark.parametrize(("tensors", "settings", "said"), [
+@pytest.mark.parametrize(("tensors", "settings", "stated"), [
     ({}, AWQ | {"version": "gemv"}, "AWQ weights of version gemv are not supported"),
     ({}, AWQ | {"bits": 8}, "AWQ weights of 8 bits are not supported"),
     ({}, GPTQ | {"checkpoint_format": "marlin"}, "GPTQ weights in the format marlin are not supported"),
     ({}, COMPRESSED | {"config_groups": {"a": {"format": "nvfp4-pack-quantized"}}}, "as nvfp4-pack-quantized are not"),
     ({}, COMPRESSED | {"sparsity_config": {"format": "sparse-24"}}, "as a sparse layout are not"),
-    ({}, COMPRESSED | transformed("weight_input", "input", "q_attn"), "need input, q_attn transformed as they run"),
+    ({}, COMPRESSED | transformed("weight_input", "input", "q_attn"), "need transforms of input, q_attn at run time"),
     ({"weight": (8, 8)}, COMPRESSED | transformed("weight_input", "weight_output"), "'weight_scale'"),  # as any other
-    ({"weight": (8, 8)}, FP8, r"quantized tensors of layer\.weight are not laid out .* 'weight_scale'"),
-    ({"weight": (64, 64), "weight_scale_inv": (2, 2)}, FP8 | {"weight_block_size": [48, 20]}, "not blocks of 20"),
-    ({"weight": (300, 64), "weight_scale_inv": (2, 1)}, FP8, "2 scales for 300 weights, which are not blocks of 128"),
+    ({"weight": (8, 8)}, FP8, r"quantized tensors of layer\.weight do not have the layout .* 'weight_scale'"),
+    ({"weight": (64, 64), "weight_scale_inv": (2, 2)}, FP8 | {"weight_block_size": [48, 20]}, "match blocks of 20"),
+    ({"weight": (300, 64), "weight_scale_inv": (2, 1)}, FP8, "2 scales for 300 weights do not match blocks of 128"),
     ({"qweight": (8, 16), "qzeros": (4, 2)}, GPTQ, "'scales'"),
     ({"qweight": (8, 16), "qzeros": (4, 2), "scales": (4, 8)}, GPTQ, "8 scales for 16 weights"),
     ({"qweight": (8, 16), "qzeros": (4, 1), "scales": (4, 16)}, GPTQ, "8 scales for 16 weights"),
-    ({"qweight": (8, 16), "qzeros": (4, 2), "scales": (4, 16), "g_idx": (72,)}, GPTQ, "not laid out"),
-    ({"weight_packed": (8, 0), "weight_shape": (2,), "weight_scale": (8, 1)}, COMPRESSED, "not laid out"),
+    ({"qweight": (8, 16), "qzeros": (4, 2), "scales": (4, 16), "g_idx": (72,)}, GPTQ, "do not have the layout"),
+    ({"weight_packed": (8, 0), "weight_shape": (2,), "weight_scale": (8, 1)}, COMPRESSED, "do not have the layout"),
 ])  # fmt: skip
-def test_what_does_not_fit(tensors, settings, said):
+def test_unsupported_layouts_and_wrong_tensors_are_refused(tensors, settings, stated):
     filled = {name: np.zeros(shape, np.int32 if name.startswith(("q", "weight_packed", "g_")) else np.float32)
               for name, shape in tensors.items()}  # fmt: skip
     if "weight_shape" in filled:
         filled["weight_shape"] = np.array([8, 8])
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=stated):
         dequantize("layer.weight", filled, settings)

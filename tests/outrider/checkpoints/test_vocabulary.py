@@ -1,4 +1,4 @@
-"""Token ids that mean something else to a draft are refused, before anything is loaded where files say so."""
+"""A draft model with other token ids is refused, before it is loaded if the files show the difference."""
 
 import contextlib
 import json
@@ -26,11 +26,11 @@ def test_tokenizers_decide_and_where_there_are_none_sizes_do(draft, fits):
         check_same(draft, target)
 
 
-def test_files_say_what_a_model_knows(tmp_path):
+def test_the_vocabulary_is_read_from_files(tmp_path):
     folder = write_tokenizer(write_model(tmp_path / "model"))
-    said = of_checkpoint(folder, "x")
-    assert said.size == VOCAB
-    assert said.hash
+    expected = of_checkpoint(folder, "x")
+    assert expected.size == VOCAB
+    assert expected.hash
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({"text_config": {"vocab_size": config.pop("vocab_size")}} | config))
     (folder / "tokenizer.json").unlink()
@@ -41,8 +41,8 @@ def test_files_say_what_a_model_knows(tmp_path):
     ("STANDALONE", pytest.raises(ConfigError, match=f"300 tokens, not {VOCAB}")),
     ("EAGLE", contextlib.nullcontext()),
 ])  # fmt: skip
-def test_serve_looks_before_it_starts_anything(tmp_path, algorithm, refusal):
-    """A head speaks of its target's tokens, whatever its own files say."""
+def test_serve_compares_vocabularies_before_it_starts_processes(tmp_path, algorithm, refusal):
+    """A head uses its target's tokens, whatever its own files contain."""
     target, draft = (str(write_model(tmp_path / str(vocab), vocab=vocab)) for vocab in (VOCAB, 300))
     options = DraftOptions(speculative_algorithm=algorithm, speculative_draft_model_path=draft)
     config = ServeConfig(target=TargetOptions(model_path=target), draft=options)

@@ -1,4 +1,4 @@
-"""Pages: random lives of many leases keep the books right; slots never meet."""
+"""Pages: the audit passes after random leases and releases; tables never share a slot by accident."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ ACTIONS = st.lists(st.tuples(st.integers(0, 4), st.sampled_from(sorted(VERBS)), 
 
 
 @given(ACTIONS, st.sampled_from([1, 3, 16]))
-def test_random_leases_keep_the_books(actions, page_size):
+def test_random_leases_pass_the_audit(actions, page_size):
     allocator = PageAllocator(24, page_size)
     tables = [PageTable(allocator) for _ in range(5)]
     for who, action, tokens in actions:
@@ -48,7 +48,7 @@ def test_slots_follow_positions():
     assert first.pages.tolist() == pages[:1]
 
 
-def test_the_audit_finds_what_is_wrong():
+def test_the_audit_finds_wrong_counts():
     allocator = PageAllocator(4, 4)
     pages = allocator.lease(2)
     with pytest.raises(EngineFault):

@@ -1,4 +1,4 @@
-"""Prefix cache: found is what was put in; shared pages are never written; what can go goes in turn."""
+"""Prefix cache: inserted pages are found, shared pages are never written, eviction keeps its order."""
 
 from itertools import pairwise
 
@@ -21,7 +21,7 @@ def array(*tokens):
 
 
 def filled(cache, tokens, namespace="", owner=0):
-    """A table that has computed these tokens and published what is full."""
+    """A table that has computed these tokens and published its full pages."""
     table = SharedTable(cache, namespace, owner)
     table.attach(tokens, 0)
     table.reserve(len(tokens))
@@ -83,7 +83,7 @@ def test_a_page_is_found_behind_its_own_beginning_alone():
     audit(cache)
 
 
-def test_whoever_computed_the_same_page_later_holds_the_first_one():
+def test_a_page_computed_twice_is_replaced_by_the_first_one():
     cache = made()
     tables = [SharedTable(cache) for _ in range(3)]
     for table in tables:
@@ -107,10 +107,10 @@ def test_namespaces_share_nothing():
     plain.release()
     salted.release()
     cache.evict(2)
-    assert cache._roots == {}, "a namespace without pages takes no memory"
+    assert not cache.namespaces, "a namespace without pages takes no memory"
 
 
-def test_the_longest_unused_goes_first_and_ends_go_before_beginnings():
+def test_eviction_is_least_recently_used_first_and_leaves_first():
     cache = made(pages=6)
     old, new = array(1, 2, 3, 4, 5, 6), array(1, 2, 7, 8)
     filled(cache, old).release()
@@ -133,7 +133,7 @@ def test_use_keeps_a_page():
     assert (len(found(cache, 1, 2)), len(found(cache, 3, 4))) == (1, 0)
 
 
-def test_what_is_held_is_never_evicted():
+def test_held_pages_are_never_evicted():
     cache = made(pages=4)
     held = filled(cache, array(1, 2, 3, 4))
     filled(cache, array(5, 6)).release()
@@ -162,7 +162,7 @@ def test_a_flush_forgets_and_takes_nothing_more_from_before():
     assert set(fresh.pages.tolist()).isdisjoint(held.pages.tolist())
     held.release()
     audit(cache, [fresh])
-    assert held.attach(array(1, 2, 3, 4), 0) == 4  # it begins anew, and shares again
+    assert held.attach(array(1, 2, 3, 4), 0) == 4  # it starts again, and shares again
 
 
 def test_a_table_without_pages_shares_after_a_flush_what_comes_then():
@@ -178,7 +178,7 @@ def test_a_table_without_pages_shares_after_a_flush_what_comes_then():
     audit(cache, [old, fresh, waiting])
 
 
-def test_what_cannot_be_trusted_is_not_found_again():
+def test_untrusted_pages_are_not_found_again():
     cache = made()
     good = filled(cache, array(1, 2, 3, 4))
     bad = filled(cache, array(1, 2, 5, 6, 7, 8))
@@ -191,7 +191,7 @@ def test_what_cannot_be_trusted_is_not_found_again():
     audit(cache)
 
 
-def test_without_a_cache_pages_go_straight_home():
+def test_without_a_cache_pages_are_freed_at_once():
     cache = made(enabled=False)
     table = filled(cache, array(1, 2, 3, 4))
     assert (table.shared, len(cache)) == (0, 0)
@@ -201,7 +201,7 @@ def test_without_a_cache_pages_go_straight_home():
 
 
 class Mirror:
-    """Keeps what each cached page holds, as an observer with data of its own would."""
+    """Records the content of each cached page, as an observer with its own data does."""
 
     def __init__(self, texts, page_size):
         self.texts, self.size = texts, page_size
@@ -233,7 +233,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=
 
 @given(ACTIONS, TEXTS, st.sampled_from([1, 2, 4]))
 def test_random_lives_share_the_right_pages_and_keep_the_books(actions, texts, page_size):
-    """A pool whose cells hold the path that they were written for: whatever a table reads is its own text."""
+    """A pool whose cells hold the path that they were written for: every table reads its own text."""
     cache = made(pages=9, page_size=page_size)
     texts = [array(*text) for text in texts]
     mirror = Mirror(texts, page_size)
@@ -246,7 +246,7 @@ def test_random_lives_share_the_right_pages_and_keep_the_books(actions, texts, p
 
     def write(table, start, stop, path):
         for position, slot in zip(range(start, stop), table.slots(start, stop).tolist(), strict=True):
-            assert slot // page_size not in cache._nodes, "a shared page was written"
+            assert slot // page_size not in cache.pages, "a shared page was written"
             cells[slot] = path(position)
 
     for action, who, count in actions:
@@ -277,19 +277,19 @@ def test_random_lives_share_the_right_pages_and_keep_the_books(actions, texts, p
             pages = found(cache, *texts[name].tolist())[one.shared :] if one.shares else []
             held = sum(cache.allocator.holders(page) > 0 for page in pages)
             assert one.peek(texts[name]) == (len(pages), held)
-        assert mirror.pages.keys() == cache._nodes.keys()
+        assert mirror.pages.keys() == cache.pages
         for name, one in tables.items():
             read = [cells[slot] for slot in one.slots(0, computed[name]).tolist()]
             assert read == [tuple(texts[name][: i + 1].tolist()) for i in range(computed[name])]
     for table in tables.values():
         table.release()
     cache.evict(9)
-    assert (len(cache), cache.allocator.cached_pages, len(cache._leaves)) == (0, 0, len(cache._leaves))
+    assert (len(cache), cache.allocator.cached_pages, cache.queued) == (0, 0, cache.queued)
     assert cache.allocator.free_pages == 9
 
 
 class Refusing:
-    """Offers nobody certain pages."""
+    """Withholds certain pages from every table."""
 
     def __init__(self):
         self.refused = set()
@@ -307,7 +307,7 @@ class Refusing:
         self.refused.discard(page)
 
 
-def test_what_an_observer_does_not_offer_is_computed_and_shared_again():
+def test_pages_that_an_observer_withholds_are_computed_and_shared_again():
     cache = made()
     cache.observers.append(observer := Refusing())
     text = array(*range(1, 10))
@@ -332,7 +332,7 @@ def test_the_list_of_leaves_does_not_grow_with_use():
     cache = made()
     for _ in range(1000):
         filled(cache, array(1, 2, 3, 4)).release()
-    assert len(cache._leaves) < 100
+    assert cache.queued < 100
     audit(cache)
 
 
@@ -348,7 +348,7 @@ def test_the_audit_finds_what_is_wrong_with_shared_pages():
         audit(cache)
 
 
-def test_keys_of_the_next_page_are_equal_for_those_who_can_share_it():
+def test_keys_of_the_next_page_are_equal_for_tables_that_can_share_it():
     cache = made()
     tables = [filled(cache, array(1, 2, 3)) for _ in range(2)]
     keys = [table.next_key(array(1, 2, 3, 4, 5)) for table in tables]
@@ -370,7 +370,7 @@ def test_long_texts_are_found_whole(page_size):
     assert found(cache, *text.tolist()) == first.pages.tolist()[:300]
 
 
-def test_long_namespaces_are_told_apart_and_kept_short():
+def test_long_namespaces_differ_and_have_short_names():
     cache = made()
     names = ["x" * 1000, "x" * 999 + "y", "x" * 64]
     tables = [filled(cache, array(1, 2, 3, 4), name) for name in names]
@@ -378,5 +378,5 @@ def test_long_namespaces_are_told_apart_and_kept_short():
     for name, table in zip(names, tables, strict=True):
         assert SharedTable(cache, name).peek(array(1, 2, 3, 4)) == (2, 2)
         table.release()
-    assert max(map(len, cache._roots)) < 100
+    assert max(map(len, cache.namespaces)) < 100
     audit(cache)

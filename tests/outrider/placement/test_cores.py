@@ -1,4 +1,4 @@
-"""Which process gets which cores."""
+"""CPU cores of each process."""
 
 import os
 
@@ -22,7 +22,7 @@ from outrider.placement.cores import CorePlan, choose_cores, plan_cores
         (64, "NGRAM", (62, 1, 1)),
     ],
 )
-def test_from_four_cores_on_nobody_shares(count, algorithm, sizes):
+def test_from_four_cores_on_processes_share_no_core(count, algorithm, sizes):
     plan = plan_cores(range(10, 10 + count), algorithm)
     sets = (plan.target, plan.draft, plan.gateway)
     assert tuple(map(len, sets)) == sizes
@@ -43,7 +43,7 @@ def test_small_machines_share(cores, algorithm, plan):
     assert plan_cores(cores, algorithm) == plan
 
 
-def test_what_the_user_chose_stands():
+def test_the_users_cores_are_kept():
     core = min(os.sched_getaffinity(0))
     draft = DraftOptions(speculative_algorithm="STANDALONE")
     plan = choose_cores(ServeConfig(draft=draft, cores=str(core)))
@@ -55,7 +55,7 @@ def test_what_the_user_chose_stands():
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_a_draft_on_cores_of_its_own_gives_way_to_nobody():
+def test_a_draft_on_cores_of_its_own_has_no_niceness():
     first, second, *_ = map(str, sorted(os.sched_getaffinity(0)))
     both = f"{first},{second}"
     for target, niceness in ((first, 0), (both, plan_cores([0, 1], "EAGLE3").niceness)):
@@ -65,7 +65,7 @@ def test_a_draft_on_cores_of_its_own_gives_way_to_nobody():
         assert choose_cores(config).niceness == niceness
 
 
-def test_cores_that_are_not_there_are_refused():
+def test_missing_cores_are_refused():
     with pytest.raises(ConfigError, match="core 9999 cannot be used"):
         choose_cores(ServeConfig(cores_gateway="9999"))
     with pytest.raises(ConfigError, match="no list of cores"):
@@ -75,7 +75,7 @@ def test_cores_that_are_not_there_are_refused():
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_a_draft_speaks_from_all_cores_unless_it_was_told_its_own():
+def test_network_threads_of_a_draft_use_all_cores_unless_its_cores_are_set():
     first, second, *_ = map(str, sorted(os.sched_getaffinity(0)))
     draft = DraftOptions(speculative_algorithm="STANDALONE")
     plan = choose_cores(ServeConfig(draft=draft, cores=f"{first},{second}"))

@@ -1,4 +1,4 @@
-"""`--cores auto`: three processes that start by themselves share a machine as `outrider serve` divides it."""
+"""`--cores auto`: three independently started processes share a machine as `outrider serve` divides it."""
 
 import os
 from pathlib import Path
@@ -7,21 +7,21 @@ import pytest
 import tyro
 
 from outrider.config import DraftConfig, DraftOptions, GatewayConfig, ServeConfig, SharedOptions, TargetConfig, to_argv
-from outrider.drafts import with_drafter
+from outrider.drafts import resolve_drafter
 from outrider.errors import ConfigError
 from outrider.placement import shares
 from outrider.placement.cores import choose_cores
 from outrider.supervisor.app import configure
 from services.draft.process import app
 
-TOLD = (
+FLAGS = (
     "cores", "niceness", "network_cores", "speculative_num_steps", "speculative_eagle_topk",
     "speculative_num_draft_tokens",
 )  # fmt: skip
 
 
-def told(config):
-    return {name: getattr(config, name) for name in TOLD if hasattr(config, name)}
+def reported(config):
+    return {name: getattr(config, name) for name in FLAGS if hasattr(config, name)}
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 4, 16])
@@ -32,12 +32,12 @@ def told(config):
 def test_shares_are_those_of_serve(monkeypatch, cores, algorithm, flags):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     own = DraftOptions(speculative_algorithm=algorithm)
-    serve = ServeConfig(draft=with_drafter(own, "default"), shared=SharedOptions(**flags))
+    serve = ServeConfig(draft=resolve_drafter(own, "default"), shared=SharedOptions(**flags))
     expected = configure(serve, choose_cores(serve), Path("/run"))
     draft = shares.share_of_draft(
         DraftConfig(speculative_algorithm=algorithm, model_path="default", cores="auto", **flags)
     )
-    assert told(draft) == told(expected.draft)
+    assert reported(draft) == reported(expected.draft)
     assert shares.share_of_gateway(GatewayConfig(cores="auto")).cores == expected.gateway.cores
     target = shares.share_of_target(TargetConfig(cores="auto")).cores.split(",")
     assert target == expected.target.cores.split(",")[: len(target)]
@@ -54,23 +54,23 @@ def test_other_cores_are_left_alone():
         assert share(config) is config
 
 
-def test_what_is_said_besides_counts(monkeypatch):
+def test_explicit_flags_override_the_share(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    said = DraftConfig(model_path="default", cores="auto", niceness=7, network_cores="0")
-    share = shares.share_of_draft(said)
+    explicit = DraftConfig(model_path="default", cores="auto", niceness=7, network_cores="0")
+    share = shares.share_of_draft(explicit)
     assert (share.cores, share.niceness, share.network_cores) == ("1", 7, "0")
     with pytest.raises(ConfigError, match="needs --speculative-algorithm"):
         shares.share_of_draft(DraftConfig(cores="auto", speculative_draft_model_path="x"))
 
 
-def test_a_process_says_what_its_share_lacks(monkeypatch, capsys):
+def test_a_process_reports_cores_missing_from_its_share(monkeypatch, capsys):
     monkeypatch.setattr(app.gc, "set_threshold", lambda *_: None)
     assert app.main(["--cores", "auto", "--speculative-draft-model-path", "x"]) == 2
     assert capsys.readouterr().err.startswith("error: --speculative-draft-model-path needs --speculative-algorithm")
 
 
-def test_the_last_cores_that_are_said_count():
-    """What users add to compose's flags takes the place of theirs."""
+def test_the_last_cores_flag_applies():
+    """Flags that users add to those of compose.yaml override them."""
     config = tyro.cli(TargetConfig, args=["--cores", "auto", "--cores", "0"])
     assert config.cores == "0"
     assert to_argv(config) == ["--cores", "0"]

@@ -1,4 +1,4 @@
-"""What a process does with its place on the machine before it begins."""
+"""CPU cores and niceness of a process at its start."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from outrider.errors import ConfigError
 from outrider.process.process import take_cores
 
 
-def test_a_process_gives_way_as_it_is_told():
+def test_a_process_has_the_niceness_of_its_flag():
     script = (
         "import os; from outrider.process.process import take_cores; "
         "before = os.nice(0); take_cores('{core}', 7); print(os.nice(0) - before, sorted(os.sched_getaffinity(0)))"

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from outrider.supervisor.display import Display
-from outrider.telemetry import REQUEST_ID, say, setup_logging
+from outrider.telemetry import REQUEST_ID, setup_logging, write_line
 from services.draft.train.progress import Bar
 
 
@@ -46,14 +46,14 @@ def test_json_has_what_belongs_to_an_event(capsys):
         log.exception("it failed")
     first, second, third = map(json.loads, lines(capsys))
     assert first.pop("time").endswith("+00:00")
-    said = {"level": "info", "role": "target", "logger": "services.target", "message": "two\nlines of Zürich"}
-    assert first == said
+    expected = {"level": "info", "role": "target", "logger": "services.target", "message": "two\nlines of Zürich"}
+    assert first == expected
     assert (second["request_id"], second["steps"], second["path"], second["level"]) == ("q7", 3, None, "warning")
     assert "request_id" not in third
     assert third["exception"].endswith("ValueError: wrong")
 
 
-def test_what_cannot_be_json_is_told_as_text(capsys):
+def test_values_that_cannot_be_json_become_text(capsys):
     setup_logging("gateway", "info", "json")
     logging.getLogger("x").info("odd", extra={"what": sys})
     (line,) = lines(capsys)
@@ -64,7 +64,7 @@ def test_lines_that_cannot_be_written_end_neither_a_system_nor_a_training(monkey
     full = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115 - its end fails, too
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", full)
-        say("a child's line")
+        write_line("a child's line")
         display = Display()
         display.line("preparing")
         display.starting({"target": None, "draft": "loading"})

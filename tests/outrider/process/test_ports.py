@@ -1,4 +1,4 @@
-"""Where Unix domain sockets can be, and the folders that are made for them."""
+"""Paths of Unix domain sockets, and folders for them."""
 
 import socket
 import tempfile
@@ -17,7 +17,7 @@ def long_folder(tmp_path):
     return folder
 
 
-async def test_paths_where_no_socket_can_be_are_refused_by_what_is_wrong(tmp_path, long_folder):
+async def test_impossible_socket_paths_are_refused_with_the_reason(tmp_path, long_folder):
     check_socket_path("/tmp/" + "x" * 102)
     for path, words in (
         ("", "names no path"),
@@ -45,7 +45,7 @@ def test_the_usual_folder_is_used_where_its_path_is_short(monkeypatch):
             assert str(folder.parent) == usual
 
 
-def test_where_nothing_can_be_written_it_is_said_what_to_do(monkeypatch):
+def test_an_unwritable_folder_for_sockets_is_an_error_with_a_remedy(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
-    with pytest.raises(ConfigError, match="let TMPDIR name a folder that can be written"), socket_folder("outrider-"):
+    with pytest.raises(ConfigError, match="set TMPDIR to a writable folder"), socket_folder("outrider-"):
         pass

@@ -1,4 +1,4 @@
-"""What the engine thread waits for: what other threads put, and what connections bring."""
+"""The engine thread's inbox: items of other threads, and connections."""
 
 import contextlib
 import queue
@@ -26,7 +26,7 @@ def connection():
         yield here, there
 
 
-def test_items_come_in_order_and_may_have_been_there_before_it_was_open():
+def test_items_are_in_order_also_those_from_before_it_was_open():
     inbox = Inbox()
     inbox.put(1)
     inbox.put(2)
@@ -42,7 +42,7 @@ def test_items_come_in_order_and_may_have_been_there_before_it_was_open():
         inbox.get()
 
 
-def test_who_waits_is_woken(inbox):
+def test_a_waiting_reader_is_woken(inbox):
     for item in range(200):  # each after another pause, so that some come just as the reader goes to sleep
         threading.Timer(1e-5 * item, inbox.put, [item]).start()
         assert inbox.get(10.0) == item
@@ -63,7 +63,7 @@ def test_many_threads_put_and_nothing_is_lost(inbox):
         assert [n for owner, n in items if owner == i] == list(range(2000))
 
 
-def test_it_waits_as_long_as_it_is_told(inbox):
+def test_get_waits_for_its_timeout(inbox):
     for seconds in (0.001, 0.05):
         start = time.monotonic()
         with pytest.raises(queue.Empty):
@@ -71,7 +71,7 @@ def test_it_waits_as_long_as_it_is_told(inbox):
         assert seconds <= time.monotonic() - start + 0.001
 
 
-def test_a_connection_is_heard_before_what_waits_already(inbox, connection):
+def test_connections_are_read_before_queued_items(inbox, connection):
     here, there = connection
     inbox.watch(here.fileno(), lambda _: inbox.put(here.recv(10)))
     inbox.put(b"first")
@@ -89,7 +89,7 @@ def test_a_connection_is_heard_before_what_waits_already(inbox, connection):
         inbox.get(0.01)
 
 
-def test_whoever_waits_for_room_is_told_of_it(inbox, connection):
+def test_a_writer_is_called_when_the_connection_has_room(inbox, connection):
     here, there = connection
     here.setblocking(False)
     with contextlib.suppress(BlockingIOError):

@@ -1,4 +1,4 @@
-"""The scheduler: who takes part in a step, and with which tokens, over pools that can be worked out by hand."""
+"""The scheduler: the sessions and tokens of a step, with pools small enough to check by hand."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.messages import OpenSession
 from outrider.serving.scheduler import Limits, Scheduler
 from outrider.serving.session import Session
-from outrider.serving.waiting import MOST_PASSED, WaitingQueue
+from outrider.serving.waiting import MAX_PASSED_OVER, WaitingQueue
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
 
@@ -31,7 +31,7 @@ def spans(chunks):
 
 
 def advance(s, chunks):
-    """What an engine does with a plan: compute, and commit one token where the chunk was the last."""
+    """An engine's part of a plan: compute the chunks, and commit one token after a last chunk."""
     for chunk in chunks:
         chunk.session.computed = chunk.stop
         if chunk.last:
@@ -52,7 +52,7 @@ def test_prompts_are_computed_in_chunks_and_decoding_comes_first():
     assert [(c.session.id, c.start, c.stop, c.last) for c in plan] == [(1, 12, 13, True), (2, 8, 17, False)]
 
 
-def test_places_are_limited_and_waiting_is_first_come_first_served():
+def test_admission_slots_are_limited_and_first_come_first_served():
     s = scheduler(pages=100, max_running=2)
     for i in range(4):
         s.add(session(s, i, 2))
@@ -62,7 +62,7 @@ def test_places_are_limited_and_waiting_is_first_come_first_served():
     assert [c.session.id for c in s.plan()] == [1, 2]
 
 
-def test_the_last_arrival_gives_way_when_pages_run_out():
+def test_the_last_arrival_is_preempted_when_pages_run_out():
     s = scheduler(pages=4, page_size=4)
     first, second = session(s, 1, 7), session(s, 2, 7)
     s.add(first)
@@ -115,7 +115,7 @@ def test_every_session_ends_whatever_the_pool(shapes, pages, step, policy, enabl
 # --- shared pages ---
 
 
-def test_choices_of_one_prompt_compute_it_once():
+def test_several_choices_compute_their_prompt_once():
     s = scheduler(pages=100, step=100)
     for i in range(4):
         s.add(session(s, i, 18, shared=18))
@@ -130,7 +130,7 @@ def test_choices_of_one_prompt_compute_it_once():
     s.check()
 
 
-def test_a_prompt_follows_another_in_chunks_and_parts_where_they_differ():
+def test_a_prompt_shares_the_chunks_of_another_up_to_their_difference():
     s = scheduler(pages=100, step=10)
     s.add(session(s, 1, 40, shared=25))
     s.add(session(s, 2, 30, shared=25))
@@ -144,7 +144,7 @@ def test_a_prompt_follows_another_in_chunks_and_parts_where_they_differ():
     s.check()
 
 
-def test_nobody_holds_back_for_one_that_has_gone():
+def test_no_session_waits_for_one_that_was_removed():
     s = scheduler(pages=100, step=10)
     first, second = session(s, 1, 40, shared=40), session(s, 2, 40, shared=40)
     s.add(first)
@@ -178,7 +178,7 @@ def test_a_prompt_that_is_all_cached_still_computes_its_last_token():
     assert [one.cached_tokens for one in s] == [0, 12]
 
 
-def test_coming_back_after_preemption_is_cheap():
+def test_readmission_after_preemption_uses_the_cache():
     s = scheduler(pages=9, page_size=4, step=100)
     first, second = session(s, 1, 13), session(s, 2, 13)
     s.add(first)
@@ -195,7 +195,7 @@ def test_coming_back_after_preemption_is_cheap():
     s.check()
 
 
-def test_cached_pages_give_way_before_sessions_do():
+def test_cached_pages_are_evicted_before_sessions_are_preempted():
     s = scheduler(pages=8, page_size=4, step=100)
     old = session(s, 1, 15)
     s.add(old)
@@ -209,7 +209,7 @@ def test_cached_pages_give_way_before_sessions_do():
     s.check()
 
 
-def test_admission_counts_pages_that_are_held_already_once():
+def test_admission_counts_shared_pages_once():
     s = scheduler(pages=6, page_size=4, step=100)
     s.add(session(s, 1, 16, shared=16))
     advance(s, s.plan())  # holds 4 pages and will hold a fifth
@@ -222,7 +222,7 @@ def test_admission_counts_pages_that_are_held_already_once():
     assert s.running == 2
 
 
-def test_pages_promised_in_earlier_steps_are_not_given_away():
+def test_pages_for_pending_tokens_are_not_given_to_new_sessions():
     s = scheduler(pages=8, page_size=4, step=4)
     s.add(session(s, 1, 24))  # needs 7 pages in time, and has 1 after a step
     advance(s, s.plan())
@@ -235,7 +235,7 @@ def test_pages_promised_in_earlier_steps_are_not_given_away():
 # --- fairness ---
 
 
-def test_a_short_prompt_overtakes_a_long_one_and_does_not_stop_it():
+def test_a_short_prompt_overtakes_a_long_one_without_stopping_it():
     s = scheduler(pages=100, step=20)
     s.add(session(s, 1, 100))
     advance(s, s.plan())
@@ -274,7 +274,7 @@ def test_decoding_sessions_take_part_in_every_step():
 
 
 @pytest.mark.parametrize(("prefill", "sizes"), [(None, [40, 30, 6]), (40, [40]), (35, [40]), (50, [40, 6])])
-def test_without_cutting_prompts_are_computed_whole(prefill, sizes):
+def test_without_chunks_prompts_are_computed_whole(prefill, sizes):
     s = scheduler(pages=100, step=None, prefill_tokens=prefill)
     for i, length in enumerate((40, 30, 6)):
         s.add(session(s, i, length))
@@ -284,7 +284,7 @@ def test_without_cutting_prompts_are_computed_whole(prefill, sizes):
     assert all(one.pending == 1 for one in s)
 
 
-def test_prompts_keep_to_their_own_limit_beside_that_of_the_step():
+def test_prompts_have_a_limit_of_their_own_in_a_step():
     s = scheduler(pages=100, step=64, prefill_tokens=10)
     s.add(session(s, 1, 40))
     assert spans(s.plan()) == [(1, 0, 10)]
@@ -293,23 +293,23 @@ def test_prompts_keep_to_their_own_limit_beside_that_of_the_step():
 # --- the queue ---
 
 
-def test_the_longest_match_is_next_but_nobody_is_passed_over_for_ever():
+def test_the_longest_match_is_next_but_no_session_starves():
     s = scheduler(pages=1000, step=100, max_running=1, policy="lpm")
     s.add(session(s, 0, 9, shared=9))
     advance(s, s.plan())
     stranger = session(s, 1, 9)
     s.add(stranger)
     order = []
-    for i in range(2, MOST_PASSED + 4):
+    for i in range(2, MAX_PASSED_OVER + 4):
         s.add(session(s, i, 12, shared=9))
         s.remove(next(iter(s)))
         advance(s, s.plan())
         order.append(next(iter(s)).id)
-    assert order[:MOST_PASSED] == list(range(2, MOST_PASSED + 2))
-    assert order[MOST_PASSED] == 1
+    assert order[:MAX_PASSED_OVER] == list(range(2, MAX_PASSED_OVER + 2))
+    assert order[MAX_PASSED_OVER] == 1
 
 
-def test_who_comes_back_passes_nobody_over():
+def test_preempted_sessions_do_not_count_as_passing_over():
     queue = WaitingQueue("lpm")
     s = scheduler(pages=1000, step=100, max_running=1)
     s.add(session(s, 0, 9, shared=9))
@@ -319,7 +319,7 @@ def test_who_comes_back_passes_nobody_over():
     queue.add(stranger)
     queue.add(known)
     back = session(s, 3, 9)
-    for _ in range(MOST_PASSED):
+    for _ in range(MAX_PASSED_OVER):
         queue.give_back(back)
         queue.take(queue.next())
     assert list(queue) == [stranger, known]
@@ -339,7 +339,7 @@ def test_lower_numbers_of_priority_go_first_and_equal_ones_in_order(policy):
     assert order == [3, 0, 1, 5, 2, 4]
 
 
-def test_first_come_first_served_looks_at_no_match():
+def test_first_come_first_served_ignores_matches():
     s = scheduler(pages=1000, step=100, max_running=1)
     s.add(session(s, 0, 9, shared=9))
     advance(s, s.plan())
@@ -366,8 +366,8 @@ def test_a_full_queue_refuses_new_sessions_and_no_others(policy):
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-def test_a_session_that_goes_on_waits_behind_no_prompt(policy):
-    """One that is opened anew for its draft was in the middle of its answer."""
+def test_a_session_from_elsewhere_goes_before_new_prompts(policy):
+    """A session that is opened again for its drafter was in the middle of its answer."""
     s = scheduler(pages=100, max_running=2, policy=policy)
     for i in range(6):
         s.add(session(s, i, 5))
@@ -398,7 +398,7 @@ def test_flushed_pages_are_not_found_and_running_sessions_go_on():
     s.check()
 
 
-def test_sessions_that_are_computed_anew_gave_way_to_nobody():
+def test_retracted_sessions_are_not_preemptions():
     s = scheduler()
     s.add(session(s, 1, 7))
     advance(s, s.plan())

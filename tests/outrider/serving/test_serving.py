@@ -1,4 +1,4 @@
-"""Engine loop and streams, around an engine whose answers can be worked out by hand."""
+"""Engine loop and streams, around an engine whose tokens can be computed by hand."""
 
 import asyncio
 import gc
@@ -13,29 +13,22 @@ import numpy as np
 import pytest
 
 from outrider.errors import EngineFault, InvalidRequest, Unavailable
+from outrider.process.garbage_collection import frozen_heap
 from outrider.serving.features import BACKLOG_BYTES, FRAME_BYTES, FeatureBlock
 from outrider.serving.loop import EngineLoop
-from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
+from outrider.serving.messages import EngineLoad, Message, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
-from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.transport.frame_socket import MAX_MESSAGE_BYTES
 from outrider.transport.outbox import Outbox, Routes
-from outrider.transport.rpc import uncollected
 from outrider.transport.stream import StreamHub
 from outrider.wire.codec import verify_response_to_pb
-from tests.support.outrider.counting import CountingEngine
-
-
-def request(session_id=1, prompt=(1, 2), max_tokens=3, committed=()):
-    tokens = np.array([*prompt, *committed], np.uint32)
-    return OpenSession(session_id, tokens, len(prompt), SamplingParams(), StopConditions(max_tokens))
-
+from tests.support.outrider.counting import CountingEngine, request, until
 
 # --- loop ---
 
 
 class Sink:
-    """Collects what a loop publishes."""
+    """Collects the published output of a loop."""
 
     def __init__(self):
         self.outputs: list[StepOutput] = []
@@ -47,14 +40,14 @@ class Sink:
         return [t for o in self.outputs for c in o.commits if c.session_id == session_id for t in c.tokens.tolist()]
 
 
-def running_loop(engine):
+def running_loop(engine, **options):
     sink, faults = Sink(), []
-    loop = EngineLoop(faults.append)
+    loop = EngineLoop(faults.append, **options)
     loop.start(engine, sink)
     return loop, sink, faults
 
 
-def test_sessions_run_to_their_end_and_bad_opens_harm_nobody():
+def test_sessions_run_to_their_end_beside_an_invalid_open():
     loop, sink, faults = running_loop(CountingEngine())
     loop.submit(Message(opens=[request(1), request(2, prompt=(666,)), request(3, prompt=(9,), max_tokens=2)]))
     wait_until(lambda: len(sink.tokens(1)) == 3)
@@ -65,7 +58,7 @@ def test_sessions_run_to_their_end_and_bad_opens_harm_nobody():
     assert faults == []
 
 
-def test_a_bug_that_one_open_meets_harms_nobody_else(caplog):
+def test_a_bug_in_one_open_does_not_affect_other_sessions(caplog):
     loop, sink, faults = running_loop(CountingEngine())
     loop.submit(Message(opens=[request(1), request(2, prompt=(667,))]))
     wait_until(lambda: len(sink.tokens(1)) == 3)
@@ -77,7 +70,7 @@ def test_a_bug_that_one_open_meets_harms_nobody_else(caplog):
 
 
 @pytest.mark.parametrize("last", [666, 667])
-def test_a_session_ends_that_was_to_be_replaced_by_one_that_is_refused(last):
+def test_a_session_ends_if_the_open_that_replaces_it_is_refused(last):
     engine = CountingEngine()
     loop, sink, _ = running_loop(engine)
     loop.submit(Message(opens=[request(1, max_tokens=10**9), request(1, prompt=(last,)), request(2)]))
@@ -86,8 +79,8 @@ def test_a_session_ends_that_was_to_be_replaced_by_one_that_is_refused(last):
     assert (engine.closed, sink.tokens(1)) == ([1], [])
 
 
-def test_what_a_frame_says_of_sessions_that_it_closes_is_heard_first():
-    """It can be learnt from. What it says of others comes when there is room again."""
+def test_commits_of_a_frame_are_received_before_its_closes():
+    """Online learning reads these commits."""
     heard = []
 
     class Listening(CountingEngine):
@@ -117,10 +110,9 @@ class Audited(CountingEngine):
 
 
 @pytest.mark.parametrize("end", ["finished", "closed"])
-def test_pages_are_audited_whenever_the_engine_comes_to_rest(end, monkeypatch):
-    monkeypatch.setattr("outrider.serving.loop._QUIET", 0.02)
+def test_pages_are_audited_whenever_the_engine_becomes_idle(end):
     engine = Audited()
-    loop, sink, faults = running_loop(engine)
+    loop, sink, faults = running_loop(engine, audit_seconds=0.02)
     for count in (1, 2, 3):  # idle at the start, and after every session
         wait_until(lambda count=count: engine.audits == count)
         if count < 3:
@@ -132,11 +124,10 @@ def test_pages_are_audited_whenever_the_engine_comes_to_rest(end, monkeypatch):
     assert faults == []
 
 
-def test_between_two_messages_there_is_no_time_for_an_audit(monkeypatch):
-    """A draft is idle after every proposal; an audit would take longer than its step."""
-    monkeypatch.setattr("outrider.serving.loop._QUIET", 60.0)
+def test_there_is_no_audit_between_two_messages():
+    """A draft service is idle after every proposal; an audit would take longer than its step."""
     engine = Audited()
-    loop, sink, faults = running_loop(engine)
+    loop, sink, faults = running_loop(engine, audit_seconds=60.0)
     for session in (1, 2, 3):
         loop.submit(Message(opens=[request(session, max_tokens=3)]))
         wait_until(lambda session=session: len(sink.tokens(session)) == 3)
@@ -145,29 +136,28 @@ def test_between_two_messages_there_is_no_time_for_an_audit(monkeypatch):
     assert faults == []
 
 
-def test_at_rest_the_load_is_told_if_it_is_another_than_the_last(monkeypatch):
-    monkeypatch.setattr("outrider.serving.loop._QUIET", 0.02)
+def test_an_idle_engine_publishes_its_load_if_it_changed():
     engine = Audited()
-    loop, sink, faults = running_loop(engine)
+    loop, sink, faults = running_loop(engine, audit_seconds=0.02)
     loop.submit(Message(opens=[request(1, max_tokens=10**9)]))
     wait_until(lambda: sink.tokens(1))
     loop.submit(Message(closes=[1]))
-    wait_until(lambda: not sink.outputs[-1].said)
+    wait_until(lambda: not sink.outputs[-1].has_output)
     before, last = sink.outputs[-2].load, sink.outputs[-1].load
     assert (before.running_sessions, last.running_sessions) == (1, 0)
     assert last.step_microseconds == before.step_microseconds
-    told, audits = len(sink.outputs), engine.audits
+    reported, audits = len(sink.outputs), engine.audits
     loop.submit(Message(closes=[1]))  # a session that is gone changes nothing
     wait_until(lambda: engine.audits > audits)
     loop.stop()
-    assert len(sink.outputs) == told
+    assert len(sink.outputs) == reported
     assert faults == []
 
 
 class Gathering(CountingEngine):
-    """Says nothing that is urgent but a session's first and last words."""
+    """Only the first and last output of a session is urgent."""
 
-    gathers = 60.0
+    coalesce_seconds = 60.0
     version = ""
 
     def step(self):
@@ -183,7 +173,7 @@ def sizes(sink):
     return [len(output.commits) for output in sink.outputs if output.commits]
 
 
-def test_what_is_not_urgent_is_told_with_what_is():
+def test_output_that_is_not_urgent_is_published_with_urgent_output():
     loop, sink, faults = running_loop(Gathering())
     loop.submit(Message(opens=[request(1, max_tokens=9)]))
     wait_until(lambda: len(sink.tokens(1)) == 9)
@@ -193,8 +183,8 @@ def test_what_is_not_urgent_is_told_with_what_is():
     assert faults == []
 
 
-def test_what_is_not_urgent_is_told_when_its_time_is_over(monkeypatch):
-    monkeypatch.setattr(Gathering, "gathers", 0.0)
+def test_output_that_is_not_urgent_is_published_after_the_coalescing_window(monkeypatch):
+    monkeypatch.setattr(Gathering, "coalesce_seconds", 0.0)
     loop, sink, faults = running_loop(Gathering())
     loop.submit(Message(opens=[request(1, max_tokens=9)]))
     wait_until(lambda: len(sink.tokens(1)) == 9)
@@ -203,7 +193,7 @@ def test_what_is_not_urgent_is_told_when_its_time_is_over(monkeypatch):
     assert faults == []
 
 
-def test_an_engine_that_comes_to_rest_has_told_everything():
+def test_an_idle_engine_has_published_all_output():
     engine = Gathering()
     loop, sink, faults = running_loop(engine)
     loop.submit(Message(opens=[request(1, max_tokens=10**9)]))
@@ -215,7 +205,7 @@ def test_an_engine_that_comes_to_rest_has_told_everything():
     assert faults == []
 
 
-def test_steps_of_different_weights_are_told_apart():
+def test_steps_of_different_weights_are_not_coalesced():
     engine = Gathering()
     loop, sink, faults = running_loop(engine)
     loop.submit(Message(opens=[request(1, max_tokens=10**9)]))
@@ -225,8 +215,8 @@ def test_steps_of_different_weights_are_told_apart():
     loop.submit(Message(closes=[1]))
     wait_until(lambda: engine.closed and len(sink.tokens(1)) == engine.steps)
     loop.stop()
-    told = [(output.load.weight_version, len(output.commits)) for output in sink.outputs if output.commits]
-    assert told == [("", 1), ("", before - 1), ("new", engine.steps - before)]
+    reported = [(output.load.weight_version, len(output.commits)) for output in sink.outputs if output.commits]
+    assert reported == [("", 1), ("", before - 1), ("new", engine.steps - before)]
     assert faults == []
 
 
@@ -242,7 +232,7 @@ def test_an_engine_that_breaks_is_reported_once():
     engine.broken = True
     loop, _, faults = running_loop(engine)
     loop.submit(Message(opens=[request()]))
-    loop._thread.join(10)
+    wait_until(lambda: faults)
     assert [str(f) for f in faults] == ["the device is on fire"]
     assert loop.fault is faults[0]
 
@@ -266,7 +256,7 @@ def test_work_is_done_in_the_engine_thread_between_steps():
         loop.call(lambda: None).result(10)
 
 
-def test_work_that_breaks_the_engine_ends_it_and_what_waits_behind_it():
+def test_work_that_breaks_the_engine_ends_it_and_fails_later_work():
     loop, _, faults = running_loop(CountingEngine())
     release = threading.Event()
 
@@ -290,7 +280,7 @@ def block(session_id, first, rows, size=1000):
     return FeatureBlock(session_id, first, np.zeros((rows, size), np.uint8))
 
 
-def test_features_go_in_frames_of_bounded_size_behind_the_commits():
+def test_features_are_sent_after_commits_in_frames_of_bounded_size():
     calls, published = [], []
     routes, outbox = Routes(), Outbox(lambda: calls.append(1))
     routes.enter(outbox)
@@ -309,12 +299,12 @@ def test_features_go_in_frames_of_bounded_size_behind_the_commits():
     assert rows == [(1, 0, 4194), (1, 4194, 1806), (2, 2, 1)]
 
 
-def test_log_probabilities_go_in_frames_of_bounded_size():
-    """They gather while a peer is slow, and a frame that is too long would end the stream."""
+def test_log_probabilities_are_sent_in_frames_of_bounded_size():
+    """Output collects while a peer reads slowly, and too long a frame would end the stream."""
 
-    def commit(session_id, told):
-        top = np.zeros((told, 20), np.uint32), np.zeros((told, 20), np.float32)
-        prompt = Logprobs(1, np.zeros(told, np.float32), *top) if told else None
+    def commit(session_id, reported):
+        top = np.zeros((reported, 20), np.uint32), np.zeros((reported, 20), np.float32)
+        prompt = Logprobs(1, np.zeros(reported, np.float32), *top) if reported else None
         return Commit(session_id, 5, np.array([7], np.uint32), 5, prompt_logprobs=prompt)
 
     outbox, frames = Outbox(lambda: None), []
@@ -333,7 +323,7 @@ def test_log_probabilities_go_in_frames_of_bounded_size():
     assert frames[-1].failures == [failed]
 
 
-def test_a_prompt_of_more_log_probabilities_than_a_frame_holds_is_refused():
+def test_a_prompt_with_too_many_log_probabilities_for_a_frame_is_refused():
     many = replace(request(prompt=range(400_000)), prompt_logprobs=20)
     for asked in (many, replace(many, prompt_logprobs=16)):
         with pytest.raises(InvalidRequest, match=r"of 400000 prompt tokens.* at most 15") as refused:
@@ -343,15 +333,15 @@ def test_a_prompt_of_more_log_probabilities_than_a_frame_holds_is_refused():
         asked.validate(400_000, 400_001)
 
 
-def test_features_that_nobody_reads_are_dropped():
+def test_features_for_a_slow_reader_are_dropped():
     outbox = Outbox(lambda: None)
     big = np.zeros((1, BACKLOG_BYTES // 2), np.uint8)
     outbox.add(StepOutput(features=[FeatureBlock(1, i, big) for i in range(3)]))
-    assert len(outbox._features) == 2
+    assert len(outbox.unsent_features) == 2
     frame = outbox.take()
     assert [b.first for b in frame.features] == [0]
     outbox.add(StepOutput(features=[FeatureBlock(1, 3, big)]))
-    assert [b.first for b in outbox._features] == [1, 3]
+    assert [b.first for b in outbox.unsent_features] == [1, 3]
 
 
 async def frames(queue):
@@ -362,9 +352,10 @@ async def frames(queue):
 
 
 @pytest.fixture
-async def hub():
+async def hub(request):
+    """A hub around a counting engine. param: options of the loop."""
     engine = CountingEngine()
-    loop = EngineLoop(lambda _: None)
+    loop = EngineLoop(lambda _: None, **getattr(request, "param", {}))
     hub = StreamHub(loop, lambda frame: (frame, []), lambda output: output)
     loop.start(engine, hub.publish)
     yield hub, engine
@@ -376,17 +367,11 @@ async def collect(stream, outputs):
         outputs.append(output)
 
 
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 def finished(outputs):
     return [c.session_id for o in outputs for c in o.commits if c.finish_reason != FinishReason.RUNNING]
 
 
-async def test_each_stream_hears_of_its_own_sessions(hub):
+async def test_each_stream_receives_output_of_its_own_sessions(hub):
     hub, _ = hub
     queues, heard = [asyncio.Queue(), asyncio.Queue()], [[], []]
     tasks = [asyncio.create_task(collect(hub.serve(frames(q)), out)) for q, out in zip(queues, heard, strict=True)]
@@ -402,8 +387,8 @@ async def test_each_stream_hears_of_its_own_sessions(hub):
     await asyncio.gather(*tasks)
 
 
-async def test_all_streams_hear_of_a_load_that_changes_at_rest(hub, monkeypatch):
-    monkeypatch.setattr("outrider.serving.loop._QUIET", 0.02)
+@pytest.mark.parametrize("hub", [{"audit_seconds": 0.02}], indirect=True)
+async def test_all_streams_receive_a_load_that_changes_while_idle(hub):
     hub, _ = hub
     queues, heard = [asyncio.Queue(), asyncio.Queue()], [[], []]
     tasks = [asyncio.create_task(collect(hub.serve(frames(q)), out)) for q, out in zip(queues, heard, strict=True)]
@@ -411,14 +396,14 @@ async def test_all_streams_hear_of_a_load_that_changes_at_rest(hub, monkeypatch)
     await until(lambda: heard[0] and heard[0][-1].load.running_sessions == 1)
     queues[0].put_nowait(Message(closes=[1]))
     await until(lambda: all(outputs and outputs[-1].load.running_sessions == 0 for outputs in heard))
-    assert not any(output.said for output in heard[1])
+    assert not any(output.has_output for output in heard[1])
     for queue in queues:
         queue.put_nowait(None)
     await asyncio.gather(*tasks)
 
 
 @pytest.mark.parametrize("end", ["half-close", "error", "cancel"])
-async def test_a_stream_that_ends_takes_its_sessions_along(hub, end):
+async def test_the_end_of_a_stream_closes_its_sessions(hub, end):
     hub, engine = hub
     queue, heard = asyncio.Queue(), []
     task = asyncio.create_task(collect(hub.serve(frames(queue)), heard))
@@ -433,7 +418,7 @@ async def test_a_stream_that_ends_takes_its_sessions_along(hub, end):
     await until(lambda: sorted(engine.closed) == [1, 2])
 
 
-async def test_sessions_whose_end_is_told_by_a_commit_are_no_longer_a_stream_s(hub):
+async def test_a_last_commit_ends_a_stream_s_ownership_of_the_session(hub):
     hub, engine = hub
     queue, heard = asyncio.Queue(), []
     task = asyncio.create_task(collect(hub.serve(frames(queue)), heard))
@@ -456,10 +441,10 @@ def test_proposals_make_the_counting_engine_faster():
     assert (commit.tokens.tolist(), commit.verified, commit.accepted) == ([2, 3, 4], 3, 2)
 
 
-def test_what_exists_at_the_start_is_not_collected_again():
+def test_objects_from_before_the_start_are_not_collected():
     gc.unfreeze()  # Python 3.12 begins with some
     assert gc.get_freeze_count() == 0
-    with uncollected():
+    with frozen_heap():
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
 

@@ -1,4 +1,4 @@
-"""The verification rule: truth table, and invariance of the text on models small enough to think about."""
+"""The verification rule: truth table, and equal text for all drafts on toy models."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_without_a_draft_the_sample_is_the_bonus():
     seed=st.integers(0, 1000),
     drafts=st.lists(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4), max_size=6), min_size=12),
 )
-def test_any_drafts_leave_the_text_as_it_is(temperature, seed, drafts):
+def test_the_text_is_the_same_for_any_draft(temperature, seed, drafts):
     params = SamplingParams(temperature=temperature, seed=seed)
     plain = decode(next_logits, [1, 2], params, 12)
     path = [1, 2]

@@ -1,4 +1,4 @@
-"""The noise: golden vectors, its law, and its independence over positions, seeds and tokens."""
+"""The noise: golden vectors, its distribution, and its independence over positions, seeds and tokens."""
 
 import numpy as np
 import pytest
@@ -79,7 +79,7 @@ def test_neighbours_are_independent(axis):
     assert np.abs(correlations).max() < 5.0 / np.sqrt(rows.shape[1])
 
 
-def test_argmax_with_noise_draws_from_the_softmax():
+def test_argmax_with_noise_samples_from_the_softmax():
     # A million draws over 16 tokens, with positions and seeds as the only source of randomness.
     probabilities = np.random.default_rng(1).dirichlet(np.full(16, 0.5))
     log_p = np.log(probabilities).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The sampling rules: each filter alone, all together against the distribution that they leave, and bad values."""
+"""The sampling rules: each filter alone, all filters against the resulting distribution, and wrong values."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_greedy_takes_the_first_of_equal_logits():
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.7}, {"top_k": 3, "top_p": 0.9}, {"min_p": 0.3}])
-def test_draws_follow_the_filtered_distribution(params):
+def test_samples_follow_the_filtered_distribution(params):
     log_p = filtered_log_probs(LOGITS, SamplingParams(**params))
     expected = np.exp(log_p) / np.exp(log_p).sum()
     draws = [sample(LOGITS, SamplingParams(seed=s, **params), t) for s in range(20) for t in range(500)]

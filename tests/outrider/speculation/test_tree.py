@@ -1,4 +1,4 @@
-"""The speculation tree against a twin that stores whole paths in a set: merging, commits, selection."""
+"""The draft tree against a twin that stores whole paths in a set: merging, commits, selection."""
 
 import itertools
 import re
@@ -9,7 +9,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.speculation.proposal import Commit, FinishReason, Proposal, extend_hash, joined, path_hash, path_hashes
+from outrider.speculation.proposal import (
+    Commit,
+    FinishReason,
+    Proposal,
+    extend_hash,
+    merge_commits,
+    path_hash,
+    path_hashes,
+)
 from outrider.speculation.tree import ROOT, SpeculationTree
 
 TOKEN = st.integers(0, 3)  # a small alphabet, so that paths meet
@@ -17,7 +25,7 @@ PATHS = st.lists(st.lists(TOKEN, min_size=1, max_size=5).map(tuple), max_size=12
 
 
 def proposal(anchor: list[int], paths, session_id=1):
-    """A proposal that holds paths below an anchor path. A node's score depends on its path alone."""
+    """A proposal with these paths below an anchor path. A node's score depends only on its path."""
     rows, tokens, parents, scores = {(): -1}, [], [], []
     for path in sorted({p[:i] for p in paths for i in range(1, len(p) + 1)}, key=len):
         rows[path] = len(tokens)
@@ -146,7 +154,7 @@ def _rows(chosen):
     return rows
 
 
-def test_scores_that_are_no_numbers_are_the_least_there_is():
+def test_nan_scores_become_the_minimum():
     nan, infinite = np.nan, np.inf
     tree = SpeculationTree(np.array([1, 2]))
     for scores in ([nan, -0.5, 0.5, -infinite, -1.0], [-infinite, -0.5, infinite, nan, -1.0]):
@@ -175,7 +183,7 @@ def test_leaves_at_once_are_children_one_by_one():
     assert len(at_once) == 6
 
 
-def test_commits_are_joined_where_nobody_waits_for_an_answer():
+def test_commits_are_merged_while_drafting_is_paused():
     rng = np.random.default_rng(0)
     lengths, commits = dict.fromkeys((1, 2, 3), 10), []
     for _ in range(60):
@@ -185,7 +193,7 @@ def test_commits_are_joined_where_nobody_waits_for_an_answer():
                               draft_budget=int(rng.random() < 0.3)))  # fmt: skip
         lengths[session_id] += count
     commits[-1] = replace(commits[-1], finish_reason=FinishReason.STOP)
-    found = joined(commits)
+    found = merge_commits(commits)
     assert len(found) < 0.7 * len(commits)
     for session_id in lengths:
         old = [commit for commit in commits if commit.session_id == session_id]
@@ -199,7 +207,7 @@ def test_commits_are_joined_where_nobody_waits_for_an_answer():
         assert [c.base_length for c in new] == [10, *(10 + ends[:-1])]
 
 
-def test_commits_that_do_not_follow_one_another_are_not_joined():
+def test_commits_that_are_not_consecutive_are_not_merged():
     first = Commit(1, 4, np.array([7], np.uint32), 1, draft_budget=0)
     for later in (replace(first), replace(first, base_length=6), replace(first, session_id=2, base_length=5)):
-        assert joined([first, later]) == [first, later]
+        assert merge_commits([first, later]) == [first, later]

@@ -1,4 +1,4 @@
-"""What `serve` makes of its flags, and what it refuses before anything heavy starts."""
+"""The processes' configurations from the flags of `serve`, and flags that it refuses at once."""
 
 import socket
 import subprocess
@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import tyro
 
-from outrider.config import DraftConfig, GatewayConfig, ServeConfig, TargetConfig, TrainConfig, plain_argv, to_argv
+from outrider.config import DraftConfig, GatewayConfig, ServeConfig, TargetConfig, TrainConfig, parse_flags, to_argv
 from outrider.errors import ConfigError
 from outrider.placement.cores import CorePlan
-from outrider.supervisor.app import _facts, base_url, check_flags, configure, make_children
+from outrider.supervisor.app import base_url, check_flags, configure, make_children, summary
 from outrider.supervisor.display import Display, first_curl
 from tests.support.outrider.children import free_port
 
@@ -20,7 +20,7 @@ CORES = CorePlan((0, 1), (2,), (3,))
 
 def parse(*flags):
     ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
-    return tyro.cli(ServeConfig, args=[*ports, *flags])
+    return parse_flags(ServeConfig, [*ports, *flags], "outrider serve")
 
 
 def test_shared_flags_reach_both_services_and_others_their_own(tmp_path):
@@ -56,13 +56,13 @@ def test_children_read_the_same_configuration_back(tmp_path):
     assert children[2].address == f"http://127.0.0.1:{made.gateway.port}"
 
 
-def test_a_head_is_told_its_target(tmp_path):
+def test_a_head_receives_the_path_of_its_target(tmp_path):
     flags = ["--model", "m", "--speculative-algorithm", "EAGLE3", "--speculative-draft-model", "d"]
     draft = configure(parse(*flags), CORES, tmp_path).draft
     assert draft is not None
     assert (draft.model_path, draft.speculative_draft_model_path) == ("m", "d")
     assert configure(parse("--model", "m"), CORES, tmp_path).draft.model_path is None
-    with pytest.raises(ConfigError, match="EAGLE3 drafts with a model of its own"):
+    with pytest.raises(ConfigError, match="EAGLE3 needs a draft model"):
         check_flags(parse("--speculative-algorithm", "EAGLE3"))
 
 
@@ -78,7 +78,7 @@ def test_a_head_is_told_its_target(tmp_path):
         (["--quantization", "int8", "--speculative-algorithm", "NGRAM"], None),
     ],
 )
-def test_a_draft_is_as_narrow_as_its_target_unless_it_is_said(tmp_path, flags, draft):
+def test_a_draft_model_has_its_targets_quantization_unless_a_flag_sets_it(tmp_path, flags, draft):
     model = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model", "d"]
     made = configure(parse(*model, *flags), CORES, tmp_path)
     assert made.draft.speculative_draft_model_quantization == draft
@@ -108,23 +108,14 @@ def test_a_head_on_the_targets_cores_grows_whole_trees_unless_flags_say_more(tmp
         assert made(["--speculative-algorithm", algorithm], shared) == (nothing, nothing, 15)
 
 
-@pytest.mark.parametrize(
-    ("given", "plain"), [(["eagle3"], ["EAGLE3"]), ([""], ["NONE"]), (["Standalone"], ["STANDALONE"]), ([], [])]
-)
-def test_algorithms_go_by_their_name_in_any_letters(given, plain):
-    flag = "--speculative-algorithm"
-    assert plain_argv(["--port", "eagle", flag, *given]) == ["--port", "eagle", flag, *plain]
-    assert plain_argv([f"{flag}={word}" for word in given]) == [f"{flag}={word}" for word in plain]
-
-
 def test_without_a_drafter_there_is_no_draft(tmp_path):
     made = configure(parse("--speculative-algorithm", "NONE"), CORES, tmp_path)
     assert made.draft is None
     assert made.gateway.draft == ()
     assert [child.name for child in make_children(made, Display())] == ["target", "gateway"]
-    assert "itself" in dict(_facts(made))["drafter"]
-    made = configure(parse("--speculative-algorithm", "NONE", "--self-draft", "off"), CORES, tmp_path)
-    assert dict(_facts(made))["drafter"] == "none"
+    assert "self-speculation" in dict(summary(made))["drafter"]
+    made = configure(parse("--speculative-algorithm", "NONE", "--self-speculation", "off"), CORES, tmp_path)
+    assert dict(summary(made))["drafter"] == "none"
 
 
 @pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
@@ -155,19 +146,19 @@ def test_other_refusals():
     ["--api-key", ""], ["--api-key", "secret", " "], ["--api-key", "secret", "--admin-api-key", ""],
     ["--admin-api-key", ""], ["--api-key", " secret"],
 ])  # fmt: skip
-def test_keys_that_anybody_has_are_refused(flags):
-    """As a variable of the shell gives them that is not set."""
+def test_empty_keys_are_refused(flags):
+    """An unset variable of the shell gives an empty key."""
     with pytest.raises(ConfigError, match=r"--(admin-)?api-key is empty"):
         check_flags(parse(*flags))
 
 
 def test_files_where_the_user_is_are_no_modules(tmp_path):
-    """Unless the process was itself started from a checkout there."""
+    """Unless the process itself was started from a checkout in the working directory."""
     (tmp_path / "colorsys.py").write_text("raise SystemExit('not this one')")
     code = (
         "import subprocess\n"
-        "from outrider.process.interpreter import python\n"
-        "subprocess.run(python('-m', 'colorsys'), check=True)"
+        "from outrider.process.python_command import python_command\n"
+        "subprocess.run(python_command('-m', 'colorsys'), check=True)"
     )
     (tmp_path / "ask.py").write_text(code)
     elsewhere = tmp_path / "bin"
@@ -206,7 +197,7 @@ def test_numbers_are_passed_on_whatever_their_sign():
     assert tyro.cli(TrainConfig, args=to_argv(config)) == config
 
 
-def test_what_is_shown_without_a_terminal(capsys):
+def test_output_without_a_terminal(capsys):
     display = Display()
     for progress in ("", "compiling 3/9", "compiling 3/9", None):
         display.starting({"target": None, "draft": progress})

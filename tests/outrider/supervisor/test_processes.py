@@ -1,4 +1,4 @@
-"""Children that die, refuse, hang; supervisors that are killed: all of them real processes."""
+"""Children that end, refuse to start or hang, and killed supervisors: all of them real processes."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ import pytest
 from outrider.supervisor import processes
 from outrider.supervisor.health import is_healthy
 from outrider.supervisor.processes import Backoff
-from tests.support.outrider.children import HEALTHY, STUBBORN, child, run
+from tests.support.outrider.children import HEALTHY, STUBBORN, child, gone, run, wait_gone
 
 
 async def until(condition, seconds=60):
@@ -23,18 +23,9 @@ async def until(condition, seconds=60):
         await asyncio.sleep(0.01)
 
 
-def gone(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
-        return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
-
-
 @contextlib.asynccontextmanager
 async def supervised(*children):
-    """Children that are ready; ended in order afterwards."""
+    """Ready children, stopped in order afterwards."""
     stop = asyncio.Event()
     task = asyncio.create_task(run(children, stop))
     await until(lambda: all(c.ready for c in children) or task.done())
@@ -60,16 +51,16 @@ async def test_a_killed_child_comes_back_and_is_healthy():
         assert other.pid == untouched
 
 
-async def test_waits_grow_and_start_again_after_a_long_life(caplog):
+async def test_waits_grow_and_are_reset_after_a_long_run(caplog):
     one = child(HEALTHY, backoff=Backoff(first=0.01, longest=0.04, reset_after=1.0))
     async with supervised(one):
-        for life in range(4):
-            if life == 3:
+        for run in range(4):
+            if run == 3:
                 await asyncio.sleep(1.0)
             pid = one.pid
             os.kill(pid, signal.SIGKILL)
             await until(lambda pid=pid: one.pid not in (pid, None))
-    waits = [record.args[-1] for record in caplog.records if "starts again" in record.message]
+    waits = [record.args[-1] for record in caplog.records if "restarting it" in record.message]
     assert waits == [0.01, 0.02, 0.04, 0.01]
 
 
@@ -96,7 +87,7 @@ async def test_a_configuration_may_be_refused_soon_after_its_process_was_ready(t
     assert refuser.gave_up == 2
 
 
-async def test_code_2_in_a_later_life_is_a_death_like_others(tmp_path):
+async def test_code_2_in_a_later_run_is_an_ordinary_end(tmp_path):
     mark = tmp_path / "lived"
     script = f"import os, sys\nif os.path.exists({str(mark)!r}) and len(open({str(mark)!r}).read()) == 1:\n"
     script += f"    open({str(mark)!r}, 'a').write('x'); sys.exit(2)\nopen({str(mark)!r}, 'a').write('x')\n" + HEALTHY
@@ -116,7 +107,7 @@ async def test_one_that_cannot_start_is_given_up(monkeypatch):
     assert broken.gave_up == 1
 
 
-async def test_a_child_that_hears_nothing_is_killed_after_grace(monkeypatch):
+async def test_a_child_that_ignores_sigterm_is_killed_after_grace(monkeypatch):
     monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
     stubborn, gateway = child(STUBBORN), child(HEALTHY)
     start = time.monotonic()
@@ -138,7 +129,7 @@ async def test_the_last_child_is_ended_first():
 
 
 @pytest.mark.parametrize("words", ["error: no such model", "outrider: error: no such model"])
-async def test_the_reason_is_the_error_that_was_named_whatever_a_library_says_behind_it(monkeypatch, words):
+async def test_the_reason_is_the_reported_error_in_spite_of_later_lines(monkeypatch, words):
     monkeypatch.setattr(processes, "MAX_FAILED_STARTS", 2)
     noise = "E0000 00:00:00.000000 1 server.cc:1] shutdown"
     broken = child(f"print('loading\\n{words}\\n{noise}'); raise SystemExit(1)")
@@ -146,7 +137,7 @@ async def test_the_reason_is_the_error_that_was_named_whatever_a_library_says_be
     assert broken.reason == "no such model"
 
 
-async def test_the_reason_is_that_of_the_last_life(monkeypatch, tmp_path):
+async def test_the_reason_is_that_of_the_last_run(monkeypatch, tmp_path):
     monkeypatch.setattr(processes, "MAX_FAILED_STARTS", 2)
     mark = str(tmp_path / "mark")
     second = f"sys.exit('killed') if os.path.exists({mark!r}) else os.mkdir({mark!r})"
@@ -174,7 +165,7 @@ async def test_lines_are_passed_on_whole():
 
 
 async def test_a_line_that_cannot_be_written_is_the_only_one_lost():
-    """A full disk, say. The child would wait for ever once its pipe is full."""
+    """For example on a full disk. The child would block once its pipe is full."""
     lines = []
 
     def full_at_first(line):
@@ -187,7 +178,7 @@ async def test_a_line_that_cannot_be_written_is_the_only_one_lost():
     assert lines == ["first"] + ["x" * 1000] * 1000
 
 
-async def test_a_death_is_noticed_though_what_the_process_started_holds_its_output(monkeypatch):
+async def test_an_end_is_noticed_although_a_grandchild_holds_the_output(monkeypatch):
     monkeypatch.setattr(processes, "MAX_FAILED_STARTS", 2)
     lines = []
     # The second one lives until it is killed.
@@ -220,13 +211,6 @@ def harness():
         process.stdout.close()
 
 
-def wait_gone(pids, seconds=5):
-    deadline = time.monotonic() + seconds
-    while not all(map(gone, pids)):
-        assert time.monotonic() < deadline, "a child outlived its supervisor"
-        time.sleep(0.01)
-
-
 def test_children_never_outlive_a_killed_supervisor(harness):
     process, pids = harness("HEALTHY", "STUBBORN")
     assert not any(map(gone, pids))
@@ -247,7 +231,7 @@ def test_a_signal_stops_all_cleanly(harness, number):
     wait_gone(pids, 0.1)
 
 
-def test_a_hangup_is_not_heard_where_nohup_says_so(harness):
+def test_a_hangup_is_ignored_under_nohup(harness):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what processes inherit
     try:
         process, pids = harness("HEALTHY")

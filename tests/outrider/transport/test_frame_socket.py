@@ -1,4 +1,4 @@
-"""Frames past gRPC: they belong to their call, whichever of the two comes or ends first."""
+"""Frames over a socket beside gRPC: connection and call belong together, whichever arrives or ends first."""
 
 import asyncio
 import errno
@@ -16,16 +16,14 @@ from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message
 from outrider.speculation.proposal import FinishReason
 from outrider.supervisor.health import is_healthy
-from outrider.transport import frame_socket as pipes
-from outrider.transport import socket_acceptor as doors
+from outrider.transport import frame_socket, socket_acceptor
 from outrider.transport.frame_socket import FrameSocket, SocketCall, connect_beside, socket_beside
 from outrider.transport.rpc import GrpcServer, statuses
 from outrider.transport.socket_acceptor import SocketAcceptor
 from outrider.transport.stream import StreamHub
 from outrider.wire import codec
 from outrider.wire.v1 import target_pb2, target_pb2_grpc
-from tests.outrider.serving.test_serving import request, until
-from tests.support.outrider.counting import CountingEngine
+from tests.support.outrider.counting import CountingEngine, request, until
 
 
 @pytest.fixture
@@ -34,7 +32,7 @@ def address(tmp_path):
 
 
 class Bytes:
-    """A message that is its bytes."""
+    """A message that serializes to its content."""
 
     def __init__(self, content):
         self.content = content
@@ -51,18 +49,18 @@ def call_of(key):
     return SimpleNamespace(invocation_metadata=lambda: key.metadata)
 
 
-async def write(pipe, frame):
-    pipe.send(frame)
-    while pipe.unsent:
+async def write(connection, frame):
+    connection.send(frame)
+    while connection.unsent:
         await asyncio.sleep(0.001)
-        pipe.flush()
+        connection.flush()
 
 
-async def read(pipe):
-    """The next frame, of one that sends no more than one at a time; None at the end."""
+async def read(connection):
+    """The next frame of a peer that sends one at a time; None at the end."""
     while True:
         try:
-            frames = pipe.receive()
+            frames = connection.receive()
         except EOFError:
             return None
         if frames:
@@ -71,9 +69,9 @@ async def read(pipe):
         await asyncio.sleep(0.001)
 
 
-async def both_ends(door, address):
+async def both_ends(acceptor, address):
     key = await connect_beside(address)
-    return key.pipe, await door.pipe_of(call_of(key))
+    return key.connection, await acceptor.connection_of(call_of(key))
 
 
 @pytest.mark.parametrize(
@@ -89,29 +87,29 @@ async def both_ends(door, address):
 async def test_only_unix_domain_sockets_have_one_beside_them(address, path):
     assert socket_beside(address) == path
     if path is None:
-        door = SocketAcceptor()
-        await door.open(address)
+        acceptor = SocketAcceptor()
+        await acceptor.open(address)
         assert await connect_beside(address) is None
-        await door.close()
+        await acceptor.close()
 
 
 async def test_frames_of_any_size_come_whole_and_in_order(address):
     rng = np.random.default_rng(0)
     frames = [rng.bytes(int(size)) for size in [0, 1, 4, 70_000, 5 << 20, *rng.integers(0, 3000, 40), 0]]
-    door = SocketAcceptor()
-    await door.open(address)
-    ends = await both_ends(door, address)
+    acceptor = SocketAcceptor()
+    await acceptor.open(address)
+    ends = await both_ends(acceptor, address)
 
     async def write_all(end):
         for frame in frames:
             await write(end, frame)
 
     async def read_all(end):
-        come = []
-        while len(come) < len(frames):
-            come += end.receive()
+        received = []
+        while len(received) < len(frames):
+            received += end.receive()
             await asyncio.sleep(0)
-        return come
+        return received
 
     async with asyncio.timeout(20):
         *_, here, there = await asyncio.gather(*map(write_all, ends), *map(read_all, ends))
@@ -119,7 +117,7 @@ async def test_frames_of_any_size_come_whole_and_in_order(address):
     ends[0].close()
     assert await read(ends[1]) is None
     ends[1].close()
-    await door.close()
+    await acceptor.close()
 
 
 def test_frames_come_whole_however_the_bytes_are_cut():
@@ -127,98 +125,98 @@ def test_frames_come_whole_however_the_bytes_are_cut():
     frames = [rng.bytes(int(size)) for size in rng.integers(0, 40, 50)]
     content = b"".join(len(frame).to_bytes(4, "little") + frame for frame in frames)
     here, there = socket.socketpair()
-    pipe, come = FrameSocket(there), []
+    connection, received = FrameSocket(there), []
     while content:
         cut = int(rng.integers(1, 30))
         here.send(content[:cut])
         content = content[cut:]
-        come += pipe.receive()
-    assert come == frames
-    assert pipe.receive() == []
+        received += connection.receive()
+    assert received == frames
+    assert connection.receive() == []
     here.close()
     with pytest.raises(EOFError):
-        pipe.receive()
+        connection.receive()
     with pytest.raises(ConnectionError):
-        pipe.send(b"x")
-    pipe.close()
+        connection.send(b"x")
+    connection.close()
 
 
 @pytest.mark.parametrize("cut", range(1, 8))
 def test_a_length_can_come_in_pieces(cut):
     here, there = socket.socketpair()
-    pipe, long = FrameSocket(there), b"\xff" * 1000
+    connection, long = FrameSocket(there), b"\xff" * 1000
     here.send(len(long).to_bytes(4, "little"))
-    assert pipe.receive() == []
+    assert connection.receive() == []
     here.send(long)
-    assert pipe.receive() == [long]
+    assert connection.receive() == [long]
     content = b"\5\0\0\0hello"
     here.send(content[:cut])
-    assert pipe.receive() == []
+    assert connection.receive() == []
     here.send(content[cut:])
-    assert pipe.receive() == [b"hello"]
+    assert connection.receive() == [b"hello"]
     here.close()
-    pipe.close()
+    connection.close()
 
 
 async def test_connections_find_their_calls_in_any_order(address):
-    door = SocketAcceptor()
-    await door.open(address)
+    acceptor = SocketAcceptor()
+    await acceptor.open(address)
     keys = [await connect_beside(address) for _ in range(3)]
-    first = [asyncio.create_task(door.pipe_of(call_of(key))) for key in keys[::-1]]
+    first = [asyncio.create_task(acceptor.connection_of(call_of(key))) for key in keys[::-1]]
     there = [await task for task in first][::-1]
     for i, key in enumerate(keys):
-        await write(key.pipe, bytes([i]))
-    assert [await read(pipe) for pipe in there] == [b"\0", b"\1", b"\2"]
-    assert not door._met
-    for pipe in [key.pipe for key in keys] + there:
-        pipe.close()
-    await door.close()
+        await write(key.connection, bytes([i]))
+    assert [await read(connection) for connection in there] == [b"\0", b"\1", b"\2"]
+    assert not acceptor.unpaired
+    for connection in [key.connection for key in keys] + there:
+        connection.close()
+    await acceptor.close()
 
 
-async def test_who_comes_alone_waits_for_a_while(address, monkeypatch):
-    monkeypatch.setattr(doors, "PATIENCE", 0.05)
-    door = SocketAcceptor()
-    await door.open(address)
+async def test_a_connection_or_call_alone_waits_for_the_pairing_time(address, monkeypatch):
+    monkeypatch.setattr(socket_acceptor, "PAIRING_SECONDS", 0.05)
+    acceptor = SocketAcceptor()
+    await acceptor.open(address)
     with pytest.raises(Unavailable):
-        await door.pipe_of(SimpleNamespace(invocation_metadata=lambda: (("outrider-pipe", "0" * 32),)))
+        await acceptor.connection_of(SimpleNamespace(invocation_metadata=lambda: (("outrider-pipe", "0" * 32),)))
     key = await connect_beside(address)
-    assert await read(key.pipe) is None  # closed, for no call came
-    key.pipe.close()
+    assert await read(key.connection) is None  # closed, for no call came
+    key.connection.close()
     reader, writer = await asyncio.open_unix_connection(socket_beside(address))
     assert await reader.read() == b""  # closed, for no token came
     writer.close()
-    assert not door._met
-    await door.close()
+    assert not acceptor.unpaired
+    await acceptor.close()
 
 
-async def test_a_call_that_says_nothing_of_a_pipe_has_none():
-    assert await SocketAcceptor().pipe_of(SimpleNamespace(invocation_metadata=lambda: None)) is None
+async def test_a_call_without_a_token_has_no_connection():
+    assert await SocketAcceptor().connection_of(SimpleNamespace(invocation_metadata=lambda: None)) is None
 
 
 async def test_too_long_a_frame_is_refused(address, monkeypatch):
-    monkeypatch.setattr(pipes, "MAX_MESSAGE_BYTES", 10)
-    door = SocketAcceptor()
-    await door.open(address)
-    here, there = await both_ends(door, address)
+    monkeypatch.setattr(frame_socket, "MAX_MESSAGE_BYTES", 10)
+    acceptor = SocketAcceptor()
+    await acceptor.open(address)
+    here, there = await both_ends(acceptor, address)
     await write(here, bytes(11))
     with pytest.raises(InvalidRequest, match="11 bytes"):
         await read(there)
     here.close()
     there.close()
-    await door.close()
+    await acceptor.close()
 
 
-async def test_a_socket_left_behind_is_replaced_and_one_that_cannot_be_had_done_without(address, tmp_path):
+async def test_a_stale_socket_is_replaced_and_frames_use_grpc_if_none_can_be_bound(address, tmp_path):
     path = socket_beside(address)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(path)
-    assert await connect_beside(address) is None  # nobody listens there
-    door = SocketAcceptor()
-    await door.open(address)
-    here, there = await both_ends(door, address)
+    assert await connect_beside(address) is None  # no process listens there
+    acceptor = SocketAcceptor()
+    await acceptor.open(address)
+    here, there = await both_ends(acceptor, address)
     here.close()
     there.close()
-    await door.close()
+    await acceptor.close()
     assert not exists(path)
     far = SocketAcceptor()
     await far.open(f"unix:{tmp_path}/{'x' * 200}")
@@ -226,8 +224,8 @@ async def test_a_socket_left_behind_is_replaced_and_one_that_cannot_be_had_done_
     await far.close()
 
 
-async def test_connections_are_taken_again_after_too_many_files_were_open(address, monkeypatch):
-    monkeypatch.setattr(doors, "_PAUSE", 0.01)
+async def test_connections_are_accepted_again_after_too_many_open_files(address, monkeypatch):
+    monkeypatch.setattr(socket_acceptor, "_RETRY_SECONDS", 0.01)
     loop, failures = asyncio.get_running_loop(), []
 
     async def accept(listening, taken=loop.sock_accept):
@@ -237,30 +235,30 @@ async def test_connections_are_taken_again_after_too_many_files_were_open(addres
         return await taken(listening)
 
     monkeypatch.setattr(loop, "sock_accept", accept)
-    door = SocketAcceptor()
-    await door.open(address)
-    here, there = await both_ends(door, address)
+    acceptor = SocketAcceptor()
+    await acceptor.open(address)
+    here, there = await both_ends(acceptor, address)
     assert failures
     here.close()
     there.close()
-    await door.close()
+    await acceptor.close()
 
 
-async def test_a_socket_at_which_somebody_listens_is_nobody_else_s(address):
-    server, door = GrpcServer(), SocketAcceptor()
+async def test_a_socket_with_a_listening_process_is_not_replaced(address):
+    server, acceptor = GrpcServer(), SocketAcceptor()
     await server.start(address, ())
     await server.set_serving(True)
-    await door.open(address)
+    await acceptor.open(address)
     try:
         for listen in (GrpcServer().start(address, ()), SocketAcceptor().open(address)):
             with pytest.raises(ConfigError, match=r"another process listens at .*service\.sock"):
                 await listen
         assert await is_healthy(address)
-        here, there = await both_ends(door, address)
+        here, there = await both_ends(acceptor, address)
         here.close()
         there.close()
     finally:
-        await door.close()
+        await acceptor.close()
         await server.stop(0)
     assert not exists(socket_beside(address))
 
@@ -276,10 +274,10 @@ async def test_a_server_replaces_a_socket_that_was_left_behind(address):
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])
-def test_a_socket_is_in_use_whatever_its_kind_and_however_many_wait(tmp_path, kind):
+def test_a_socket_of_any_type_or_with_a_full_backlog_is_in_use(tmp_path, kind):
     path = str(tmp_path / "socket")
     refuse_used_socket(path)
-    refuse_used_socket(f"{tmp_path}/{'x' * 200}")  # whoever binds says what is wrong with it
+    refuse_used_socket(f"{tmp_path}/{'x' * 200}")  # binding reports the error
     with socket.socket(socket.AF_UNIX, kind) as other, socket.socket(socket.AF_UNIX) as waiting:
         other.bind(path)
         if kind == socket.SOCK_STREAM:
@@ -314,13 +312,13 @@ class Service:
         self.servicer, self.server = Servicer(self.hub), GrpcServer()
         target_pb2_grpc.add_TargetServiceServicer_to_server(self.servicer, self.server.server)
         await self.server.start(self.address, ())
-        await self.hub.pipes.open(self.address)
+        await self.hub.acceptor.open(self.address)
         self.loop.start(self.engine, self.hub.publish)
         return self
 
     async def __aexit__(self, *_):
         self.hub.close()
-        await self.hub.pipes.close()
+        await self.hub.acceptor.close()
         await self.server.stop(0)
         await asyncio.to_thread(self.loop.stop)
 
@@ -331,15 +329,15 @@ async def service(address):
         yield running
 
 
-async def piped(channel, address):
+async def socket_call(channel, address):
     key = await connect_beside(address)
     call = target_pb2_grpc.TargetServiceStub(channel).Verify(metadata=key.metadata)
-    return SocketCall(call, key.pipe, target_pb2.VerifyResponse), call
+    return SocketCall(call, key.connection, target_pb2.VerifyResponse), call
 
 
-async def test_a_stream_runs_past_its_call(service, address):
+async def test_a_stream_uses_its_socket(service, address):
     async with grpc.aio.insecure_channel(address) as channel:
-        stream, _ = await piped(channel, address)
+        stream, _ = await socket_call(channel, address)
         await stream.write(codec.verify_request_to_pb(Message(opens=[request(1, max_tokens=3)])))
         tokens, reason = [], FinishReason.RUNNING
         while reason == FinishReason.RUNNING:
@@ -351,10 +349,10 @@ async def test_a_stream_runs_past_its_call(service, address):
     assert service.servicer.through_grpc == 0
 
 
-async def test_a_frame_that_is_none_ends_the_call_with_its_status(service, address):
+async def test_a_malformed_frame_ends_the_call_with_its_status(service, address):
     for bad in (Bytes(b"\xff\xff"), target_pb2.VerifyRequest(closes=b"123")):
         async with grpc.aio.insecure_channel(address) as channel:
-            stream, _ = await piped(channel, address)
+            stream, _ = await socket_call(channel, address)
             await stream.write(bad)
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await stream.read()
@@ -363,8 +361,8 @@ async def test_a_frame_that_is_none_ends_the_call_with_its_status(service, addre
                 await write_on(stream)
 
 
-async def test_a_frame_that_nobody_foresaw_ends_its_stream_alone(service, address, monkeypatch):
-    decode = service.hub._piped._decode
+async def test_an_unexpected_error_ends_only_its_stream(service, address, monkeypatch):
+    decode = service.hub._socket_streams._decode
 
     def surprised(frame):
         if frame.closes:
@@ -372,11 +370,11 @@ async def test_a_frame_that_nobody_foresaw_ends_its_stream_alone(service, addres
         return decode(frame)
 
     async with grpc.aio.insecure_channel(address) as channel:
-        other, _ = await piped(channel, address)
+        other, _ = await socket_call(channel, address)
         await other.write(codec.verify_request_to_pb(Message(opens=[request(1, max_tokens=10**9)])))
         await other.read()
-        monkeypatch.setattr(service.hub._piped, "_decode", surprised)
-        stream, _ = await piped(channel, address)
+        monkeypatch.setattr(service.hub._socket_streams, "_decode", surprised)
+        stream, _ = await socket_call(channel, address)
         await stream.write(codec.verify_request_to_pb(Message(closes=[5])))
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await stream.read()
@@ -390,14 +388,14 @@ async def test_a_frame_that_nobody_foresaw_ends_its_stream_alone(service, addres
 @pytest.mark.parametrize("cut", ["call", "connection"])
 async def test_sessions_end_with_either(service, address, cut):
     async with grpc.aio.insecure_channel(address) as channel:
-        stream, call = await piped(channel, address)
+        stream, call = await socket_call(channel, address)
         await stream.write(codec.verify_request_to_pb(Message(opens=[request(1, max_tokens=10**9)])))
         await stream.read()
         assert service.engine.sessions
         if cut == "call":
             call.cancel()
         else:
-            stream._pipe.close()
+            stream._connection.close()
         await until(lambda: not service.engine.sessions)
         await until(call.done)
 
@@ -405,7 +403,7 @@ async def test_sessions_end_with_either(service, address, cut):
 async def test_a_service_that_stops_ends_the_stream(address):
     async with grpc.aio.insecure_channel(address) as channel:
         async with Service(address):
-            stream, call = await piped(channel, address)
+            stream, call = await socket_call(channel, address)
             await stream.write(codec.verify_request_to_pb(Message(opens=[request(1, max_tokens=10**9)])))
             await stream.read()
             reading = asyncio.create_task(drained(stream))
@@ -420,7 +418,7 @@ async def write_on(stream):
 
 
 async def drained(stream):
-    """Read until the end, however it is said."""
+    """Read until the end of the stream, in whatever way it ends."""
     try:
         while await stream.read() is not grpc.aio.EOF:
             pass
@@ -428,14 +426,14 @@ async def drained(stream):
         pass
 
 
-async def test_a_peer_that_does_not_read_holds_up_nobody(service, address):
-    """What it is told gathers, and comes once it reads; others go on meanwhile."""
+async def test_a_peer_that_does_not_read_delays_no_other(service, address):
+    """Output for this peer collects until it reads; others go on meanwhile."""
     async with grpc.aio.insecure_channel(address) as channel:
-        other, _ = await piped(channel, address)
+        other, _ = await socket_call(channel, address)
         key = await connect_beside(address)
         call = target_pb2_grpc.TargetServiceStub(channel).Verify(metadata=key.metadata)
         opening = codec.verify_request_to_pb(Message(opens=[request(1, max_tokens=3000)]))
-        await write(key.pipe, opening.SerializeToString())
+        await write(key.connection, opening.SerializeToString())
         await until(lambda: service.engine.sessions)
         await until(lambda: not service.engine.sessions)  # it has come to its end, and has not been heard
         await other.write(codec.verify_request_to_pb(Message(opens=[request(2, max_tokens=1)])))
@@ -443,7 +441,7 @@ async def test_a_peer_that_does_not_read_holds_up_nobody(service, address):
         tokens, reason = [], FinishReason.RUNNING
         async with asyncio.timeout(20):
             while reason == FinishReason.RUNNING:
-                for frame in key.pipe.receive():
+                for frame in key.connection.receive():
                     for commit in codec.verify_response_from_pb(target_pb2.VerifyResponse.FromString(frame)).commits:
                         tokens += commit.tokens.tolist()
                         reason = commit.finish_reason
@@ -451,12 +449,12 @@ async def test_a_peer_that_does_not_read_holds_up_nobody(service, address):
         assert tokens == list(range(3, 3003))
         other.cancel()
         call.cancel()
-        key.pipe.close()
+        key.connection.close()
 
 
-async def test_a_frame_longer_than_what_a_socket_holds_comes_through(service, address):
+async def test_a_frame_longer_than_the_socket_buffer_arrives(service, address):
     async with grpc.aio.insecure_channel(address) as channel:
-        stream, _ = await piped(channel, address)
+        stream, _ = await socket_call(channel, address)
         many = [request(name, prompt=range(1, 2000), max_tokens=1) for name in range(200)]  # 1.6 MB there
         await stream.write(codec.verify_request_to_pb(Message(opens=many)))
         heard = set()

@@ -1,4 +1,4 @@
-"""The codec: every frame comes back as it went out; frames whose arrays do not fit are refused."""
+"""The codec: every frame survives a round trip; frames whose arrays do not fit together are refused."""
 
 from dataclasses import replace
 
@@ -52,8 +52,8 @@ def commits(draw):
     reason = draw(st.sampled_from(FinishReason))
     cached = draw(st.one_of(st.just(0), U32))
     base = draw(st.integers(2, 2**20))
-    told = draw(logprobs(base, len(tokens))), draw(logprobs(1, draw(st.integers(1, min(base - 1, 5)))))
-    return Commit(draw(U64), base, tokens, draw(U64), draw(U32), draw(U32), reason, cached, *told)
+    reported = draw(logprobs(base, len(tokens))), draw(logprobs(1, draw(st.integers(1, min(base - 1, 5)))))
+    return Commit(draw(U64), base, tokens, draw(U64), draw(U32), draw(U32), reason, cached, *reported)
 
 
 @st.composite
@@ -123,7 +123,7 @@ def test_frames_of_the_draft(items):
 
 
 def blocks(sizes):
-    """Blocks of (rows, row bytes), each with bytes of its own."""
+    """Blocks of (rows, row bytes) with distinct bytes."""
     return [
         FeatureBlock(2**63 + i, 7 * i, np.arange(n * size, dtype=np.uint8).reshape(n, size) + np.uint8(i), 2**62 + i)
         for i, (n, size) in enumerate(sizes)
@@ -172,7 +172,7 @@ def test_one_bad_open_spares_the_others():
     assert "temperature" in failures[0].error.message
 
 
-def test_what_a_refused_session_was_to_replace_is_closed():
+def test_a_session_replaced_by_a_refused_one_is_closed():
     bad = open_to_pb(opened())
     bad.sampling.temperature = -1
     for kind, read in (
@@ -217,8 +217,8 @@ def test_a_node_before_its_parent_is_refused(parent):
 
 
 def test_logprobs_that_do_not_fit_are_refused():
-    told = Logprobs(5, np.zeros(2, np.float32), np.zeros((2, 1), np.uint32), np.zeros((2, 1), np.float32))
-    frame = codec.verify_response_to_pb(StepOutput([Commit(1, 5, np.array([7, 8], np.uint32), 9, logprobs=told)]))
+    reported = Logprobs(5, np.zeros(2, np.float32), np.zeros((2, 1), np.uint32), np.zeros((2, 1), np.float32))
+    frame = codec.verify_response_to_pb(StepOutput([Commit(1, 5, np.array([7, 8], np.uint32), 9, logprobs=reported)]))
     assert codec.verify_response_from_pb(frame).commits[0].logprobs.first == 5
     for name, value in (
         ("commits", [1]), ("commits", [0, 0]), ("token_counts", [1]), ("top_counts", [2]), ("logprobs", [0]),

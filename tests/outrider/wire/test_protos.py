@@ -1,4 +1,4 @@
-"""The stubs are those that the protos make, and the protos keep their own rules."""
+"""The stubs are generated from the protos, and the protos keep their rules."""
 
 import re
 import subprocess

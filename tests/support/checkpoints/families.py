@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of many families: configurations and tensor names as they are published.
+"""Tiny random checkpoints of many families, with published configurations and tensor names.
 
 `config.json` is written by hand, with the keys of the published checkpoint; `transformers` makes the tensors from it
 and names them. Norms, biases and routers are random too, so that nothing of a layer is a no-op.

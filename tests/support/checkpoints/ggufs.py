@@ -36,7 +36,7 @@ def write_gguf(
     scaling: RoPE scaling as fields, its type and factor
     ends: further control tokens, from 260 on
     pre: how texts are split, by name
-    begins: whether they begin with a token, where the file says so
+    begins: whether prompts begin with a token, if the file sets it
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = _ARCHITECTURES[config["model_type"]]
@@ -116,7 +116,7 @@ def _permuted(array: np.ndarray, name: str, config, back: bool = False) -> np.nd
 
 
 def _llama3_factors(config) -> np.ndarray | None:
-    """What llama.cpp's converter stores for Llama 3.1, by its own loop."""
+    """The RoPE factors that llama.cpp's converter stores for Llama 3.1, by its own loop."""
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type") != "llama3":
         return None

@@ -1,6 +1,6 @@
-"""A target whose text can be foretold, and heads that foretell it from what they are fed.
+"""A target whose text can be predicted, and heads that predict it from tokens or features.
 
-A state is the embedding of the token itself, for attention and feed-forward layers say nothing. The embeddings have
+A state is the embedding of the token itself, because attention and feed-forward layers output zero. The embeddings have
 length sqrt(H), so that norms leave them as they are. The likeliest token after c, of a cycle of tokens, is next(c), and
 the linear map A takes the embedding of c to that of next(c). What a head is fed for token j is therefore e(t_j), and
 

@@ -150,7 +150,7 @@ PUBLISHED: dict[str, tuple[Quantizer, dict[str, Any]]] = {
     "float8, one scale": (fp8(None), FP8),
     "float8, blocks": (fp8(20), FP8 | {"weight_block_size": [20, 20]}),
     "float8, blocks, exponents": (fp8(20, exponents=True), FP8 | {"weight_block_size": [20, 20]}),
-    "float8, blocks that are not said": (fp8(128), FP8),
+    "float8, default blocks": (fp8(128), FP8),
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from outrider.config import DraftConfig
 from outrider.serving.messages import OpenSession, StepOutput
 from outrider.speculation.acceptance import verify
-from outrider.speculation.proposal import Commit, FinishReason
+from outrider.speculation.proposal import Commit, FinishReason, path_hash
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.speculation.tree import SpeculationTree
 from services.draft.engine.engine import DraftEngine
@@ -34,8 +34,8 @@ def standalone(folder: Path, **flags) -> DraftEngine:
     return build(config)[0]
 
 
-def fed(algorithm: str, folder: Path, target: Path, **flags) -> DraftEngine:
-    """An engine around a head that the target feeds, in float32."""
+def feature_engine(algorithm: str, folder: Path, target: Path, **flags) -> DraftEngine:
+    """An engine around a feature-based head, in float32."""
     options = {
         "max_running_requests": 4, "draft_max_total_tokens": 2048, "speculative_draft_model_path": str(folder),
         "model_path": str(target), "draft_feature_dtype": "float32", "draft_dtype": "float32",
@@ -107,6 +107,12 @@ class OracleTarget:
         commit = Commit(self.id, base, new, self.tree.root_hash, len(draft), len(committed) - 1)
         self.commits.append(commit)
         return commit
+
+
+def commit_of(tokens: list[int], new: list[int], session_id: int = 1) -> Commit:
+    """A commit of new tokens behind others."""
+    path = path_hash(np.array([*tokens, *new]))
+    return Commit(session_id, len(tokens), np.array(new, np.uint32), path)
 
 
 def finish(commit: Commit) -> Commit:

@@ -30,7 +30,7 @@ class Batch:
 
     @property
     def pages(self) -> int:
-        """Of a session's trunk."""
+        """Of a session's prefix KV."""
         return -(-self.tokens // self.page_size)
 
     def shapes(self, slots: int, dim: int | None = None) -> tuple:
@@ -47,7 +47,7 @@ class Batch:
 
 
 def draw(batch: Batch, seed: int = 0) -> tuple[jax.Array, jax.Array, Context, dict]:
-    """Query, pool, context and options. The pool's slots that nobody may see are no numbers at all."""
+    """Query, pool, context and options. Slots of the pool that no row sees are NaN."""
     rng = np.random.default_rng(seed)
     sessions, rows, size = batch.sessions, batch.rows, batch.page_size
     scratch_pages = -(-SCRATCH_SLOTS // size)
@@ -56,7 +56,7 @@ def draw(batch: Batch, seed: int = 0) -> tuple[jax.Array, jax.Array, Context, di
     scratch = scratch.reshape(sessions, -1)[:, :SCRATCH_SLOTS]
     lengths = rng.integers(0, batch.tokens + 1, sessions)
     lengths[rng.integers(sessions)] = batch.tokens
-    # Sessions in turn: a chunk of the trunk, whose rows see ever more of it, and nodes, which see all of it and a tree.
+    # Alternating sessions: a chunk of the prefix KV with causal visibility, and nodes, which see all of it and a tree.
     feeds = (np.arange(sessions) % 2 == 1)[:, None]
     visible = np.where(feeds, np.maximum(lengths[:, None] - rows + 1 + np.arange(rows), 0), lengths[:, None])
     mask = (rng.random((sessions, rows, SCRATCH_SLOTS)) < 0.2) & ~feeds[..., None]
@@ -65,8 +65,8 @@ def draw(batch: Batch, seed: int = 0) -> tuple[jax.Array, jax.Array, Context, di
     pool = rng.standard_normal(((1 + pages.size) * size, batch.sides, batch.heads[1], batch.dim)).astype(np.float32)
     seen = np.zeros(len(pool), bool)
     for i in range(sessions):
-        trunk = (pages[i, : batch.pages, None] * size + np.arange(size)).reshape(-1)
-        seen[trunk[: lengths[i]]] = True
+        prefix_kv = (pages[i, : batch.pages, None] * size + np.arange(size)).reshape(-1)
+        seen[prefix_kv[: lengths[i]]] = True
         seen[scratch[i][mask[i].any(axis=0)]] = True
     pool[~seen] = np.nan
     options: dict = {"softcap": batch.softcap}

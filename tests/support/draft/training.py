@@ -1,4 +1,4 @@
-"""Small targets, heads for them, and records as if a target had written them."""
+"""Small targets, heads for them, and records as if a target had generated them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 
 from services.draft.formats.target import read_target
-from services.draft.learning.algorithms import Shape, algorithm_of
-from services.draft.learning.objective import Shared
+from services.draft.learning.algorithms import DraftShape, algorithm_of
+from services.draft.learning.objective import TargetWeights
 from services.draft.learning.store import Record, Store
 from services.draft.learning.vocabulary import draft_ids
 from tests.support.tiny import VOCAB, write_model
@@ -24,7 +24,7 @@ def target_of(folder, **options):
 
 def head_of(target, vocab=64, name="EAGLE3", **shape):
     """An algorithm, ids of its head and first parameters, all numbers such as bfloat16 has."""
-    algorithm = algorithm_of(name, target, Shape(vocab=vocab, inner=shape.pop("inner", 64), **shape))
+    algorithm = algorithm_of(name, target, DraftShape(vocab=vocab, inner=shape.pop("inner", 64), **shape))
     ids = np.sort(np.random.default_rng(3).choice(VOCAB, vocab, replace=False))
     if algorithm.whole_vocabulary:
         ids = np.arange(VOCAB)
@@ -36,7 +36,7 @@ def head_of(target, vocab=64, name="EAGLE3", **shape):
 def shared_of(target, ids):
     tensors = target.embedding_and_head(jnp.asarray)
     embed = tensors.get("embed", tensors["head"].T)
-    return Shared(embed, tensors["head"][:, ids], jnp.asarray(draft_ids(ids, VOCAB)))
+    return TargetWeights(embed, tensors["head"][:, ids], jnp.asarray(draft_ids(ids, VOCAB)))
 
 
 def random_record(rng, length, prompt, *, ids=None, states=4, **options):

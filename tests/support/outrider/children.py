@@ -1,10 +1,12 @@
-"""Small real processes to supervise, and a supervisor of them to kill."""
+"""Small real processes to supervise, and a supervisor of them, which tests kill."""
 
 import asyncio
+import os
 import socket
 import sys
+import time
 
-from outrider.supervisor.processes import Backoff, Child, stop_and_hurry, supervise
+from outrider.supervisor.processes import Backoff, Child, stop_and_kill_events, supervise
 
 # Answers /health with 200; ends at SIGTERM with code 0.
 HEALTHY = """
@@ -20,7 +22,7 @@ server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
 print("up", os.getpid(), flush=True)
 server.serve_forever()
 """
-# Hears no SIGTERM.
+# Ignores SIGTERM.
 STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HEALTHY.replace(
     "signal.signal(signal.SIGTERM, lambda *_: os._exit(0))", ""
 )
@@ -49,9 +51,25 @@ async def wait_ready(children):
     await asyncio.gather(*(child.wait_ready() for child in children))
 
 
+def gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def wait_gone(pids, seconds=5):
+    deadline = time.monotonic() + seconds
+    while not all(map(gone, pids)):
+        assert time.monotonic() < deadline, "a child outlived its supervisor"
+        time.sleep(0.01)
+
+
 async def main():
     """A supervisor of two healthy children that shows their ids, for tests that kill it."""
-    stop, hurry = stop_and_hurry()
+    stop, hurry = stop_and_kill_events()
     children = [
         child(globals()[kind], name=kind, on_line=lambda line: print(line, flush=True)) for kind in sys.argv[1:]
     ]

@@ -1,11 +1,12 @@
-"""An engine whose answers can be worked out by hand: the next token is the last one plus one.
+"""An engine whose tokens can be computed by hand: the next token is the last one plus one.
 
-A proposal is believed as far as it counts on. Used wherever the machinery around an engine is under test.
+A proposal is accepted as far as it counts on. Used by tests of everything around an engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -13,10 +14,26 @@ from outrider.errors import InvalidRequest
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Proposal, path_hash
+from outrider.speculation.sampling import SamplingParams, StopConditions
+
+
+def request(
+    session_id: int = 1, prompt: Sequence[int] = (1, 2), max_tokens: int = 3, committed: Sequence[int] = ()
+) -> OpenSession:
+    """Opens a session of the counting engine."""
+    tokens = np.array([*prompt, *committed], np.uint32)
+    return OpenSession(session_id, tokens, len(prompt), SamplingParams(), StopConditions(max_tokens))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition, at most 10 s."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 class CountingEngine(Engine):
-    """Commits one token a session and step, plus as many proposed ones as are right."""
+    """Commits one token per session and step, plus the proposed tokens that are right."""
 
     def __init__(self) -> None:
         self.sessions: dict[int, tuple[OpenSession, list[int]]] = {}
@@ -51,8 +68,8 @@ class CountingEngine(Engine):
         output = StepOutput(load=self.load())
         for session_id, (request, tokens) in list(self.sessions.items()):
             base = len(tokens)
-            hints = self.proposed.pop(session_id, [])
-            accepted = [t for i, t in enumerate(hints) if t == tokens[-1] + 1 + i]
+            proposed_tokens = self.proposed.pop(session_id, [])
+            accepted = [t for i, t in enumerate(proposed_tokens) if t == tokens[-1] + 1 + i]
             new = [*accepted, tokens[-1] + len(accepted) + 1]
             new = new[: request.prompt_length + request.stop.max_tokens - base]
             tokens += new
@@ -60,7 +77,7 @@ class CountingEngine(Engine):
             reason = FinishReason.LENGTH if done else FinishReason.RUNNING
             root = path_hash(np.array(tokens))
             output.commits.append(
-                Commit(session_id, base, np.array(new, np.uint32), root, len(hints), len(accepted), reason)
+                Commit(session_id, base, np.array(new, np.uint32), root, len(proposed_tokens), len(accepted), reason)
             )
             if done:
                 del self.sessions[session_id]

@@ -1,4 +1,4 @@
-"""Real engines behind their real servicers, in threads of the test, so that it can look at them."""
+"""Real engines behind their real servicers, in threads of the test, so that the test can inspect them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from services.target.process.service import TargetServicer, describe
 class Service:
     """An engine behind its real servicer, in a thread.
 
-    pause: seconds that it rests for each step that said something; what answers the step is there before the next one
+    pause: seconds of rest after each step with output, so that its answer arrives before the next step
     """
 
     build: Callable[[], Any]  # returns the engine, its coders, and what registers its servicer
@@ -55,10 +55,10 @@ class Service:
         hub = StreamHub(engine_loop, *coders)
         server = GrpcServer()
         await server.start(self.address, register(server, hub, engine_loop, self.engine))
-        await hub.pipes.open(self.address)
+        await hub.acceptor.open(self.address)
 
         def publish(output):
-            rest = self.pause * output.steps  # whoever reads the output may change what the next ones cost
+            rest = self.pause * output.steps  # the reader of the output may change the pause
             hub.publish(output)
             time.sleep(rest)
 
@@ -67,7 +67,7 @@ class Service:
         self.ready.set()
         await self.end.wait()
         hub.close()
-        await hub.pipes.close()
+        await hub.acceptor.close()
         await server.stop(0)
         await asyncio.to_thread(engine_loop.stop)
         assert engine_loop.fault is None
@@ -86,7 +86,7 @@ def target_service(folder, address, **flags):
 
 
 def draft_service(address, drafter):
-    """drafter: one, or what makes a new one at every start."""
+    """drafter: a drafter, or a function that returns a new one at every start."""
 
     def register(server, hub, loop, engine):
         servicer = DraftServicer(hub, loop)

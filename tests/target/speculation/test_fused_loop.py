@@ -60,7 +60,7 @@ def calling(engine):
     def listen():
         yield (read,)
 
-    engine.listen = listen
+    engine.message_files = listen
     yield lambda: os.read(read, 1)
     os.close(read)
     os.close(write)

@@ -32,12 +32,14 @@ def pair(tmp_path_factory):
 @pytest.fixture(scope="module")
 def both(pair):
     target, folder, _ = pair
-    return load_model(target, self_draft="int4", self_draft_head=str(folder))
+    return load_model(
+        target, self_speculation="quantized", self_speculation_format="int4", self_speculation_head=str(folder)
+    )
 
 
 @pytest.fixture(scope="module")
 def copied(pair):
-    return load_model(pair[0], self_draft="int4")
+    return load_model(pair[0], self_speculation="quantized", self_speculation_format="int4")
 
 
 def in_rounds(model, **flags):
@@ -140,7 +142,11 @@ def test_what_can_be_known_is_known(tmp_path):
     """A perfect head for a copy that is right: its rows, states and tokens are in their places all along."""
     target = write_cyclic_target(tmp_path / "target")
     head = write_perfect_eagle3(tmp_path / "head", target)
-    engine = in_rounds(load_model(target, self_draft="int4", self_draft_head=str(head)))
+    engine = in_rounds(
+        load_model(
+            target, self_speculation="quantized", self_speculation_format="int4", self_speculation_head=str(head)
+        )
+    )
     told = watched(engine)
     found = run(engine, [opening(1, [int(CYCLE[3])] * 20, max_tokens=300)])
     assert found.new[1] == cycle_text(int(CYCLE[3]), 300)

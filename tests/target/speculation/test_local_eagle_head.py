@@ -15,8 +15,7 @@ from services.target.engine.engine import TargetEngine
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.weights import Format
 from services.target.model import eagle_head_weights
-from services.target.model.loading.self_draft import SelfSpeculationConfig as Found
-from services.target.model.loading.self_draft import self_speculation_config as found_for
+from services.target.model.loading.self_speculation import SelfSpeculationPlan, plan_self_speculation
 from services.target.speculation.estimates.calibration_bins import CalibrationBins
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.mode_selector import SpeculationMode
@@ -45,7 +44,7 @@ def exact(monkeypatch):
 
 
 def with_head(target, folder, **flags):
-    return load_model(target, self_draft="head", self_draft_head=str(folder), **flags)
+    return load_model(target, self_speculation="head", self_speculation_head=str(folder), **flags)
 
 
 def drafting(model, **flags):
@@ -371,28 +370,36 @@ def test_what_auto_takes():
     large = nn.Linear(4096, 4096)
 
     def means(**flags):
-        return found_for(TargetConfig(device="cpu", **flags), large, None)
+        return plan_self_speculation(TargetConfig(device="cpu", **flags), large, None)
 
-    assert means(quantization="int8") == means(quantization="int4") == Found(True, None, DEFAULT_HEAD)
-    assert means(dtype="bfloat16") == Found(True, Format.INT4, DEFAULT_HEAD)
-    assert means(dtype="bfloat16", self_draft="int8") == Found(True, Format.INT8)
-    assert means(self_draft="int8", self_draft_head="folder") == Found(True, Format.INT8, Path("folder"))
-    assert means(self_draft_head="folder") == Found(True, None, Path("folder"))
-    assert means(dtype="bfloat16", model_path="another") == Found(True, Format.INT4)
-    assert means(self_draft="head").head == DEFAULT_HEAD
-    assert means(quantization="int8", model_path="another") == Found(True), "which no head comes along for"
-    assert found_for(TargetConfig(quantization="int8"), nn.Linear(8, 8), None) == Found(), "it is read from caches"
-    assert found_for(TargetConfig(quantization="int8"), large, "it is no program") == Found()
+    assert means(quantization="int8") == means(quantization="int4") == SelfSpeculationPlan(True, None, DEFAULT_HEAD)
+    assert means(dtype="bfloat16") == SelfSpeculationPlan(True, Format.INT4, DEFAULT_HEAD)
+    assert means(dtype="bfloat16", self_speculation="quantized", self_speculation_format="int8") == SelfSpeculationPlan(
+        True, Format.INT8
+    )
+    assert means(
+        self_speculation="quantized", self_speculation_format="int8", self_speculation_head="folder"
+    ) == SelfSpeculationPlan(True, Format.INT8, Path("folder"))
+    assert means(self_speculation_head="folder") == SelfSpeculationPlan(True, None, Path("folder"))
+    assert means(dtype="bfloat16", model_path="another") == SelfSpeculationPlan(True, Format.INT4)
+    assert means(self_speculation="head").head == DEFAULT_HEAD
+    assert means(quantization="int8", model_path="another") == SelfSpeculationPlan(True), (
+        "which no head comes along for"
+    )
+    assert plan_self_speculation(TargetConfig(quantization="int8"), nn.Linear(8, 8), None) == SelfSpeculationPlan(), (
+        "it is read from caches"
+    )
+    assert plan_self_speculation(TargetConfig(quantization="int8"), large, "it is no program") == SelfSpeculationPlan()
 
 
 def test_flags(pair, tmp_path):
     target, folder, _ = pair
-    assert load_model(target, self_draft_head=str(folder)).head is not None, "who names one wants it"
-    with pytest.raises(ConfigError, match="--self-draft-head says what"):
-        load_model(target, self_draft="text", self_draft_head=str(folder))
-    with pytest.raises(ConfigError, match=r"name its folder with --self-draft-head$"):
-        load_model(target, self_draft="head")
-    with pytest.raises(ConfigError, match=r"--self-draft head: .*leave it out"):
-        load_model(target, self_draft="head", self_draft_head=str(folder), attention_backend="torch_native")
+    assert load_model(target, self_speculation_head=str(folder)).head is not None, "who names one wants it"
+    with pytest.raises(ConfigError, match="--self-speculation-head is not for"):
+        load_model(target, self_speculation="lookup", self_speculation_head=str(folder))
+    with pytest.raises(ConfigError, match=r"name a folder with --self-speculation-head$"):
+        load_model(target, self_speculation="head")
+    with pytest.raises(ConfigError, match=r"--self-speculation head: .*leave it out"):
+        load_model(target, self_speculation="head", self_speculation_head=str(folder), attention_backend="torch_native")
     with pytest.raises(ConfigError, match=r"config\.json is missing"):
         with_head(target, tmp_path)

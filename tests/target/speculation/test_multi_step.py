@@ -181,7 +181,7 @@ def test_a_burst_is_left_when_somebody_calls(model):
     engine.open(opening(1, [5, 6, 7], max_tokens=200))
     while not engine.step().commits:
         pass
-    engine.listen = inbox.listening
+    engine.message_files = inbox.message_files
     assert len(engine.step().commits[0].tokens) == 16
     inbox.put("somebody")  # before it begins
     assert len(engine.step().commits[0].tokens) == 1
@@ -190,11 +190,11 @@ def test_a_burst_is_left_when_somebody_calls(model):
 
     @contextmanager
     def called_within():
-        with inbox.listening() as files:
+        with inbox.message_files() as files:
             inbox.put("somebody")  # while it runs
             yield files
 
-    engine.listen = called_within
+    engine.message_files = called_within
     assert len(engine.step().commits[0].tokens) == 1
     inbox.close()
 

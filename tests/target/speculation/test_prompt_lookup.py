@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(folder):
-    return load_model(folder, self_draft="text")
+    return load_model(folder, self_speculation="lookup")
 
 
 def looking_back(model, **flags):
@@ -83,7 +83,7 @@ def test_texts_and_ends_are_those_of_plain_steps(model, temperature, flags):
 
 
 def test_a_copy_drafts_where_nothing_repeats(folder):
-    model = load_model(folder, self_draft="int4")
+    model = load_model(folder, self_speculation="quantized", self_speculation_format="int4")
     requests = list(sessions(9))
     expected = run(engine_of(model), requests)
     engine = looking_back(model)
@@ -178,11 +178,11 @@ def test_it_is_a_part_of_plain_steps(model):
 
 def test_flags(folder, tmp_path):
     assert not load_model(folder).prompt_lookup, "small models are left alone"
-    assert load_model(folder, self_draft="text", quantization="int4").prompt_lookup
-    with pytest.raises(ConfigError, match="--self-draft text: --speculative-num-draft-tokens"):
-        load_model(folder, self_draft="text", speculative_num_draft_tokens=4)
+    assert load_model(folder, self_speculation="lookup", quantization="int4").prompt_lookup
+    with pytest.raises(ConfigError, match="--self-speculation lookup: --speculative-num-draft-tokens"):
+        load_model(folder, self_speculation="lookup", speculative_num_draft_tokens=4)
     large = write_model(tmp_path, hidden_size=512, intermediate_size=4096)
-    for flags, drafts in (({}, True), ({"quantization": "int4"}, False), ({"self_draft": "text"}, False)):
+    for flags, drafts in (({}, True), ({"quantization": "int4"}, False), ({"self_speculation": "lookup"}, False)):
         loaded = load_model(large, **flags)
         assert (loaded.prompt_lookup, loaded.drafts) == (True, drafts)
-    assert not load_model(large, self_draft="off").prompt_lookup
+    assert not load_model(large, self_speculation="off").prompt_lookup

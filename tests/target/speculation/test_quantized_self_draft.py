@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(folder):
-    return load_model(folder, self_draft="int4")
+    return load_model(folder, self_speculation="quantized", self_speculation_format="int4")
 
 
 def drafting(model, **flags):
@@ -71,11 +71,11 @@ def test_texts_and_ends_are_those_of_plain_steps(model, temperature, flags):
         {"dtype": "bfloat16"},
         {"quantization": "int8"},
         {"kv_cache_dtype": "fp8_e4m3"},
-        {"dtype": "bfloat16", "self_draft": "int8"},
+        {"dtype": "bfloat16", "self_speculation": "quantized", "self_speculation_format": "int8"},
     ],
 )
 def test_in_other_formats_too(folder, flags):
-    model = load_model(folder, **({"self_draft": "int4"} | flags))
+    model = load_model(folder, **({"self_speculation": "quantized", "self_speculation_format": "int4"} | flags))
     requests = list(sessions(6))
     expected = run(engine_of(model), requests)
     found = run(drafting(model), requests)
@@ -88,7 +88,9 @@ def test_in_other_formats_too(folder, flags):
 def test_other_families_too(tmp_path, family):
     """Biases, norms of queries and keys, norms of branches, windows and soft caps."""
     options = {"sliding_window": 16} if family.startswith("gemma") else {}
-    model = load_model(write_model(tmp_path, family, **options), self_draft="int4")
+    model = load_model(
+        write_model(tmp_path, family, **options), self_speculation="quantized", self_speculation_format="int4"
+    )
     assert model.drafts
     requests = list(sessions(5))
     expected, found = run(engine_of(model), requests), run(drafting(model), requests)
@@ -99,7 +101,7 @@ def test_other_families_too(tmp_path, family):
 def test_behind_a_screened_head(tmp_path):
     """The screen's copy of the head is what drafts read."""
     folder = write_model(tmp_path, vocab=9000, initializer_range=0.2)
-    model = load_model(folder, dtype="bfloat16", self_draft="int4")
+    model = load_model(folder, dtype="bfloat16", self_speculation="quantized", self_speculation_format="int4")
     requests = [opening(i, [5 + i], SamplingParams(i % 2, seed=i), max_tokens=40) for i in (1, 2, 3)]
     expected, found = run(engine_of(model), requests), run(drafting(model), requests)
     assert found.new == expected.new
@@ -123,7 +125,7 @@ def test_a_chain_is_what_weights_of_four_bits_say(folder, model, monkeypatch):
 
 
 def test_a_useless_copy_changes_nothing_and_is_given_up(folder):
-    model = load_model(folder, self_draft="int4")
+    model = load_model(folder, self_speculation="quantized", self_speculation_format="int4")
     program = model.runner._program
     rng = torch.Generator().manual_seed(0)
     for weight in program._kept:
@@ -227,7 +229,7 @@ def test_a_draft_is_left_when_somebody_calls(model):
         os.close(reader)
         os.close(writer)
 
-    engine.listen = called
+    engine.message_files = called
     assert len(engine._plan().works[0].draft) == 1
 
 
@@ -280,11 +282,11 @@ def test_states_that_wait_are_those_of_plain_steps(model, monkeypatch):
 
 def test_new_weights_are_drafted_with(tmp_path, monkeypatch):
     first, second = (write_model(tmp_path / str(seed), seed=seed) for seed in (1, 2))
-    model = load_model(first, self_draft="int4")
+    model = load_model(first, self_speculation="quantized", self_speculation_format="int4")
     engine = drafting(model)
     model.runner.update(load_file(second / "model.safetensors"))
     requests = [opening(i, [5 + i, 6], max_tokens=50) for i in range(8)]
-    other = drafting(load_model(second, self_draft="int4"))
+    other = drafting(load_model(second, self_speculation="quantized", self_speculation_format="int4"))
     monkeypatch.setattr(QuantizedSelfDraft, "_length", lambda *_: 4)  # whatever steps take
     found, fresh = run(engine, requests), run(other, requests)
     assert found.new == fresh.new
@@ -327,7 +329,7 @@ def test_the_warm_up_times_the_model_s_own_steps(model):
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ({"quantization": "int4"}, "as narrow themselves"),
+        ({"quantization": "int4"}, "as narrow"),
         ({"attention_backend": "torch_native"}, "--attention-backend"),
         ({"speculative_num_draft_tokens": 4}, "--speculative-num-draft-tokens"),
         ({"speculative_always": True}, "--speculative-always"),
@@ -336,15 +338,20 @@ def test_the_warm_up_times_the_model_s_own_steps(model):
 )
 def test_what_does_not_go_together_is_refused(folder, flags, why):
     with pytest.raises(ConfigError, match=why) as error:
-        load_model(folder, self_draft="int4", **flags)
-    assert "--self-draft" in str(error.value)
-    assert not load_model(folder, self_draft="off").drafts
+        load_model(folder, self_speculation="quantized", self_speculation_format="int4", **flags)
+    assert "--self-speculation" in str(error.value)
+    assert not load_model(folder, self_speculation="off").drafts
 
 
 def test_a_copy_is_narrower_than_the_weights(folder):
-    with pytest.raises(ConfigError, match="--self-draft int8: with --quantization int8 the weights are as narrow"):
-        load_model(folder, self_draft="int8", quantization="int8")
-    eight, four = (load_model(folder, self_draft=name).runner.draft_bytes for name in ("int8", "int4"))
+    with pytest.raises(
+        ConfigError, match="--self-speculation quantized: with --quantization int8 the weights are as narrow"
+    ):
+        load_model(folder, self_speculation="quantized", self_speculation_format="int8", quantization="int8")
+    eight, four = (
+        load_model(folder, self_speculation="quantized", self_speculation_format=name).runner.draft_bytes
+        for name in ("int8", "int4")
+    )
     assert four < eight < load_model(folder).runner.weight_bytes
 
 

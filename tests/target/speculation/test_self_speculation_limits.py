@@ -24,13 +24,13 @@ def head(tmp_path_factory):
     target, folder, _ = write_pair(
         tmp_path_factory.mktemp("pair"), "EAGLE3", eagle_aux_hidden_state_layer_ids=[-1, 0, 1]
     )
-    return load_model(target, self_draft="head", self_draft_head=str(folder))
+    return load_model(target, self_speculation="head", self_speculation_head=str(folder))
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     target, _, _ = write_pair(tmp_path_factory.mktemp("pair"), "EAGLE3", eagle_aux_hidden_state_layer_ids=[-1, 0, 1])
-    return load_model(target, self_draft="int4")
+    return load_model(target, self_speculation="quantized", self_speculation_format="int4")
 
 
 def drafting(model, gather=0.0):

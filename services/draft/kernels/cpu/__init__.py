@@ -1,1 +1,1 @@
-"""The compiled path for CPUs: C++ that XLA calls. Where it cannot be had, plain JAX serves."""
+"""Compiled CPU kernels: C++ that XLA calls. Plain JAX serves where they are not available."""

@@ -1,6 +1,6 @@
-"""`python -m services.draft.kernels.cpu`: compiles the kernels, once an environment and source.
+"""`python -m services.draft.kernels.cpu`: compiles the kernels once for an environment.
 
-For this processor; kinds can be named instead (`avx2 avx512`), for images that other machines run.
+By default for this processor; kinds can be named instead (`avx2 avx512`), for images that other machines run.
 """
 
 from outrider.native import vectors

@@ -1,4 +1,4 @@
-"""Attention that reads keys and values where they lie, and the cache that it reads, changed in place."""
+"""Attention that reads keys and values in place, and updates of the KV cache in place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.draft.kernels.base import Context
 from services.draft.kernels.cpu import library
 
 WIDEST = 1024
-"""Numbers of a head, at most, as csrc/attention.h says."""
+"""Largest head size, as in csrc/attention.h."""
 
 
 def cpu_attention(
@@ -23,7 +23,7 @@ def cpu_attention(
     sinks: jax.Array | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """As of kernels.attention. q, pool: float32 or bfloat16, both alike."""
+    """As of model.layers.backend.attention. q, pool: both float32 or both bfloat16."""
     first = jnp.zeros(0, jnp.int32) if since is None else since
     nothing = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     kernel = library.call("attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
@@ -35,7 +35,7 @@ def cpu_attention(
 
 
 def move_and_write(pool: jax.Array, moves: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    """As of kv_cache.move_and_write, but that slot 0, which is nobody's, stays as it is."""
+    """As of kv_cache.move_and_write, except that slot 0, which is padding, is not written."""
     kernel = library.call("keep", jax.ShapeDtypeStruct(pool.shape, pool.dtype), aliases={0: 0})
     changed: jax.Array = kernel(pool, moves, slots, rows.astype(pool.dtype))
     return changed

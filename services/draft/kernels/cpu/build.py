@@ -1,4 +1,4 @@
-"""What the kernels are compiled from, and with which flags."""
+"""Sources and compiler flags of the kernels."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from services.draft.kernels.cpu import library
 def cpu_candidates(
     logits: jax.Array, sampling: Any, count: int, ids: jax.Array | None, vocab_limit: int
 ) -> tuple[jax.Array, jax.Array]:
-    """As of model.sampling.candidates. vocab_limit: ids from here on are padding, whatever their logits are."""
+    """As of model.programs.sampling.candidates. vocab_limit: ids from there on are padding."""
     size = (*logits.shape[:2], count)
     results = jax.ShapeDtypeStruct(size, jnp.int32), jax.ShapeDtypeStruct(size, jnp.float32)
     tokens, log_scores = library.call("candidates", *results)(

@@ -1,4 +1,4 @@
-"""The compiled kernels, made known to XLA; they use as many threads as the process may use cores."""
+"""Registers the compiled kernels with XLA; they use as many threads as the process has cores."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from services.draft.kernels.cpu import build
 
 Unavailable = native.Unavailable
 
-# By the name under which XLA knows them, without the prefix.
+# Names that are registered with XLA, without the prefix.
 _KERNELS = ("product", "attention", "keep", "candidates")
 _PREFIX = "outrider_draft_"
 
 
 @functools.cache
 def load() -> None:
-    """Compile and register, at the first call. Raises Unavailable."""
+    """Compile and register the kernels, at the first call. Raises Unavailable."""
     library = build.KERNELS.loaded()
     for name in _KERNELS:
         kernel = jax.ffi.pycapsule(getattr(library, _PREFIX + name))
@@ -30,7 +30,7 @@ def load() -> None:
 
 
 def available() -> bool:
-    """True if the kernels can be had on this machine."""
+    """True if the kernels are available on this machine."""
     try:
         load()
     except Unavailable:
@@ -39,6 +39,6 @@ def available() -> bool:
 
 
 def call(name: str, *results: jax.ShapeDtypeStruct, aliases: dict[int, int] | None = None) -> Callable[..., Any]:
-    """A kernel as a function of arrays and attributes. aliases: results that take the place of operands, by index."""
+    """A kernel as a function of arrays and attributes. aliases: by index, operands that results are written to."""
     shapes = results if len(results) > 1 else results[0]
     return jax.ffi.ffi_call(_PREFIX + name, shapes, input_output_aliases=aliases)

@@ -1,4 +1,4 @@
-"""Matrices laid out for products of a few rows: panels of 32 outputs, each read as one stream (weight.h)."""
+"""Matrices packed for products of a few rows: panels of 32 outputs, each read as one stream (weight.h)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.draft.kernels.cpu import library
 _PANEL = 32
 _LINE = 64  # bytes
 _SLAB = 64 << 20  # bytes
-# By bytes of a number: how the numbers are told to JAX, how many of k stand side by side, and what k is padded to.
+# By bytes of an element: its dtype in JAX, how many of k stand side by side, and the multiple that k is padded to.
 _LAYOUTS: dict[int, tuple[Any, int, int]] = {4: (np.float32, 1, 1), 2: (np.uint16, 2, 32), 1: (np.uint8, 4, 64)}
 _STATIC = {"static": True}
 
@@ -27,8 +27,8 @@ class Panels:
     """A matrix [inputs, outputs], or several of one shape.
 
     data:   [..., panels, k / step, 32, step] float32, bfloat16 as uint16, or 8 bits as uint8, their value + 128
-    scales: [..., panels * 32] float32, of 8 bits; rows of activations are rounded to 8 bits with them
-    index:  which one of several is meant, int32
+    scales: [..., panels * 32] float32, of 8 bits; activations are quantized to 8 bits for them
+    index:  which one of several matrices is meant, int32
     """
 
     data: jax.Array
@@ -42,7 +42,7 @@ class Panels:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix, or matrices."""
+        """Shape of the matrix, or matrices."""
         return (*self.data.shape[:-4], self.inputs, self.outputs)
 
 
@@ -65,7 +65,7 @@ def columns(matrix: Panels, index: jax.Array, dtype: Any) -> jax.Array:
 
 
 class PanelMaker:
-    """Lays matrices out side by side on huge pages: a round walks through all of them, and would miss the TLB."""
+    """Packs matrices side by side on huge pages: a step reads all of them, and would exceed the TLB."""
 
     def __init__(self) -> None:
         self._slab = np.empty(0, np.uint8)
@@ -92,7 +92,8 @@ class PanelMaker:
             self._slab = np.frombuffer(slab, np.uint8)
         room = self._slab[:size]
         self._slab = self._slab[-(-size // _LINE) * _LINE :]
-        return room.view(kind).reshape(shape)
+        typed: NDArray[Any] = room.view(kind).reshape(shape)
+        return typed
 
 
 def _lay_out(source: NDArray[Any], to: NDArray[Any]) -> None:

@@ -1,7 +1,7 @@
-"""What every algorithm says of the draft that it trains.
+"""The interface of training algorithms.
 
-The unrolling, the loss, the optimizer and the evaluation know no algorithm: they see a model as the draft service runs
-it (`ModelConfig`), parameters as the service has them, and the feature that the target's states make.
+Unrolling, loss, optimizer and evaluation depend on no algorithm: they see a model as the draft service runs it
+(`ModelConfig`), parameters as the service has them, and the feature made from the target's states.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from numpy.typing import NDArray
 
 from outrider.checkpoints.checkpoint import load_json
 from outrider.serving.features import FeatureSpec
-from services.draft.formats.target import Target
+from services.draft.formats.target import TargetCheckpoint
 from services.draft.model.layers.config import ModelConfig
-from services.draft.model.layers.heads import Params
+from services.draft.model.params import Params
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What may be chosen of a draft. layers: of the decoder, None for the usual number; hidden: its width, where it is
-    not the target's; inner: width of its feed-forward part, None for the usual one; vocab: tokens that it learns to
-    propose; aux_layers: of the target, None for the usual ones.
+class DraftShape:
+    """Size options of a draft model.
+
+    layers:     of the decoder; None for the algorithm's default
+    hidden:     hidden size, for algorithms that do not take the target's; None for the default
+    inner:      width of the feed-forward part; None for the default
+    vocab:      tokens that the draft proposes
+    aux_layers: layers of the target whose states are features; None for the default ones
     """
 
     layers: int | None = None
@@ -38,13 +42,13 @@ class Shape:
 
 
 class Algorithm(ABC):
-    """One draft for one target.
+    """One draft model for one target.
 
-    states: what is collected; the target's last state, behind its final norm, stands last
+    states: the collected hidden states; the target's last state, behind its final norm, stands last
     model:  as the draft service runs it
     config: the published config.json
-    imitation: weight of the distance between the draft's states and the target's last ones in what is to become small
-    whole_vocabulary: all tokens are learnt, whatever the shape says
+    imitation: weight in the loss of the distance between the draft's states and the target's last states
+    whole_vocabulary: the draft proposes all tokens, regardless of the size options
     """
 
     states: FeatureSpec
@@ -54,51 +58,53 @@ class Algorithm(ABC):
     whole_vocabulary: bool = False
 
     @abstractmethod
-    def first_params(self, target: Target, ids: NDArray[np.int64], scales: NDArray[np.float32], seed: int) -> Params:
-        """Parameters to begin with, float32.
+    def first_params(
+        self, target: TargetCheckpoint, ids: NDArray[np.int64], scales: NDArray[np.float32], seed: int
+    ) -> Params:
+        """Initial parameters, float32.
 
-        ids: tokens that the draft learns to propose; scales: root mean square of each collected state
+        ids: tokens that the draft proposes; scales: root mean square of each collected state
         """
 
     def vocabulary(self) -> NDArray[np.int64] | None:
-        """The target's ids of the tokens that it proposes, if they are settled already."""
+        """The target's ids of the draft's tokens, if they are fixed already."""
         return None
 
     def embedding(self) -> Any:
-        """Its embedding, [V, H], if that is neither learnt nor the target's; None if it is."""
+        """Its embedding, [V, H], if it is neither trained nor the target's; None otherwise."""
         return None
 
     def feature(self, params: Params, states: jax.Array) -> jax.Array | None:
-        """What the first layer is fed with, [..., H], of the collected states, [..., n * Ht]; None if it is not fed."""
+        """The first layer's feature, [..., H], from the collected states, [..., n * Ht]; None without features."""
         del params, states
         return None
 
     def head(self, params: Params) -> Any:
-        """The matrix of the logits, [H, V'], if it is learnt; None if it is the target's."""
+        """The matrix of the logits, [H, V'], if it is trained; None if it is the target's."""
         del params
         return None
 
     def sharpened(self, params: Params, factor: float) -> Params | None:
-        """Parameters whose logits are larger by a factor and whose states are the same; None without an own matrix."""
+        """Parameters whose logits are scaled by a factor and whose states are unchanged; None without an own matrix."""
         return params | {"head": factor * params["head"]} if "head" in params else None
 
     @abstractmethod
     def publish(self, params: Mapping[str, Any], ids: NDArray[np.int64], folder: Path) -> None:
-        """Write a folder in the published format. params: NumPy arrays or JAX's."""
+        """Write a folder in the published format. params: arrays of NumPy or JAX."""
 
 
 class LastStateHead(Algorithm):
-    """A head that is fed with the target's last state as it is."""
+    """A head whose feature is the target's last state, unchanged."""
 
     states = FeatureSpec(final=True)
 
     def feature(self, params: Params, states: jax.Array) -> jax.Array:
-        """That state."""
+        """The last state."""
         del params
         return states
 
 
-def target_config(target: Target) -> dict[str, Any]:
+def target_config(target: TargetCheckpoint) -> dict[str, Any]:
     """config.json of a target's language model."""
     raw = load_json(target.folder / "config.json")
     inner: dict[str, Any] = raw.get("text_config") or raw
@@ -106,9 +112,9 @@ def target_config(target: Target) -> dict[str, Any]:
 
 
 def llama_config(raw: Mapping[str, Any], architecture: str, hidden: int, inner: int, layers: int) -> dict[str, Any]:
-    """The part of a published config.json that drafts in Llama's manner share. raw: the target's.
+    """The keys of a published config.json that Llama-like drafts share. raw: the target's.
 
-    A draft of the target's own width has heads like the target's.
+    A draft with the target's hidden size has as many heads.
     """
     rope = dict(raw.get("rope_parameters") or {})
     heads = raw["num_attention_heads"]
@@ -131,4 +137,4 @@ def llama_config(raw: Mapping[str, Any], architecture: str, hidden: int, inner: 
     }
 
 
-_CONTEXT = 8192  # tokens that a draft claims to follow, if the target does
+_CONTEXT = 8192  # largest context length of a published draft, in tokens

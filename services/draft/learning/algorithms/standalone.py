@@ -1,6 +1,6 @@
 """STANDALONE: a small decoder with the target's vocabulary, in Llama's published format with a tied embedding.
 
-It knows nothing of the target but its text, so it is larger than a head and needs more of it; any server loads it.
+It sees only the target's text, not its states, so it is larger than a head and needs more text; any server can load it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from outrider.checkpoints import checkpoint
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
 from services.draft.formats.llama import describe_llama
-from services.draft.formats.target import Target
-from services.draft.learning.algorithms.base import Algorithm, Shape, llama_config, target_config
-from services.draft.learning.algorithms.layers import Dice, first_layer, layer_tensors, plain, write_folder
+from services.draft.formats.target import TargetCheckpoint
+from services.draft.learning.algorithms.base import Algorithm, DraftShape, llama_config, target_config
+from services.draft.learning.algorithms.llama_layers import RandomInit, first_layer, layer_tensors, plain, write_folder
 from services.draft.model.layers.config import ModelConfig
-from services.draft.model.layers.heads import Params
+from services.draft.model.params import Params
 
 _LAYERS, _HIDDEN, _HEAD_DIM = 4, 256, 64
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-_FIRST_LOGITS = 0.05  # size of a first embedding's numbers
+_EMBEDDING_SCALE = 0.05  # root mean square of the initial embedding
 
 
 class Standalone(Algorithm):
@@ -35,8 +35,8 @@ class Standalone(Algorithm):
     states = FeatureSpec(final=True)
     whole_vocabulary = True
 
-    def __init__(self, target: Target, shape: Shape) -> None:
-        """Raises ConfigError for a width that heads do not divide."""
+    def __init__(self, target: TargetCheckpoint, shape: DraftShape) -> None:
+        """Raises ConfigError for a hidden size that is no multiple of the head size."""
         hidden = shape.hidden or min(_HIDDEN, target.hidden_size)
         dim = _HEAD_DIM if hidden > _HEAD_DIM else max(hidden // 4, 2)
         if hidden % dim:
@@ -51,22 +51,24 @@ class Standalone(Algorithm):
         }  # fmt: skip
         self.model: ModelConfig = describe_llama(self.config, "LlamaForCausalLM")
 
-    def first_params(self, target: Target, ids: NDArray[np.int64], scales: NDArray[np.float32], seed: int) -> Params:
-        """The embedding is what of the target's most matters: its first principal components; the rest is random."""
+    def first_params(
+        self, target: TargetCheckpoint, ids: NDArray[np.int64], scales: NDArray[np.float32], seed: int
+    ) -> Params:
+        """The embedding holds the first principal components of the target's; the rest is random."""
         del ids, scales
-        dice = Dice(seed)
+        init = RandomInit(seed)
         theirs = np.asarray(target.embedding_and_head(plain)["head"]).T  # [V, Ht]
         _, _, ways = np.linalg.svd(theirs.T @ theirs)
         embedding = theirs @ ways[: self._hidden].T
-        embedding *= _FIRST_LOGITS / np.sqrt(np.mean(embedding**2))
+        embedding *= _EMBEDDING_SCALE / np.sqrt(np.mean(embedding**2))
         return {
             "embed": jnp.asarray(embedding, jnp.float32),
             "norm": jnp.ones(self._hidden, jnp.float32),
-            "layers": [first_layer(layer, self._hidden, dice) for layer in self.model.layers],
+            "layers": [first_layer(layer, self._hidden, init) for layer in self.model.layers],
         }
 
     def head(self, params: Params) -> Any:
-        """The embedding itself."""
+        """The embedding, which is tied."""
         return params["embed"].T
 
     def publish(self, params: Mapping[str, Any], ids: NDArray[np.int64], folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""Attention of a layer: queries, keys and values from states, what the rows see, and states from that.
+"""Attention of a layer: projections to queries, keys and values, the KV cache, and the output projection.
 
-Legend of shapes: S sessions, Q rows a session, I numbers of a state, D head size.
+Legend of shapes: S sessions, Q rows a session, I size of a state, D head size.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from services.draft.model.layers.config import Attention, LatentAttention
 from services.draft.model.layers.heads import rms_norm
 from services.draft.model.layers.kv_cache import move_and_write
 from services.draft.model.layers.rope import Rope
-from services.draft.model.matrices.narrow import linear
+from services.draft.model.matrices.products import linear
 
 
 class Step(NamedTuple):
-    """The rows of a step, S x Q, as attention knows them, whatever the layer.
+    """The rows of a step, S x Q, for attention of any kind.
 
-    positions: [S, Q]; slots: [S, Q], where a row's keys and values go; moves: slots of the pool to copy first, [2, M]
+    positions: [S, Q]; slots: [S, Q], where a row's keys and values are written; moves: [2, M], slots to copy first
     """
 
     positions: jax.Array
@@ -32,7 +32,7 @@ class Step(NamedTuple):
     moves: jax.Array
 
 
-# The norms inside of latent attention have an epsilon of their own.
+# Latent attention's own norms have this epsilon.
 _LATENT_EPSILON = 1e-6
 
 
@@ -45,7 +45,7 @@ def attend(
     step: Step,
     epsilon: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """What attention adds to states x [S, Q, I], and the pool with the rows' keys and values.
+    """The output of attention for states x [S, Q, I], and the pool with the rows' keys and values.
 
     epsilon: of the norms of queries and keys.
     """
@@ -63,7 +63,7 @@ def attend(
 
 
 def _first_seen(description: Attention, positions: jax.Array) -> jax.Array | None:
-    """The first row of the trunk that each row sees, [S, Q]; None if there is no limit."""
+    """The first row of the prefix KV that each row attends to, [S, Q]; None without a limit."""
     if description.window is None:
         return jnp.full_like(positions, description.first) if description.first else None
     return jnp.maximum(positions - description.window + 1, description.first)
@@ -72,7 +72,7 @@ def _first_seen(description: Attention, positions: jax.Array) -> jax.Array | Non
 def project(
     layer: dict[str, Any], description: Attention, x: jax.Array, positions: jax.Array, epsilon: float
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Queries [S, Q, heads, D], keys and values [S, Q, 2, kv_heads, D], and the gate [S, Q, heads, D] if there is."""
+    """Queries [S, Q, heads, D], keys and values [S, Q, 2, kv_heads, D], and the gate [S, Q, heads, D] or None."""
     heads, kv_heads, dim = description.heads, description.kv_heads, description.head_dim
     qkv = linear(x, layer, "qkv").reshape(*x.shape[:2], -1, dim)
     q, k, v, gate = jnp.split(qkv, (heads, heads + kv_heads, heads + 2 * kv_heads), axis=2)
@@ -88,7 +88,7 @@ def project(
 def _attend_latent(
     description: LatentAttention, paging: Paging, layer: dict[str, Any], x: jax.Array, pool: jax.Array, step: Step
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries go to the latent space, where all heads read the same rows, and what they saw comes back from there."""
+    """Attention in the latent space, where all heads read the same rows; values are projected back afterwards."""
     rank = description.rank
     inner = x
     if description.query_rank:
@@ -108,18 +108,18 @@ def _attend_latent(
 
 
 def _scaled(q: jax.Array, scale: float | None, dim: int) -> jax.Array:
-    """Queries such that attention, which multiplies them by 1 / sqrt(dim), multiplies them by the scale."""
+    """Scale queries so that attention, which multiplies scores by 1 / sqrt(dim), multiplies them by `scale`."""
     return q if scale is None else q * (scale * math.sqrt(dim))
 
 
 def _angles(rope: Rope, dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines, [S, Q, 1, rotated / 2]. Computed and not looked up, so that none lies beyond a table."""
+    """Cosines and sines, [S, Q, 1, rotated / 2]. Computed instead of looked up, so that no position exceeds a table."""
     angles = (positions[..., None].astype(jnp.float32) * rope.inverse_frequencies(dim))[:, :, None]
     return jnp.cos(angles) * rope.amplitude, jnp.sin(angles) * rope.amplitude
 
 
 def _rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate the pairs (i, i + half) of each head's first 2 * half numbers. x: [S, Q, heads, D]."""
+    """Rotate the pairs (i, i + half) of the first 2 * half dimensions of each head. x: [S, Q, heads, D]."""
     cos, sin = cos_sin
     half = cos.shape[-1]
     a, b, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)

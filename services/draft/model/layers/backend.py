@@ -1,12 +1,14 @@
 """Ragged paged attention with an ancestor mask: one function, several kernels.
 
-A row sees the first tokens of its session's trunk, read through the page table, and those scratch slots that its mask
-names, which hold its ancestors in the speculation tree and itself.
+A row attends to the first tokens of its session's prefix KV, read through the page table, and to the scratch slots in
+its mask, which hold its ancestors in the draft tree and itself.
 
-    plain       in jax.numpy, for every device; what the others are tested against
-    cpu         compiled C++, beside which products, cache and candidates are compiled, too
-    pallas_gpu  pages read where they lie, compiled by Triton
-    pallas_tpu  the same, compiled by Mosaic
+    plain       in jax.numpy, for every device; the reference of the others
+    cpu         compiled C++, together with compiled products, cache updates and candidates
+    pallas_gpu  reads pages in place, compiled by Triton
+    pallas_tpu  reads pages in place, compiled by Mosaic
+
+A new kernel is a module in services/draft/kernels that is entered here.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ log = logging.getLogger(__name__)
 def choose(
     wanted: DraftAttentionBackend, device: jax.Device, model: ModelConfig, dtype: Any, page_size: int
 ) -> Backend:
-    """The kernel for a model on a kind of device. wanted: --draft-attention-backend. Raises ConfigError."""
+    """The attention kernel for a model on a device. wanted: --draft-attention-backend. Raises ConfigError."""
     if wanted == "plain":
         return "plain"
     if wanted == "cpu" or (wanted == "auto" and device.platform == "cpu"):
@@ -51,19 +53,19 @@ def _compiled(wanted: DraftAttentionBackend, device: jax.Device, model: ModelCon
     if reason is None:
         return "cpu"
     if wanted == "cpu":
-        raise ConfigError(f"--draft-attention-backend cpu cannot be had: {reason}")
+        raise ConfigError(f"--draft-attention-backend cpu is not available: {reason}")
     log.warning("the draft runs on plain JAX, several times slower: %s", reason)
     return "plain"
 
 
 def _missing(device: jax.Device, model: ModelConfig, dtype: Any) -> str | None:
-    """Why the compiled kernels for CPUs cannot be had; None if they can."""
+    """Why the compiled CPU kernels are not available; None if they are."""
     if device.platform != "cpu":
         return f"the draft computes on {device.platform}"
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"they compute in float32 and bfloat16, not in {jnp.dtype(dtype).name}; see --draft-dtype"
     if (widest := max((layer.attention.kv_shape[-1] for layer in model.layers), default=0)) > WIDEST:
-        return f"they have room for heads of {WIDEST} numbers, not of {widest}"
+        return f"they support heads of at most {WIDEST} dimensions, not of {widest}"
     try:
         library.load()
     except library.Unavailable as error:
@@ -81,12 +83,12 @@ def attention(
     sinks: jax.Array | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """Attend from each row to what it sees.
+    """Attention of each row.
 
     q: [S, Q, heads, D]; pool: [slots, 2, kv_heads, D], keys and values of one layer, or [slots, 1, kv_heads, D] where
-    a key is its own value. since: [S, Q] int32, the first trunk token that each row sees; all by default.
-    sinks: [heads], a further score, of nothing. softcap: bound of scores, which tanh bends towards it. Returns
-    [S, Q, heads, D]; rows that see nothing give 0.
+    keys are also the values. since: [S, Q] int32, the first token of the prefix KV that each row attends to; default 0.
+    sinks: [heads], score of an additional key without a value. softcap: bound of the scores by tanh. Returns
+    [S, Q, heads, D]; rows without visible keys give 0.
     """
     options: dict[str, Any] = {"since": since, "sinks": sinks, "softcap": softcap}
     match paging.backend:

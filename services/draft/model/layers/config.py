@@ -1,10 +1,10 @@
-"""What a draft model is made of, as frozen dataclasses: they are static arguments of the compiled programs.
+"""The parts of a draft model as frozen dataclasses, which are static arguments of the compiled programs.
 
-    ModelConfig   vocabulary, context, one Layer after another, and the head that joins its input and ends it
+    ModelConfig   vocabulary, context length, one Layer after another, and the head with the input fusion and final norm
     Layer         attention, feed-forward part, norms
-    Head          model/heads.py
+    Head          heads.py
 
-Readers of published formats (model/formats/) make these from config.json.
+Format readers (services/draft/formats) make these from config.json.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention. width: numbers that its projections take.
+    """Grouped-query attention. width: size of its input.
 
-    gated:  a gate stands beside each head's query; what the head saw is multiplied by its sigmoid
+    gated:  each head's output is multiplied by the sigmoid of a gate, which is projected together with the query
     scale:  of the scores, by default 1 / sqrt(head_dim)
-    window: tokens that a row sees, itself included; by default all. A drafted row sees its whole path
-    sinks:  each head may look past all tokens, at nothing, with a score of its own
-    first:  rows of the trunk before it are not seen; a layer that predicts further ahead has none there
-    value_dim, value_scale: published values are narrower than keys, and are to be multiplied
-    rope:   None where positions are not told
-    softcap: bound of the scores, which tanh bends towards it
-    cached_dim: numbers that the cache keeps of a head, by default head_dim; further ones are zeros
+    window: tokens that a row attends to, itself included; default all. Draft rows attend to their whole path
+    sinks:  each head has an additional key without a value, with a learned score
+    first:  rows of the prefix KV before it are not visible; layers that predict further ahead have none there
+    value_dim, value_scale: size of published values, narrower than keys, and the factor to multiply them by
+    rope:   None for layers without positions
+    softcap: bound of the scores by tanh
+    cached_dim: size of a head in the cache, by default head_dim; the rest is zeros
     """
 
     width: int
@@ -55,21 +55,21 @@ class Attention:
 
     @property
     def kv_shape(self) -> tuple[int, ...]:
-        """What the cache keeps of a row: keys and values side by side."""
+        """Shape of a row in the cache: keys and values side by side."""
         return 2, self.kv_heads, self.cached_dim or self.head_dim
 
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek): keys and values of all heads are made from one latent vector a token.
+    """Multi-head latent attention (DeepSeek): keys and values of all heads come from one latent vector a token.
 
-    The projections from the latent vector to keys and values are moved to the query's and the output's side, so that
-    the cache keeps the latent vector and the rotated key alone, and all heads read the same.
+    The projections from the latent vector to keys and values are moved to the side of queries and outputs, so that the
+    cache keeps only the latent vector and the rotated key, which all heads read.
 
-    width: numbers that its projections take; query_rank: numbers that the query goes through, 0 if it is made at once;
-    rank: of the latent vector; plain_dim, rotary_dim: of a head's query; value_dim: of a head's value; scale: of scores
-    interleaved: published rotated numbers stand in pairs side by side
-    cached_dim: numbers that the cache keeps of a row, by default rank + rotary_dim; further ones are zeros
+    width: size of its input; query_rank: size of the query's latent vector, 0 without one; rank: size of the latent
+    vector; plain_dim, rotary_dim: of a head's query; value_dim: of a head's value; scale: of scores
+    interleaved: pairs that are rotated together are published side by side
+    cached_dim: size of a row in the cache, by default rank + rotary_dim; the rest is zeros
     """
 
     width: int
@@ -87,13 +87,13 @@ class LatentAttention:
 
     @property
     def kv_shape(self) -> tuple[int, ...]:
-        """What the cache keeps of a row: one vector, which is key and value of every head."""
+        """Shape of a row in the cache: one vector, key and value of every head."""
         return 1, 1, self.cached_dim or self.rank + self.rotary_dim
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """Gated feed-forward part. width: numbers between gate and down projection. activation: of the gate."""
+    """Gated feed-forward part. width: size between gate and down projection. activation: of the gate."""
 
     width: int
     bias: bool = False
@@ -102,14 +102,15 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of gated feed-forward parts, of which a router gives each row a few.
+    """A mixture of experts, of which a router chooses a few for each row.
 
-    count, width:  of the experts; a shared one of `shared` numbers, 0 if there is none, takes every row
-    chosen:        experts a row; by the sigmoid of the router's logits plus a bias, or by their softmax
-    groups, kept:  experts are chosen among the best `kept` groups of them
+    count, width:  number and width of the experts
+    chosen:        experts a row, by the sigmoid of the router's logits plus a bias, or by their softmax
+    shared:        width of the shared expert, which processes every row; 0 without one
+    groups, kept:  experts are chosen among the best `kept` groups
     normed:        weights of the chosen experts add up to 1
     scaling:       of the weights
-    shared_gate:   the shared expert's output is multiplied by the sigmoid of a number of the row's own
+    shared_gate:   the shared expert's output is multiplied by the sigmoid of a gate
     joined:        published as one tensor of all experts
     """
 
@@ -130,10 +131,10 @@ class Experts:
 class Layer:
     """A decoder layer: x + attention(norm(x)), then the same with the feed-forward part.
 
-    input_norm: attention gets its input through a norm
-    beside:     attention gets [norm(embedding); norm(x)], twice as wide (EAGLE-3)
-    residual_after_norm: what attention's output is added to has been through the input's norm
-    output_norms: what attention and the feed-forward part say goes through norms, too (Gemma 2, 3)
+    input_norm: the input of attention is normed
+    beside:     the input of attention is [norm(embedding); norm(x)], twice as wide (EAGLE-3)
+    residual_after_norm: the residual of attention is the normed input
+    output_norms: outputs of attention and feed-forward part are normed, too (Gemma 2, 3)
     """
 
     attention: Attention | LatentAttention
@@ -149,11 +150,11 @@ class Layer:
 class ModelConfig:
     """Shapes and constants of a draft model. Sizes count elements; `context` counts tokens.
 
-    vocab_size: ids that the head gives logits of; where they are not the target's ids, params["ids"] translates
-    stacked:    each layer predicts a token further from the target's features (model/stacked.py); else they follow one
-                another
-    softcap: bound of the logits, which tanh bends towards it
-    factor:  of the logits, before that
+    vocab_size: entries of the head; where they are not the target's ids, params["ids"] maps them
+    stacked:    each layer predicts a token further from the target's features (stacked.py), instead of processing the
+                output of the layer before
+    softcap: bound of the logits by tanh
+    factor:  of the logits, applied before the softcap
     """
 
     architecture: str
@@ -169,12 +170,12 @@ class ModelConfig:
     factor: float = 1.0
 
     def cache_numbers(self) -> int:
-        """Numbers that the caches keep a token."""
+        """Elements that the caches keep for a token."""
         kept = sum(math.prod(layer.attention.kv_shape) for layer in self.layers)
-        return kept + (self.hidden_size if self.head.fed else 0)
+        return kept + (self.hidden_size if self.head.uses_features else 0)
 
 
-# --- parts of config.json that many formats share ---
+# --- keys of config.json that many formats share ---
 
 
 def attention_of(raw: dict[str, Any], *, width: int | None = None, **options: Any) -> Attention:
@@ -192,13 +193,13 @@ def attention_of(raw: dict[str, Any], *, width: int | None = None, **options: An
 
 
 def eos_of(raw: dict[str, Any]) -> tuple[int, ...]:
-    """Ids that end a text."""
+    """Ids of end-of-sequence tokens."""
     eos = raw.get("eos_token_id")
     return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
 
 
 def check_activation(raw: dict[str, Any]) -> None:
-    """Raise ConfigError unless the feed-forward part's activation is the one that is built."""
+    """Raise ConfigError unless the activation of the feed-forward part is SiLU."""
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise ConfigError(f"the draft model's activation {activation!r} is not supported; expected 'silu'")

@@ -1,4 +1,4 @@
-"""The decoder as pure functions: rows of tokens in, states out, keys and values written into the pools.
+"""The decoder as pure functions: tokens in, states out, keys and values written into the pools.
 
 Legend of shapes: S sessions, Q rows a session, H hidden size, V vocabulary, W width of a feature.
 """
@@ -15,17 +15,18 @@ from services.draft.kernels.base import Context, Paging
 from services.draft.model.layers.attention import Step, attend
 from services.draft.model.layers.config import Layer, ModelConfig
 from services.draft.model.layers.feed_forward import feed_forward
-from services.draft.model.layers.heads import Inputs, Params, rms_norm
+from services.draft.model.layers.heads import Inputs, rms_norm
 from services.draft.model.layers.kv_cache import Pools, keep_features
-from services.draft.model.matrices.narrow import columns, lookup, product
+from services.draft.model.matrices.products import columns, lookup, product
+from services.draft.model.params import Params
 
 
 class Features(NamedTuple):
-    """The features of a step's rows. Where `given`, it is the row's own in `rows`; else it is read from the pool.
+    """The features of a step's rows: from `rows` where `given`, else read from the pool.
 
-    rows: [S, Q, W]; given: [S, Q] bool; sources: [S, Q] int32, slots of the parents' rows. For n stacked layers sources
-    are [S, Q, n], slots of the target's features for each of them, as they are behind the step's writes; and layers
-    [S, Q] int32, the one that predicts from each row
+    rows: [S, Q, W]; given: [S, Q] bool; sources: [S, Q] int32, slots of the parents' rows. For n stacked layers:
+    sources [S, Q, n], slots of the target's features for each of them, read after the step's writes; layers [S, Q]
+    int32, the layer that predicts from each row
     """
 
     rows: jax.Array
@@ -35,7 +36,7 @@ class Features(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a step, [S, Q] int32 each. slots: where a row's keys and values go; padding goes to slot 0."""
+    """The rows of a step, [S, Q] int32 each. slots: where a row's keys and values are written; padding uses slot 0."""
 
     tokens: jax.Array
     positions: jax.Array
@@ -52,10 +53,9 @@ def hidden_states(
     moves: jax.Array,
     paging: Paging,
 ) -> tuple[jax.Array, Pools]:
-    """The states that the rows' logits come from, [S, Q, H], and the pools with what the rows leave there.
+    """The states that the rows' logits are computed from, [S, Q, H], and the updated pools.
 
-    moves: slots to copy before anything else, [2, M] int32, sources and targets. Features are read from the slots as
-    they were before the moves.
+    moves: slots to copy first, [2, M] int32, sources and targets. Features are read from their slots before the moves.
     """
     embedding = embed(params, rows.tokens)
     x, beside = config.head.join(params, _inputs(embedding, rows, pools))
@@ -68,7 +68,7 @@ def hidden_states(
     state, handed = config.head.finish(params, x)
     kept = pools.features
     if kept is not None:
-        assert handed is not None, "a fed head hands a state on"
+        assert handed is not None, "a feature-based head passes a state on"
         handed = handed.reshape(-1, handed.shape[-1])
         kept = keep_features(kept, moves, rows.slots.reshape(-1), handed, paging.backend)
     return state, Pools(written, kept)
@@ -84,7 +84,7 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
 def _inputs(embedding: jax.Array, rows: Rows, pools: Pools) -> Inputs:
     if rows.features is None:
         return Inputs(embedding, rows.positions)
-    assert pools.features is not None, "a fed head has a pool of features"
+    assert pools.features is not None, "a feature-based head has a pool of features"
     own = lookup(pools.features, rows.features.sources)
     feature = jnp.where(rows.features.given[..., None], rows.features.rows.astype(own.dtype), own)
     return Inputs(embedding, rows.positions, feature)
@@ -100,10 +100,10 @@ def decoder_layer(
     pool: jax.Array,
     step: Step,
 ) -> tuple[jax.Array, jax.Array]:
-    """One layer on states x [S, Q, H]. Jitted by itself so that equal ones are traced once; XLA inlines it.
+    """One layer on states x [S, Q, H]. Jitted by itself so that equal layers are traced once; XLA inlines it.
 
     A scan over stacked weights would compile faster, but XLA's CPU backend copies every layer's weights out of the
-    stack first, which costs a third at one row.
+    stack first, which costs a third of a step with one row.
     """
     inner, residual = layer_input(description, layer, x, beside)
     seen, filled = attend(description.attention, paging, layer, inner, pool, step, description.epsilon)
@@ -113,7 +113,7 @@ def decoder_layer(
 def layer_input(
     description: Layer, layer: dict[str, Any], x: jax.Array, beside: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """What attention gets, and what its output is added to. x, beside: [..., H]."""
+    """The input of attention, and the residual that its output is added to. x, beside: [..., H]."""
     inner = rms_norm(x, layer["attention_norm"], description.epsilon) if description.input_norm else x
     residual = inner if description.residual_after_norm else x
     if beside is not None:
@@ -122,19 +122,19 @@ def layer_input(
 
 
 def layer_output(description: Layer, layer: dict[str, Any], residual: jax.Array, seen: jax.Array) -> jax.Array:
-    """States behind the layer, from what attention said."""
+    """The states behind a layer. seen: output of attention."""
     epsilon = description.epsilon
     if description.output_norms:
         seen = rms_norm(seen, layer["attention_output_norm"], epsilon)
     x = residual + seen
-    said = feed_forward(description.mlp, layer, rms_norm(x, layer["mlp_norm"], epsilon))
+    output = feed_forward(description.mlp, layer, rms_norm(x, layer["mlp_norm"], epsilon))
     if description.output_norms:
-        said = rms_norm(said, layer["mlp_output_norm"], epsilon)
-    return x + said
+        output = rms_norm(output, layer["mlp_output_norm"], epsilon)
+    return x + output
 
 
 def all_logits(params: Params, x: jax.Array, softcap: float | None = None, factor: float = 1.0) -> jax.Array:
-    """As `head`, but that padding may look likely."""
+    """As `head`, without the mask of padding."""
     logits = product(x, params["head"], jnp.float32)
     logits = logits if factor == 1 else factor * logits
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
@@ -143,7 +143,7 @@ def all_logits(params: Params, x: jax.Array, softcap: float | None = None, facto
 def head(
     params: Params, x: jax.Array, vocab_limit: int, softcap: float | None = None, factor: float = 1.0
 ) -> jax.Array:
-    """Logits of states, [..., H] to [..., V] float32; ids from `vocab_limit` on are padding and never likely.
+    """Logits of states, [..., H] to [..., V] float32; ids from `vocab_limit` on are padding and masked.
 
     softcap, factor: as of ModelConfig
     """

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from services.draft.model.layers.config import Activation, Experts, Mlp
-from services.draft.model.matrices.narrow import linear, product
+from services.draft.model.matrices.products import linear, product
 
 
 def feed_forward(description: Mlp | Experts, layer: dict[str, Any], x: jax.Array) -> jax.Array:
-    """What the feed-forward part adds to normed states x [S, Q, H]."""
+    """The output of the feed-forward part for normed states x [S, Q, H]."""
     if isinstance(description, Mlp):
         return _gated(x, layer, "gate_up", "down", description.activation)
     rows = x.reshape(-1, x.shape[-1])
@@ -35,7 +35,7 @@ def _gated(x: jax.Array, layer: dict[str, Any], gate_up: str, down: str, activat
 def route(description: Experts, layer: dict[str, Any], x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The experts of each row, [N, chosen] int32, and their weights, [N, chosen] float32. x: [N, H].
 
-    Computed in float32: a rounded logit could choose another expert.
+    Computed in float32, because a rounded logit could choose another expert.
     """
     logits = x.astype(jnp.float32) @ layer["router"].astype(jnp.float32)
     if description.sigmoid:
@@ -51,7 +51,7 @@ def route(description: Experts, layer: dict[str, Any], x: jax.Array) -> tuple[ja
 
 
 def _in_best_groups(description: Experts, wanted: jax.Array) -> jax.Array:
-    """A group is as good as its two best experts together; those of other groups are not to be chosen."""
+    """Scores with -inf outside the best groups. The value of a group is the sum of its two best experts' scores."""
     if description.kept == description.groups:
         return wanted
     grouped = wanted.reshape(len(wanted), description.groups, -1)
@@ -62,11 +62,11 @@ def _in_best_groups(description: Experts, wanted: jax.Array) -> jax.Array:
 
 
 def _mix(x: jax.Array, layer: dict[str, Any], chosen: jax.Array, weights: jax.Array, count: int) -> jax.Array:
-    """The weighted sum of what the chosen experts say of each row, [N, H].
+    """The weighted sum of the chosen experts' outputs for each row, [N, H].
 
-    A loop over the experts that any row has chosen: each one's weights are read once, and those of the others never.
-    With the few rows of a round of growth that is all that a step costs. Each expert computes all rows, which is more
-    than needed in chunks of a prompt.
+    A loop over the experts that any row has chosen: their weights are read once, those of the others never. With the
+    few rows of an expansion that is the whole cost of a step. Each expert computes all rows, which wastes work in
+    prompt chunks.
     """
     used = jnp.zeros(count, bool).at[chosen.reshape(-1)].set(True)
     order = jnp.argsort(~used)  # used experts first
@@ -75,8 +75,8 @@ def _mix(x: jax.Array, layer: dict[str, Any], chosen: jax.Array, weights: jax.Ar
     def add(i: jax.Array, total: jax.Array) -> jax.Array:
         expert = order[i]
         gate, up = jnp.split(product(x, layer["experts_gate_up"][expert]), 2, axis=-1)
-        said = product(jax.nn.silu(gate) * up, layer["experts_down"][expert])
-        return total + share[:, expert, None] * said
+        output = product(jax.nn.silu(gate) * up, layer["experts_down"][expert])
+        return total + share[:, expert, None] * output
 
-    total = lax.fori_loop(0, used.sum(), add, jnp.zeros(x.shape, jnp.float32))
+    total: jax.Array = lax.fori_loop(0, used.sum(), add, jnp.zeros(x.shape, jnp.float32))
     return total.astype(x.dtype)

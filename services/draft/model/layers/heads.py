@@ -1,8 +1,8 @@
-"""Heads: how a model's first layer gets its input, and what is made of the last layer's output.
+"""Heads: how the input of a model's first layer is made, and how the last layer's output becomes states and logits.
 
-A head is a frozen description; its parameters stand beside the layers' in `Params`. `fed` heads work on the target's
-hidden states: row j pairs token j + 1 with the feature of token j, and hands a state on that stands for the feature of
-token j + 1 until the target's own is known.
+A head is a frozen description; its parameters stand beside the layers' in `Params`. Feature-based heads read the
+target's hidden states: row j pairs token j + 1 with the feature of token j, and passes on a state that replaces the
+feature of token j + 1 until the target's own arrives.
 
 Legend of shapes: S sessions, Q rows a session, H hidden size.
 """
@@ -16,7 +16,8 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from services.draft.model.matrices.narrow import Params, product
+from services.draft.model.matrices.products import product
+from services.draft.model.params import Params
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
@@ -27,9 +28,9 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 
 
 class Inputs(NamedTuple):
-    """What a head joins. embedding: [S, Q, H], of the rows' tokens; positions: [S, Q].
+    """The inputs of a head. embedding: [S, Q, H], of the rows' tokens; positions: [S, Q].
 
-    feature: [S, Q, H], the target's or the draft's own; None for heads that are not fed
+    feature: [S, Q, H], the target's or the draft's own; None for heads without features
     """
 
     embedding: jax.Array
@@ -39,24 +40,24 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Head(ABC):
-    """A head. epsilon: of its RMS norms."""
+    """A head. epsilon: of its RMS norms. uses_features: it reads the target's hidden states."""
 
     epsilon: float
 
-    fed: ClassVar[bool] = False
+    uses_features: ClassVar[bool] = False
 
     @abstractmethod
     def join(self, params: Params, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
-        """The first layer's input [S, Q, H], and what a layer with `beside` gets beside it."""
+        """The first layer's input [S, Q, H], and the second input of layers with `beside`."""
 
     @abstractmethod
     def finish(self, params: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """From the last layer's output: the state that logits come from, and the one that is handed on."""
+        """From the last layer's output: the state for the logits, and the state that is passed on, or None."""
 
 
 @dataclass(frozen=True)
 class TokenHead(Head):
-    """A language model's own: embeddings go in, the final norm stands before the logits.
+    """A language model's own head: embeddings are the input, the final norm stands before the logits.
 
     scale: of embeddings
     """
@@ -64,7 +65,7 @@ class TokenHead(Head):
     scale: float = 1.0
 
     def join(self, params: Params, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
-        """The embedding itself, scaled."""
+        """The scaled embedding."""
         del params
         embedding = inputs.embedding
         return embedding if self.scale == 1 else embedding * jnp.asarray(self.scale, embedding.dtype), None
@@ -76,35 +77,35 @@ class TokenHead(Head):
 
 @dataclass(frozen=True)
 class EagleHead(Head):
-    """EAGLE-1 and -2: a linear layer joins [embedding; feature]; the output imitates the target's normed state."""
+    """EAGLE-1 and -2: a linear layer fuses [embedding; feature]; the output predicts the target's normed state."""
 
-    fed = True
+    uses_features = True
 
     def join(self, params: Params, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
-        """params: fuse [2H, H] and perhaps fuse_bias [H]."""
+        """params: fuse [2H, H] and optionally fuse_bias [H]."""
         assert inputs.feature is not None
         x = product(jnp.concatenate([inputs.embedding, inputs.feature], axis=-1), params["fuse"])
         return (x + params["fuse_bias"] if "fuse_bias" in params else x), None
 
     def finish(self, params: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Logits and the next row take the very same state."""
+        """Logits and the next row use the same state."""
         del params
         return x, x
 
 
 @dataclass(frozen=True)
 class Eagle3Head(Head):
-    """EAGLE-3: the feature, which the target has fused already, is the stream; the embedding stands beside it.
+    """EAGLE-3: the feature, already fused by the target, is the residual stream; the embedding is the second input.
 
-    norm_output: the state that is handed on has been through the final norm (EAGLE-3.1)
+    norm_output: the state that is passed on is the normed one (EAGLE-3.1)
     """
 
     norm_output: bool = False
 
-    fed = True
+    uses_features = True
 
     def join(self, params: Params, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
-        """The feature, and the embedding beside it."""
+        """The feature, and the embedding as the second input."""
         del params
         assert inputs.feature is not None
         return inputs.feature, inputs.embedding
@@ -117,16 +118,16 @@ class Eagle3Head(Head):
 
 @dataclass(frozen=True)
 class MtpHead(Head):
-    """Multi-token prediction: a linear layer joins [norm(embedding); norm(feature)] for a decoder layer of the model.
+    """Multi-token prediction: a linear layer fuses [norm(embedding); norm(feature)] for a decoder layer of the model.
 
-    hands_normed: the state that is handed on has been through the final norm
+    hands_normed: the state that is passed on is the normed one
     blind_start:  the embedding at position 0 counts as zeros (MiMo)
     """
 
     hands_normed: bool = True
     blind_start: bool = False
 
-    fed = True
+    uses_features = True
 
     def join(self, params: Params, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
         """params: embedding_norm, feature_norm [H], and fuse [2H, H]."""
@@ -139,6 +140,6 @@ class MtpHead(Head):
         return product(jnp.concatenate([token, feature], axis=-1), params["fuse"]), None
 
     def finish(self, params: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """The layer's own final norm; the target's head reads what comes of it."""
+        """The layer's own final norm; its output is read by the target's head."""
         normed = rms_norm(x, params["norm"], self.epsilon)
         return normed, normed if self.hands_normed else x

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: which kinds there are, and the angles that a position turns each pair of numbers by."""
+"""Rotary position embeddings: the supported kinds, and the angles by position and pair of dimensions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from outrider.errors import ConfigError
 class Rope:
     """Rotary position embedding. kind: "default", "linear", "llama3" or "yarn".
 
-    factor:      how much longer the context has become; not of "default"
+    factor:      extension of the context length; not of "default"
     low_freq_factor, high_freq_factor: of "llama3". beta_fast, beta_slow, truncate: of "yarn"
-    original_context: in tokens, before it became longer; of "llama3" and "yarn"
-    amplitude:   what cosines and sines are multiplied by
-    share:       part of each head that is rotated, its first numbers
+    original_context: context length in tokens before the extension; of "llama3" and "yarn"
+    amplitude:   factor of cosines and sines
+    share:       fraction of each head that is rotated, its first dimensions
     """
 
     theta: float
@@ -36,7 +36,7 @@ class Rope:
     share: float = 1.0
 
     def inverse_frequencies(self, head_dim: int) -> NDArray[np.float32]:
-        """Radians a position, one for each rotated pair of dimensions. [head_dim * share / 2] float32."""
+        """Radians a position for each rotated pair of dimensions. [head_dim * share / 2] float32."""
         rotated = int(head_dim * self.share)
         inverse = self.theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
         if self.kind == "linear":
@@ -48,7 +48,7 @@ class Rope:
         return inverse.astype(np.float32)
 
     def _llama3(self, inverse: NDArray[np.float64]) -> NDArray[np.float64]:
-        # Long waves are slowed down by the factor, short ones stay, those between are blended.
+        # Low frequencies are divided by the factor, high ones stay, those between are blended.
         waves = 2 * math.pi / inverse
         smooth = (self.original_context / waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         smooth = np.clip(smooth, 0.0, 1.0)
@@ -64,22 +64,22 @@ class Rope:
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, rotated - 1)
-        slowed = np.clip((np.arange(rotated // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+        slowed: NDArray[np.float64] = np.clip((np.arange(rotated // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
         return slowed * inverse / self.factor + (1 - slowed) * inverse
 
 
 def yarn_amplitude(factor: float, weight: float = 1.0) -> float:
-    """How much stronger attention gets with the factor of the context (YaRN's mscale)."""
+    """YaRN's mscale: the factor of attention for an extension of the context length."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rope_of(raw: dict[str, Any]) -> Rope:
-    """The rotary embedding of a config.json. Raises ConfigError for a kind that is not supported."""
+    """The rotary embedding of a config.json. Raises ConfigError for an unsupported kind."""
     scaling = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     share = float(scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0)
-    # Text has the same position in all of mrope's dimensions; "dynamic" begins only where this context ends.
+    # Text has the same position in all of mrope's dimensions; "dynamic" differs only beyond this context length.
     if kind in ("default", "mrope", "dynamic"):
         return Rope(theta, share=share)
     if kind == "linear":
@@ -106,8 +106,10 @@ def _yarn_of(scaling: dict[str, Any], theta: float, share: float, context: int) 
     amplitude = scaling.get("attention_factor")
     if amplitude is None:
         weight, whole = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        both = weight and whole
-        amplitude = yarn_amplitude(factor, weight) / yarn_amplitude(factor, whole) if both else yarn_amplitude(factor)
+        if weight and whole:
+            amplitude = yarn_amplitude(factor, weight) / yarn_amplitude(factor, whole)
+        else:
+            amplitude = yarn_amplitude(factor)
     return Rope(
         theta,
         "yarn",

@@ -1,15 +1,15 @@
-"""MTP layers that stand side by side (MiMo-V2): layer i predicts i tokens further, each from the target's features.
+"""Stacked MTP layers (MiMo-V2): layer i predicts i tokens further, each from the target's features.
 
-    row          j - 1    j      j + 1           of the trunk; row j has token j + 1 in every layer
-    layer 0      f j-1    f j    f j+1           features that it is joined with
+    row          j - 1    j      j + 1           of the prefix KV; row j has token j + 1 in every layer
+    layer 0      f j-1    f j    f j+1           the feature that it is fused with
     layer 1      f j-2    f j-1  f j
 
-With the features of rows up to j known, layer 0 predicts what follows row j, layer 1 what follows the node below it,
-and so on: a tree is as deep as there are layers, and all of it comes from the target's own features. A row goes through
-all layers at once; what a layer says without a feature is never asked for, nor seen by a row that is.
+With the features of rows up to j known, layer 0 predicts the token behind row j, layer 1 the token behind its child,
+and so on: a tree is as deep as there are layers, and all of it is computed from the target's own features. A row passes
+through all layers at once; the output of a layer without a feature is never used, nor visible to a row that is used.
 
 Published, layer i's row j has token j + 1 + i and position j; here it lies i rows further on, at slot and position
-j + i, which is the same to rotary embeddings, and the first i rows of a layer are seen by none.
+j + i, which is the same to rotary embeddings, and the first i rows of a layer are never visible.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from services.draft.kernels.base import Context, Paging
 from services.draft.model.layers.attention import Step
 from services.draft.model.layers.config import ModelConfig
 from services.draft.model.layers.decoder import Rows, decoder_layer, embed
-from services.draft.model.layers.heads import Inputs, Params
+from services.draft.model.layers.heads import Inputs
 from services.draft.model.layers.kv_cache import Pools, keep_features
-from services.draft.model.matrices.narrow import lookup
+from services.draft.model.matrices.products import lookup
+from services.draft.model.params import Params
 
 
 def stacked_states(
@@ -37,9 +38,9 @@ def stacked_states(
 ) -> tuple[jax.Array, Pools]:
     """As decoder.hidden_states. params["joins"]: each layer's head. The pool of features holds the target's alone."""
     features = rows.features
-    assert features is not None, "stacked layers are fed"
-    assert features.layers is not None, "rows say which layer predicts"
-    assert pools.features is not None, "a fed head has a pool of features"
+    assert features is not None, "stacked layers read features"
+    assert features.layers is not None, "stacked rows name the layer that predicts"
+    assert pools.features is not None, "a feature-based head has a pool of features"
     embedding = embed(params, rows.tokens)
     given = features.rows.astype(embedding.dtype).reshape(-1, features.rows.shape[-1])
     kept = keep_features(pools.features, moves, rows.slots.reshape(-1), given, paging.backend)

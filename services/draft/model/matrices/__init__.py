@@ -1,1 +1,1 @@
-"""Matrices in memory: 8-bit, mixed-precision, and parts of a device mesh."""
+"""Matrices in memory and products with them: plain, quantized, packed, mixed-precision, or sharded over devices."""

@@ -1,1 +1,1 @@
-"""Devices and meshes."""
+"""Device placement: choice of devices, size of the KV cache, tensor parallelism over a device mesh."""

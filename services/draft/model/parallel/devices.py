@@ -1,4 +1,4 @@
-"""Where the draft computes, and how many tokens its cache has room for."""
+"""The devices of the draft, its number format, and the number of tokens in its KV cache."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from services.draft.kernels.cpu import library
 from services.draft.sessions.prefix_kv import SCRATCH_SLOTS
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-# Unless it is said, the KV cache takes this part of the memory, and no more tokens than this.
-_MEMORY_PART = 0.1
+# By default the KV cache takes this fraction of the memory, up to this many tokens.
+_MEMORY_FRACTION = 0.1
 _DEFAULT_TOKENS = 65_536
 
 
 def choose_devices(device: str, count: int, flag: str = "--draft-device") -> list[jax.Device]:
-    """Devices side by side, of which the first becomes JAX's default. Raises ConfigError.
+    """Neighbouring devices, of which the first becomes JAX's default. Raises ConfigError.
 
-    device: auto, or a platform of JAX and perhaps the index of the first one, such as cuda:1; flag: that named it
+    device: auto, or a platform of JAX and optionally the index of the first device, such as cuda:1; flag: its name
     """
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else three quarters of a GPU that others use, too
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes three quarters of a shared GPU
     platform, _, index = device.partition(":")
     if platform == "cpu":
-        jax.config.update("jax_platforms", "cpu")  # so that JAX takes no memory of others
+        jax.config.update("jax_platforms", "cpu")  # so that JAX takes no memory of other devices
     try:
         first = int(index or 0)
         found = jax.devices(None if platform == "auto" else platform)
@@ -50,7 +50,7 @@ def choose_devices(device: str, count: int, flag: str = "--draft-device") -> lis
 
 
 def dtype_of(config: DraftConfig, device: jax.Device) -> tuple[Any, str]:
-    """Number format of the computation, and its name; "auto" is what the device is fastest in."""
+    """Number format of the computation, and its name; "auto" is the fastest one of the device."""
     name = config.draft_dtype
     if name == "auto":
         slow = device.platform == "cpu" and not (_may_be_compiled(config) and library.available())
@@ -59,17 +59,17 @@ def dtype_of(config: DraftConfig, device: jax.Device) -> tuple[Any, str]:
 
 
 def _may_be_compiled(config: DraftConfig) -> bool:
-    """On CPUs only the compiled kernels compute in bfloat16; XLA's own operations widen each number first."""
+    """True if the compiled CPU kernels may serve; only they compute bfloat16 fast, XLA widens each number first."""
     return config.draft_attention_backend in ("auto", "cpu") and config.draft_tp_size == 1
 
 
 def bytes_a_device(tree: Any) -> int:
-    """Memory that arrays take on their first device."""
+    """Bytes that arrays take on their first device."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def host_device() -> jax.Device:
-    """Where arrays are prepared that the draft's devices get otherwise; the default device if JAX has no CPU."""
+    """The device on which arrays are prepared for others; the default device if JAX has no CPU."""
     try:
         return jax.devices("cpu")[0]
     except RuntimeError:
@@ -77,9 +77,9 @@ def host_device() -> jax.Device:
 
 
 def pages_that_fit(config: DraftConfig, context: int, token_bytes: int, weights: int, device: jax.Device) -> int:
-    """Pages of the KV cache. Raises ConfigError if there is no room.
+    """Pages of the KV cache. Raises ConfigError if there is not enough memory.
 
-    context: tokens of a session; token_bytes, weights: what a token in the cache and the weights take of the device
+    context: tokens of a session; token_bytes, weights: bytes a token in the cache and the weights take on the device
     """
     scratch = SCRATCH_SLOTS * config.max_running_requests
     tokens, part = config.draft_max_total_tokens, config.draft_mem_fraction_static
@@ -87,9 +87,9 @@ def pages_that_fit(config: DraftConfig, context: int, token_bytes: int, weights:
         wanted = context * config.max_running_requests + scratch
         if part is None:
             wanted = min(wanted, _DEFAULT_TOKENS + scratch)
-            room = int(_memory_bytes(device) * _MEMORY_PART)
+            room = int(memory_bytes(device) * _MEMORY_FRACTION)
         else:
-            room = int(_memory_bytes(device) * part) - weights
+            room = int(memory_bytes(device) * part) - weights
         tokens = min(wanted, room // token_bytes)
     pages = tokens // config.draft_page_size
     least = -(-SCRATCH_SLOTS // config.draft_page_size) + 1
@@ -97,7 +97,7 @@ def pages_that_fit(config: DraftConfig, context: int, token_bytes: int, weights:
         return pages
     if part is not None and config.draft_max_total_tokens is None:
         raise ConfigError(
-            f"--draft-mem-fraction-static {part} of {_memory_bytes(device) >> 20} MiB holds weights of {weights >> 20} "
+            f"--draft-mem-fraction-static {part} of {memory_bytes(device) >> 20} MiB holds weights of {weights >> 20} "
             f"MiB and no session beside them; {least * config.draft_page_size} tokens of {token_bytes} bytes are needed"
         )
     raise ConfigError(
@@ -106,7 +106,7 @@ def pages_that_fit(config: DraftConfig, context: int, token_bytes: int, weights:
     )
 
 
-def _memory_bytes(device: jax.Device) -> int:
-    """Memory of a device: what the runtime says, or the machine's."""
+def memory_bytes(device: jax.Device) -> int:
+    """Memory of a device in bytes, as the runtime reports it, or that of the machine."""
     stats: dict[str, Any] = device.memory_stats() or {}
     return int(stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -1,18 +1,19 @@
-"""A draft model over several devices (--draft-tp-size): every layer is split, and all devices work on all rows.
+"""Tensor parallelism of a draft model (--draft-tp-size): every layer is sharded over a device mesh.
 
-    attention        its heads, with the keys and values that they read in the cache; a key-value head that several
-                     devices read lies on each of them; a latent cache lies on all
-    feed-forward     the numbers between its projections; of every expert, too, so that each device has as much to do
-                     whichever experts are chosen
-    head             its entries; where the embedding is the head, they are its tokens
-    embedding, join  the numbers of a state; also of the states that the cache keeps
+    attention        by heads, with their keys and values in the cache; a key-value head that several devices read is
+                     replicated on them; a latent cache is replicated on all
+    feed-forward     by the inner dimension, also of every expert, so that the devices have equal work for any choice of
+                     experts
+    head             by its entries; where the embedding is the head, by tokens
+    embedding,       by the hidden dimension, as the features in the cache
+    fusion
 
-A device computes its part of each and then they exchange: states are added behind attention and behind the feed-forward
-part, and logits are put side by side. What a number of devices does not divide lies on all of them, which all compute
-it: routers, norms, the small projections of latent attention, and any part with an odd number of heads or columns.
+Each device computes its shard, and then they exchange: states are summed behind attention and behind the feed-forward
+part, and logits are concatenated. Parts whose size is not divisible by the number of devices are replicated, as are
+routers, norms and the small projections of latent attention.
 
-Joined matrices are put in the devices' order first: each has its own queries, keys and values, or its own gate and up
-columns, side by side, so that the layers' functions are the same for a part as for the whole.
+Joined matrices are reordered first: each device has its own queries, keys and values, or its own gate and up columns,
+side by side, so that the layers' functions are the same for a shard as for the whole.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from services.draft.model.layers.config import Attention, Experts, LatentAttention, Layer, Mlp, ModelConfig
-from services.draft.model.layers.heads import Params
 from services.draft.model.layers.kv_cache import Pools, make_pools
-from services.draft.model.matrices.narrow import Narrow
-from services.draft.model.matrices.parts import AXIS, Joined, Summed
+from services.draft.model.matrices.quantized import QuantizedWeight
+from services.draft.model.matrices.sharded import AXIS, ColumnSharded, RowSharded
+from services.draft.model.params import Params
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
-_NOBODY = 2**31 - 1  # the token of an entry that pads the head
+_PADDING_ID = 2**31 - 1  # the token id of entries that pad the head
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Devices, and where the arrays of a model lie on them; a static argument of the programs.
+class MeshPlacement:
+    """A device mesh, and how the arrays of a model are sharded over it; a static argument of the programs.
 
-    params, pools: of each leaf in order, how it is split
+    params, pools: partition of each leaf in order
     """
 
     mesh: Mesh
@@ -55,19 +56,19 @@ class Spread:
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """Number of devices."""
         return int(self.mesh.size)
 
     def step(
         self, function: Callable[..., tuple[_T, Pools]], params: Params, pools: Pools, inputs: Any
     ) -> tuple[_T, Pools]:
-        """What all devices say alike, and the pools. function: of a device's parts and the inputs."""
+        """The replicated result of a function, and the pools. function: of a device's shards and the inputs."""
         layout = _like(pools, self.pools)
         specs = (_like(params, self.params), layout, PartitionSpec())
         return self._mapped(function, specs, (PartitionSpec(), layout))(params, pools, inputs)
 
     def change(self, function: Callable[..., Pools], pools: Pools, inputs: Any) -> Pools:
-        """The pools after something that each device does with its own part."""
+        """The pools after a function that each device applies to its own shard."""
         layout = _like(pools, self.pools)
         return self._mapped(function, (layout, PartitionSpec()), layout)(pools, inputs)
 
@@ -79,13 +80,14 @@ class Spread:
             if pools.features is None or not self.pools[-1]:
                 return pools
             assert isinstance(pools.features, jax.Array)
-            return pools._replace(features=Joined(pools.features[:, : part.hidden_size // self.devices]))
+            return pools._replace(features=ColumnSharded(pools.features[:, : part.hidden_size // self.devices]))
 
-        return jax.jit(self._mapped(make, (), _like(jax.eval_shape(make), self.pools)))()
+        pools: Pools = jax.jit(self._mapped(make, (), _like(jax.eval_shape(make), self.pools)))()
+        return pools
 
     def cache_numbers(self, part: ModelConfig) -> int:
-        """Numbers that a device's caches keep a token."""
-        states = part.hidden_size if part.head.fed else 0
+        """Elements that a device's caches keep for a token."""
+        states = part.hidden_size if part.head.uses_features else 0
         return part.cache_numbers() - (states - states // self.devices if states and self.pools[-1] else 0)
 
     def _mapped(self, function: Callable[..., _R], specs: Any, results: Any) -> Callable[..., _R]:
@@ -97,48 +99,48 @@ def _like(tree: Any, specs: tuple[PartitionSpec, ...]) -> Any:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How an array is split. axis: counted from the last, -1; order: of its entries before it is cut evenly."""
+class ShardSpec:
+    """How an array is sharded. axis: counted from the end, from -1; order: of its entries before the even split."""
 
     axis: int
     order: NDArray[np.intp] | None = None
-    wrap: type[Joined] | type[Summed] | None = None
+    wrap: type[ColumnSharded] | type[RowSharded] | None = None
 
 
-Cuts = dict[str, Cut]
+ShardSpecs = dict[str, ShardSpec]
 
 
-def spread_over(
+def place_on_mesh(
     devices: Sequence[jax.Device], config: ModelConfig, params: Params
-) -> tuple[ModelConfig, Params, Spread]:
-    """A device's part of the model, its parameters on the devices, and where they lie.
+) -> tuple[ModelConfig, Params, MeshPlacement]:
+    """A device's part of the model, its parameters on the devices, and their placement.
 
-    params: of the whole model; they may lie on any device.
+    params: of the whole model, on any device.
     """
     count = len(devices)
     mesh = Mesh(np.array(devices), (AXIS,))
-    cut_layers = [_cut_layer(layer, count) for layer in config.layers]
-    part = replace(config, layers=tuple(layer for layer, _ in cut_layers))
-    _say_what_is_whole(config, part)
-    states = Cut(-1, wrap=Joined) if config.hidden_size % count == 0 else None
-    cuts: dict[str, Cut] = {"head": Cut(-1, wrap=Joined)}
+    sharded_layers = [_shard_layer(layer, count) for layer in config.layers]
+    part = replace(config, layers=tuple(layer for layer, _ in sharded_layers))
+    _warn_of_replicas(config, part)
+    states = ShardSpec(-1, wrap=ColumnSharded) if config.hidden_size % count == 0 else None
+    shards: dict[str, ShardSpec] = {"head": ShardSpec(-1, wrap=ColumnSharded)}
     if states is not None:
-        cuts |= {"embed": states, "fuse": states}
+        shards |= {"embed": states, "fuse": states}
     padded = _with_padded_head(params, config.vocab_size, count)
-    spread: Params = {}
+    placed: Params = {}
     for name, value in padded.items():
         if name == "layers":
-            layers = zip(value, cut_layers, strict=True)
-            spread[name] = [_put_all(layer, cuts_of_it, mesh) for layer, (_, cuts_of_it) in layers]
+            layers = zip(value, sharded_layers, strict=True)
+            placed[name] = [_put_all(layer, own_shards, mesh) for layer, (_, own_shards) in layers]
         elif name == "joins":
-            spread[name] = [_put_all(join, cuts, mesh) for join in value]
+            placed[name] = [_put_all(join, shards, mesh) for join in value]
         else:
-            spread[name] = _put(value, cuts.get(name), mesh)
-    specs = tuple(leaf.sharding.spec for leaf in jax.tree.leaves(spread))
-    return part, spread, Spread(mesh, specs, _pool_specs(config, part, split_states=states is not None))
+            placed[name] = _put(value, shards.get(name), mesh)
+    specs = tuple(leaf.sharding.spec for leaf in jax.tree.leaves(placed))
+    return part, placed, MeshPlacement(mesh, specs, _pool_specs(config, part, split_states=states is not None))
 
 
-def _say_what_is_whole(whole: ModelConfig, part: ModelConfig) -> None:
+def _warn_of_replicas(whole: ModelConfig, part: ModelConfig) -> None:
     for old, new in zip(whole.layers, part.layers, strict=True):
         for name, old_part, new_part in (
             ("attention", old.attention, new.attention),
@@ -146,27 +148,27 @@ def _say_what_is_whole(whole: ModelConfig, part: ModelConfig) -> None:
         ):
             if old_part == new_part:
                 log.warning("--draft-tp-size does not divide %s; all devices compute it", name)
-        return  # of all layers alike
+        return  # all layers are alike
 
 
 # --- layers ---
 
 
-def _cut_layer(layer: Layer, count: int) -> tuple[Layer, Cuts]:
-    """A device's part of a layer, and how its arrays are split."""
-    attention, cuts = (
-        _cut_latent(layer.attention, count)
+def _shard_layer(layer: Layer, count: int) -> tuple[Layer, ShardSpecs]:
+    """A device's part of a layer, and how its arrays are sharded."""
+    attention, shards = (
+        _shard_latent(layer.attention, count)
         if isinstance(layer.attention, LatentAttention)
-        else _cut_attention(layer.attention, count)
+        else _shard_attention(layer.attention, count)
     )
     if isinstance(layer.mlp, Experts):
-        mlp, further = _cut_experts(layer.mlp, count)
-        return replace(layer, attention=attention, mlp=mlp), cuts | further
-    dense, further = _cut_mlp(layer.mlp, count)
-    return replace(layer, attention=attention, mlp=dense), cuts | further
+        mlp, further = _shard_experts(layer.mlp, count)
+        return replace(layer, attention=attention, mlp=mlp), shards | further
+    dense, further = _shard_mlp(layer.mlp, count)
+    return replace(layer, attention=attention, mlp=dense), shards | further
 
 
-def _cut_attention(a: Attention, count: int) -> tuple[Attention, Cuts]:
+def _shard_attention(a: Attention, count: int) -> tuple[Attention, ShardSpecs]:
     if a.heads % count or (a.kv_heads % count and count % a.kv_heads):
         return a, {}
     heads, kv_heads = a.heads // count, max(a.kv_heads // count, 1)
@@ -178,41 +180,46 @@ def _cut_attention(a: Attention, count: int) -> tuple[Attention, Cuts]:
         if a.gated:
             blocks.append(a.heads + 2 * a.kv_heads + own)
     order = (np.concatenate(blocks)[:, None] * a.head_dim + np.arange(a.head_dim)).reshape(-1)
-    columns = Cut(-1, order)
-    cuts = {"qkv": columns, "qkv_bias": columns, "output": Cut(-2, wrap=Summed), "sinks": Cut(-1)}
-    return replace(a, heads=heads, kv_heads=kv_heads), cuts
+    columns = ShardSpec(-1, order)
+    shards = {"qkv": columns, "qkv_bias": columns, "output": ShardSpec(-2, wrap=RowSharded), "sinks": ShardSpec(-1)}
+    return replace(a, heads=heads, kv_heads=kv_heads), shards
 
 
-def _cut_latent(a: LatentAttention, count: int) -> tuple[LatentAttention, Cuts]:
+def _shard_latent(a: LatentAttention, count: int) -> tuple[LatentAttention, ShardSpecs]:
     if a.heads % count:
         return a, {}
-    cuts = {"query": Cut(-1), "keys": Cut(-3), "values": Cut(-3), "output": Cut(-2, wrap=Summed)}
-    return replace(a, heads=a.heads // count), cuts
+    shards = {
+        "query": ShardSpec(-1),
+        "keys": ShardSpec(-3),
+        "values": ShardSpec(-3),
+        "output": ShardSpec(-2, wrap=RowSharded),
+    }
+    return replace(a, heads=a.heads // count), shards
 
 
-def _cut_mlp(mlp: Mlp, count: int) -> tuple[Mlp, Cuts]:
+def _shard_mlp(mlp: Mlp, count: int) -> tuple[Mlp, ShardSpecs]:
     if mlp.width % count:
         return mlp, {}
-    return replace(mlp, width=mlp.width // count), _gated_cuts(mlp.width, count)
+    return replace(mlp, width=mlp.width // count), _gated_shards(mlp.width, count)
 
 
-def _cut_experts(e: Experts, count: int) -> tuple[Experts, Cuts]:
+def _shard_experts(e: Experts, count: int) -> tuple[Experts, ShardSpecs]:
     if e.width % count or e.shared % count:
         return e, {}
-    cuts = _gated_cuts(e.width, count, "experts_")
+    shards = _gated_shards(e.width, count, "experts_")
     if e.shared:
-        cuts |= _gated_cuts(e.shared, count, "shared_")
-    return replace(e, width=e.width // count, shared=e.shared // count), cuts
+        shards |= _gated_shards(e.shared, count, "shared_")
+    return replace(e, width=e.width // count, shared=e.shared // count), shards
 
 
-def _gated_cuts(width: int, count: int, name: str = "") -> Cuts:
-    """Gate and up columns stand side by side; each device gets its own of both."""
+def _gated_shards(width: int, count: int, name: str = "") -> ShardSpecs:
+    """Gate and up columns stand side by side; each device gets its own columns of both."""
     each = np.arange(width).reshape(count, 1, -1)
-    columns = Cut(-1, np.concatenate([each, width + each], axis=1).reshape(-1))
+    columns = ShardSpec(-1, np.concatenate([each, width + each], axis=1).reshape(-1))
     return {
         f"{name}gate_up": columns,
         f"{name}gate_up_bias": columns,
-        f"{name}down": Cut(-2, wrap=Summed),
+        f"{name}down": ShardSpec(-2, wrap=RowSharded),
     }
 
 
@@ -220,7 +227,7 @@ def _gated_cuts(width: int, count: int, name: str = "") -> Cuts:
 
 
 def _with_padded_head(params: Params, entries: int, count: int) -> Params:
-    """The head with entries of nobody at its end, so that the devices have equally many."""
+    """The head with padding entries at its end, so that all devices have equally many."""
     padding = -entries % count
     if not padding:
         return params
@@ -231,36 +238,37 @@ def _with_padded_head(params: Params, entries: int, count: int) -> Params:
     ids = params.get("ids", jnp.arange(entries, dtype=jnp.int32))
     return params | {
         "head": jax.tree.map(pad, params["head"]),
-        "ids": jnp.pad(ids, (0, padding), constant_values=_NOBODY),
+        "ids": jnp.pad(ids, (0, padding), constant_values=_PADDING_ID),
     }
 
 
-def _put_all(params: Params, cuts: Cuts, mesh: Mesh) -> Params:
-    return {name: _put(value, cuts.get(name), mesh) for name, value in params.items()}
+def _put_all(params: Params, shards: ShardSpecs, mesh: Mesh) -> Params:
+    return {name: _put(value, shards.get(name), mesh) for name, value in params.items()}
 
 
-def _put(value: Any, cut: Cut | None, mesh: Mesh) -> Any:
-    """A matrix or an array on the devices: in parts, or whole on each of them."""
-    if cut is None:
+def _put(value: Any, shard: ShardSpec | None, mesh: Mesh) -> Any:
+    """A matrix or an array on the devices: sharded, or replicated."""
+    if shard is None:
         return jax.tree.map(
             lambda array: jax.device_put(np.asarray(array), NamedSharding(mesh, PartitionSpec())), value
         )
-    if isinstance(value, Narrow):
-        scales = cut if cut.axis == -1 else None
-        placed: Any = Narrow(_cut(value.numbers, cut, mesh), _cut(value.scales, scales, mesh))
+    if isinstance(value, QuantizedWeight):
+        scales = shard if shard.axis == -1 else None
+        placed: Any = QuantizedWeight(_shard(value.numbers, shard, mesh), _shard(value.scales, scales, mesh))
     else:
-        placed = _cut(value, cut, mesh)
-    return placed if cut.wrap is None else cut.wrap(placed)
+        placed = _shard(value, shard, mesh)
+    return placed if shard.wrap is None else shard.wrap(placed)
 
 
-def _cut(array: jax.Array, cut: Cut | None, mesh: Mesh) -> jax.Array:
-    host = np.asarray(array)  # so that no device holds all of it
+def _shard(array: jax.Array, shard: ShardSpec | None, mesh: Mesh) -> jax.Array:
+    host = np.asarray(array)  # so that no device holds the whole array
     spec = PartitionSpec()
-    if cut is not None:
-        if cut.order is not None:
-            host = np.take(host, cut.order, axis=cut.axis)
-        spec = PartitionSpec(*[None] * (host.ndim + cut.axis), AXIS)
-    return jax.device_put(host, NamedSharding(mesh, spec))
+    if shard is not None:
+        if shard.order is not None:
+            host = np.take(host, shard.order, axis=shard.axis)
+        spec = PartitionSpec(*[None] * (host.ndim + shard.axis), AXIS)
+    placed: jax.Array = jax.device_put(host, NamedSharding(mesh, spec))
+    return placed
 
 
 # --- pools ---
@@ -271,6 +279,6 @@ def _pool_specs(whole: ModelConfig, part: ModelConfig, *, split_states: bool) ->
         PartitionSpec() if own.attention.kv_shape == layer.attention.kv_shape else PartitionSpec(None, None, AXIS)
         for own, layer in zip(part.layers, whole.layers, strict=True)
     ]
-    if whole.head.fed:
+    if whole.head.uses_features:
         specs.append(PartitionSpec(None, AXIS) if split_states else PartitionSpec())
     return tuple(specs)

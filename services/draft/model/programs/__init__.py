@@ -1,1 +1,1 @@
-"""Compiled programs: one expansion of a draft tree, whole trees, candidate sampling."""
+"""Compiled programs: steps of the model, whole trees, candidate sampling; and the runner that measures them."""

@@ -1,4 +1,4 @@
-"""Coupled noise in JAX: the same bits as `outrider.speculation.noise`, whose golden vectors hold for it."""
+"""Coupled sampling noise in JAX: the same bits as `outrider.speculation.noise`, tested with its golden vectors."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def _mix(x: jax.Array) -> jax.Array:
 
 
 def token_bits(keys: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Bits of every token under every key. keys: [..., 2] uint32; tokens: [V] uint32. Returns [..., V] uint32."""
+    """Random bits by key and token. keys: [..., 2] uint32; tokens: [V] uint32. Returns [..., V] uint32."""
     x = _mix(tokens * jnp.uint32(TOKEN_STEP) ^ keys[..., 0, None])
     return _mix(x ^ keys[..., 1, None])
 
 
 def gumbel_from_bits(bits: jax.Array) -> jax.Array:
-    """Standard Gumbel noise of random bits, float32, accurate over the whole range.
+    """Standard Gumbel noise from random bits, float32, accurate over the whole range.
 
-    u = (bits + 0.5) / 2^32. The tokens that win have u close to 1, where float32 would round u itself: there the
-    distance to 1 is formed from the inverted bits instead.
+    u = (bits + 0.5) / 2^32. The largest noise has u close to 1, where float32 would round u itself: there the distance
+    to 1 is computed from the inverted bits instead.
     """
     scale = jnp.float32(2.0**-32)
     u = (bits.astype(jnp.float32) + 0.5) * scale

@@ -1,7 +1,8 @@
-"""The two compiled programs: a step of the model, and the moving of rows. Both take the pools and give them back."""
+"""The two compiled programs: a step of the model, and the copying of slots. Both donate the pools."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,55 +14,61 @@ from services.draft.kernels.base import Backend, Context, Paging
 from services.draft.kernels.cpu.candidates import cpu_candidates
 from services.draft.model.layers.config import ModelConfig
 from services.draft.model.layers.decoder import Features, Rows, all_logits, head, hidden_states
-from services.draft.model.layers.heads import Params
 from services.draft.model.layers.kv_cache import Pools, move_rows
 from services.draft.model.layers.stacked import stacked_states
-from services.draft.model.parallel.mesh import Spread
+from services.draft.model.parallel.mesh import MeshPlacement
+from services.draft.model.params import Params
 from services.draft.model.programs.sampling import Sampling, candidates
-from services.draft.model.programs.whole_tree import Nodes, grow
-from services.draft.sessions.batch import Layout, StepInputs
+from services.draft.model.programs.whole_tree import Nodes, grow_tree
+from services.draft.sessions.batch import InputLayout, StepInputs
 
 
 class Constants(NamedTuple):
-    """What a program is compiled for, besides shapes. children: candidates a row; vocab_limit: ids below are real.
+    """Static arguments of a program, besides shapes. children: candidates a row; vocab_limit: ids from there on are
+    padding.
 
-    spread: where the model lies, if on several devices; `config` is then a device's part of it
+    spread: placement of the model on several devices, or None; `config` is then a device's part of it
     """
 
     config: ModelConfig
     paging: Paging
     children: int
     vocab_limit: int
-    spread: Spread | None = None
+    placement: MeshPlacement | None = None
+
+
+# Of parameters, pools and inputs: ids, perhaps parents, and log-scores; and the pools.
+Compute = Callable[[Params, Pools, StepInputs], tuple[Iterable[jax.Array], Pools]]
 
 
 def step(
-    constants: Constants, layout: Layout, params: Params, pools: Pools, words: jax.Array, features: jax.Array
+    constants: Constants, layout: InputLayout, params: Params, pools: Pools, words: jax.Array, features: jax.Array
 ) -> tuple[jax.Array, Pools]:
-    """One step. DONATES pools. words: inputs as the layout has them; features: the target's.
+    """One step. DONATES pools. words: inputs in the layout's order; features: the target's.
 
     Returns candidates and the bits of their log-scores, [2, S, R, children] int32, and the pools; where whole trees are
     grown, tokens, parents and the bits of log-scores, [3, S, nodes] int32.
     """
     inputs = layout.inputs(words, features, jax.lax.bitcast_convert_type)
     tree = layout.shape.tree
-    compute = partial(_step, constants) if tree is None else partial(_whole, constants, tree)
-    if constants.spread is None:
-        (*ids, log_scores), pools = compute(params, pools, inputs)
+    compute: Compute = partial(_step, constants) if tree is None else partial(_whole, constants, tree)
+    if constants.placement is None:
+        results, pools = compute(params, pools, inputs)
     else:
-        (*ids, log_scores), pools = constants.spread.step(compute, params, pools, inputs)
+        results, pools = constants.placement.step(compute, params, pools, inputs)
+    *ids, log_scores = results
     return jnp.stack([*ids, jax.lax.bitcast_convert_type(log_scores, jnp.int32)]), pools
 
 
 def compiled_step(backend: Backend) -> Any:
-    """`step`, compiled for each of its first two arguments and shapes."""
+    """`step`, compiled for each value of its first two arguments and each shape."""
     return _STEPS["cpu" if backend == "cpu" else "other"]
 
 
 _jit = partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 _STEPS = {
     "other": _jit(step),
-    # Beside the kernels there is nothing left that is worth waking XLA's own threads for.
+    # The compiled kernels do nearly all of the work; XLA's own threads are not worth waking.
     "cpu": _jit(step, compiler_options={"xla_cpu_multi_thread_eigen": False}),
 }
 
@@ -83,28 +90,31 @@ def _step(
 def _whole(
     constants: Constants, tree: TreeShape, params: Params, pools: Pools, inputs: StepInputs
 ) -> tuple[Nodes, Pools]:
-    return grow(tree, partial(_step, constants, params), pools, inputs)
+    return grow_tree(tree, partial(_step, constants, params), pools, inputs)
 
 
 def states(constants: Constants, params: Params, pools: Pools, inputs: StepInputs) -> tuple[jax.Array, Pools]:
-    """The states that the logits of a step's rows come from, [S, Q, H], and the pools."""
+    """The states that a step's logits are computed from, [S, Q, H], and the pools."""
     bits = inputs.scratch_bits[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1  # [S, Q, words, 32]
     mask = bits.reshape(*inputs.tokens.shape, -1).astype(bool)
     context = Context(inputs.pages, inputs.visible, inputs.scratch_slots, mask)
     features = None
     if inputs.features is not None:
-        fed = inputs.features
-        features = Features(fed.rows, fed.given.astype(bool), fed.sources, fed.layers)
+        uses_features = inputs.features
+        features = Features(
+            uses_features.rows, uses_features.given.astype(bool), uses_features.sources, uses_features.layers
+        )
     rows = Rows(inputs.tokens, inputs.positions, inputs.slots, features)
     compute = stacked_states if constants.config.stacked else hidden_states
     return compute(params, constants.config, pools, rows, context, inputs.moves, constants.paging)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def move(spread: Spread | None, pools: Pools, moves: jax.Array) -> Pools:
+def move(placement: MeshPlacement | None, pools: Pools, moves: jax.Array) -> Pools:
     """Copy slots in every pool. DONATES pools. moves: [2, M] int32, sources and targets."""
-    return _move(pools, moves) if spread is None else spread.change(_move, pools, moves)
+    return _move(pools, moves) if placement is None else placement.change(_move, pools, moves)
 
 
 def _move(pools: Pools, moves: jax.Array) -> Pools:
-    return jax.tree.map(lambda pool: move_rows(pool, moves[0], moves[1]), pools)
+    moved: Pools = jax.tree.map(lambda pool: move_rows(pool, moves[0], moves[1]), pools)
+    return moved

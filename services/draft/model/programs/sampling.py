@@ -1,8 +1,8 @@
-"""The most likely next tokens of a row, under the same rules and the same noise as the target samples with.
+"""Candidates: the most likely next tokens of a row, under the target's sampling parameters and noise.
 
-Filters are thresholds: "the tokens before the k-th" and "the tokens before the mass p is full" both keep a token as
-long as the likelier ones weigh less than a limit, and a threshold is found by bisection, much cheaper than sorting the
-vocabulary. Equal probabilities at the threshold stay together; for a hint that is near enough.
+Filters are thresholds: top-k and top-p both keep a token while the total weight of more likely tokens is below a limit,
+and bisection finds the threshold much faster than sorting the vocabulary. Ties at the threshold are all kept, which is
+accurate enough for draft tokens.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from outrider.speculation.sampling import GREEDY_BELOW
 from services.draft.model.programs.noise import gumbel_from_bits, token_bits
 
 _BISECTIONS = 32
-_DEEPEST = -100.0  # natural log of a probability that no filter needs to tell from 0
+_DEEPEST = -100.0  # natural log of a probability that filters treat as 0
 
 
 class Sampling(NamedTuple):
-    """Sampling parameters of S sessions, [S] each; top_k 0 is off. keys: [S, R, 2] uint32, of each row's position."""
+    """Sampling parameters of S sessions, [S] each; top_k 0 is off. keys: [S, R, 2] uint32, noise key of each row."""
 
     temperature: jax.Array
     top_k: jax.Array
@@ -33,9 +33,9 @@ class Sampling(NamedTuple):
 def candidates(
     logits: jax.Array, sampling: Sampling, count: int, ids: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The tokens most likely to be the target's, best first, with estimated log-probabilities that they are.
+    """The tokens that the target most likely samples, best first, with estimated log-probabilities.
 
-    logits: [S, R, V]; ids: [V] int32, the target's id of each entry, if they differ: noise belongs to the target's.
+    logits: [S, R, V]; ids: [V] int32, the target's id of each entry, if they differ: noise depends on the target's ids.
     Returns target ids [S, R, count] int32 and log-scores [S, R, count] float32.
     """
     if ids is None:
@@ -59,7 +59,7 @@ def _noisy(logits: jax.Array, sampling: Sampling, ids: jax.Array) -> jax.Array:
 
 
 def _filtered(log_p: jax.Array, sampling: Sampling) -> jax.Array:
-    """Log-probabilities without the tokens that top_k, top_p (of what top_k left) and min_p remove."""
+    """Log-probabilities with -inf for tokens that top_k, top_p (of the tokens left by top_k) and min_p remove."""
     top_k, top_p, min_p = (x[:, None] for x in (sampling.top_k, sampling.top_p, sampling.min_p))
     rest = jnp.ones_like(log_p)
     limit = jnp.where(top_k > 0, top_k, log_p.shape[-1] + 1).astype(jnp.float32)
@@ -72,7 +72,7 @@ def _filtered(log_p: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def _keep_before(log_p: jax.Array, weights: jax.Array, limit: jax.Array) -> jax.Array:
-    """Keep the tokens whose likelier ones weigh less than the limit. log_p, weights: [S, R, V]; limit: [S, R]."""
+    """Keep tokens while more likely ones weigh less than the limit. log_p, weights: [S, R, V]; limit: [S, R]."""
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
@@ -83,5 +83,5 @@ def _keep_before(log_p: jax.Array, weights: jax.Array, limit: jax.Array) -> jax.
 
     start = (jnp.full_like(limit, _DEEPEST), jnp.zeros_like(limit))
     low, _ = lax.fori_loop(0, _BISECTIONS, halve, start)
-    # Bisection ends with low too deep and high fitting, a float apart; where even the deepest fits, low never moved.
+    # Bisection ends with `low` too deep and `high` fitting, one float apart; if the deepest fits, `low` is unmoved.
     return jnp.where((log_p > low[..., None]) | (low <= _DEEPEST)[..., None], log_p, -jnp.inf)

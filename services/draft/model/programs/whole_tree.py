@@ -1,13 +1,13 @@
-"""A whole explicit tree in one program: the root's children, and level by level a beam's, as beam.py grows them.
+"""A whole draft tree of explicit shape in one program, level by level with a beam, as engine/beam.py grows it.
 
-    level 0    the last row that is fed gives the root's K children; all of them are the beam
+    level 0    the last row of the input gives the root's K children; all of them are the beam
     level i    K rows, one a node of the beam, in the scratch; the best K of their K * K candidates are the next beam
     choice     the N - 1 best candidates of all levels
 
-Flat numbers count candidates level by level, in the order of the beam and of each node's children. Equal scores go to
-the lower one, as `lax.top_k` has it, so that no child stands before its parent.
+Flat numbers count candidates level by level, in the order of the beam and of each node's children. Ties go to the lower
+number, as in `lax.top_k`, so that parents stand before their children.
 
-Legend of shapes: S sessions, K children, C candidates of all levels, N rows of the tree with the root.
+Legend of shapes: S sessions, K children, C candidates of all levels, N tokens of the tree with the root.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.speculation.shape import TreeShape
 from services.draft.model.layers.kv_cache import Pools
 from services.draft.sessions.batch import MASK_WORDS, StepInputs
 
-# One step: candidates [S, R, K] and their log-scores, and the pools.
+# One step: returns candidates [S, R, K] and their log-scores, and the pools.
 Compute = Callable[[Pools, StepInputs], tuple[tuple[jax.Array, jax.Array], Pools]]
 
 
@@ -37,7 +37,7 @@ class Nodes(NamedTuple):
 
 
 class _Beam(NamedTuple):
-    """The nodes that are expanded next, best first, [S, K] each, but for bits [S, K, words].
+    """The nodes to expand next, best first, [S, K] each, except bits [S, K, words].
 
     flat: numbers of the nodes; above: slots of their parents' rows; bits: their ancestors in the scratch
     """
@@ -49,8 +49,8 @@ class _Beam(NamedTuple):
     bits: jax.Array
 
 
-def grow(tree: TreeShape, compute: Compute, pools: Pools, inputs: StepInputs) -> tuple[Nodes, Pools]:
-    """Feed rows, and grow a tree from the last of them. inputs: with one head row a session, and an empty scratch.
+def grow_tree(tree: TreeShape, compute: Compute, pools: Pools, inputs: StepInputs) -> tuple[Nodes, Pools]:
+    """Run the input rows, and grow a tree from the last of them. inputs: one head row a session, and an empty scratch.
 
     Returns the N - 1 chosen nodes by flat number, and the pools.
     """
@@ -75,9 +75,9 @@ def grow(tree: TreeShape, compute: Compute, pools: Pools, inputs: StepInputs) ->
 
 
 def _rows(inputs: StepInputs, beam: _Beam, level: int) -> StepInputs:
-    """Inputs of a step that expands a beam. level: depth of its nodes, the first of which is 1."""
+    """Inputs of the step that expands a beam. level: depth of its nodes, from 1."""
     count, k = beam.tokens.shape
-    last = jnp.take_along_axis(inputs.positions, inputs.head_rows, axis=1)  # of the trunk, [S, 1]
+    last = jnp.take_along_axis(inputs.positions, inputs.head_rows, axis=1)  # of the prefix KV, [S, 1]
     places = np.arange((level - 1) * k, level * k)  # in the scratch
     own = np.zeros((k, MASK_WORDS), np.uint32)
     own[np.arange(k), places // 32] = np.uint32(1) << (places % 32).astype(np.uint32)
@@ -101,7 +101,7 @@ def _rows(inputs: StepInputs, beam: _Beam, level: int) -> StepInputs:
 
 
 def _next(beam: _Beam, rows: StepInputs, tokens: jax.Array, scores: jax.Array, first: int) -> _Beam:
-    """The best of a level's candidates. tokens, scores: theirs, [S, K * K]; first: flat number of the first."""
+    """The beam of the next level. tokens, scores: of candidates, [S, K * K]; first: flat number of the first."""
     k = beam.tokens.shape[1]
     best, places = lax.top_k(scores, k)
     above = places // k

@@ -1,8 +1,8 @@
-"""From published tensors to the parameters of decoder layers: names and shapes, and what is joined for speed.
+"""Parameters of decoder layers from published tensors: names, shapes, and matrices that are joined for speed.
 
-Params: embed [V, H] (absent where the head is tied), head [H, V], layers: one dict a layer, and what the head's
-description names; ids [V] int32 where the head's entries are not the target's ids in order.
-Matrices are [in, out]: XLA's CPU matrix products over a few rows run a fifth faster than from [out, in].
+Params: embed [V, H] (absent where the head is tied), head [H, V], layers: one dict a layer, and the parameters of the
+head's description; ids [V] int32 where the head's entries are not the target's ids in order.
+Matrices are [in, out]: XLA's CPU matrix products over a few rows are a fifth faster than from [out, in].
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ LayerShapes = dict[str, tuple[int, ...]]
 
 
 def putter(dtype: Any) -> Put:
-    """Puts arrays of floating-point numbers onto the device."""
+    """A function that converts arrays of floating-point numbers and puts them onto the device."""
     return lambda array: jnp.array(np.ascontiguousarray(array.astype(np.float32)), dtype=dtype)
 
 
 def layer_shapes(layer: Layer, hidden: int, input_norm: str = "input_layernorm") -> LayerShapes:
     """The tensors of a layer by name, as most formats publish them.
 
-    hidden: numbers of a state. input_norm: name of the norm before attention.
+    hidden: hidden size. input_norm: name of the norm before attention.
     """
     shapes: LayerShapes = {f"{name}.weight": (hidden,) for name in _inner_norms(layer).values()}
     if layer.input_norm:
@@ -56,9 +56,9 @@ def layer_params(
     input_norm: str = "input_layernorm",
     norm_offset: float = 0.0,
 ) -> dict[str, jax.Array]:
-    """The parameters of a layer. prefix: before the names of its tensors; others as of `layer_shapes`.
+    """The parameters of a layer. prefix: of the names of its tensors; other arguments as of `layer_shapes`.
 
-    norm_offset: what must be added to the published weights of norms.
+    norm_offset: added to the published weights of norms.
     """
     shapes = layer_shapes(layer, hidden, input_norm)
 
@@ -99,7 +99,7 @@ def _linear_shapes(linears: dict[str, tuple[int, int, bool]]) -> LayerShapes:
 
 
 def _linear(params: dict[str, jax.Array], name: str, parts: tuple[str, ...], read: Read, put: Put, bias: bool) -> None:
-    """Join linear layers of the same input."""
+    """Concatenate linear layers with the same input."""
     params[name] = put(np.concatenate([read(f"{part}.weight") for part in parts]).T)
     if bias:
         params[f"{name}_bias"] = put(np.concatenate([read(f"{part}.bias") for part in parts]))
@@ -129,7 +129,7 @@ def _attention_params(a: Attention, read: Read, put: Put) -> dict[str, jax.Array
     params: dict[str, jax.Array] = {}
 
     def qkv(kind: str) -> NDArray[Any]:
-        """Rows of queries, keys and values, and then of gates."""
+        """Rows of queries, keys and values, then of gates."""
         q, k, v = (read(f"self_attn.{part}_proj.{kind}") for part in "qkv")
         gates = []
         if a.gated:
@@ -154,7 +154,7 @@ def _attention_params(a: Attention, read: Read, put: Put) -> dict[str, jax.Array
 
 
 def _widened(rows: NDArray[Any], heads: int, dim: int) -> NDArray[Any]:
-    """Rows of heads with values narrower than keys, with rows of zeros so that they are as wide."""
+    """Rows of heads, padded with zeros to `dim` rows a head, for values narrower than keys."""
     narrow = len(rows) // heads
     if narrow == dim:
         return rows
@@ -203,7 +203,7 @@ def _latent_params(a: LatentAttention, read: Read, put: Put) -> dict[str, jax.Ar
 
 
 def _in_halves(rows: NDArray[Any], first: int, interleaved: bool) -> NDArray[Any]:
-    """Rows so that the pairs which are rotated stand half the width apart, and not side by side.
+    """Rows reordered so that pairs which are rotated together are half the width apart instead of side by side.
 
     rows: [heads, n, ...], of which the first ones are not rotated.
     """
@@ -257,7 +257,7 @@ def _experts_params(e: Experts, read: Read, put: Put) -> dict[str, jax.Array]:
     if e.joined:
         params["experts_gate_up"] = put(read("mlp.experts.gate_up_proj").swapaxes(1, 2))
         params["experts_down"] = put(read("mlp.experts.down_proj").swapaxes(1, 2))
-    else:  # one after the other: in float32 all of them would need much memory
+    else:  # one after the other: all of them in float32 would need much memory
         each = [_mlp_params(f"mlp.experts.{i}.", Mlp(e.width), read, put) for i in range(e.count)]
         params["experts_gate_up"] = jnp.stack([expert.pop("gate_up") for expert in each])
         params["experts_down"] = jnp.stack([expert.pop("down") for expert in each])

@@ -1,4 +1,4 @@
-"""Reads numbers of 8 bits with a fraction from safetensors files, for which that library has none for NumPy."""
+"""Reads float8 tensors from safetensors files, which that library does not support for NumPy."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ FLOAT8 = {
 
 
 def read_float8(file: Path, name: str) -> NDArray[Any]:
-    """A tensor in one of the formats FLOAT8, mapped."""
+    """A tensor in one of the formats of FLOAT8, as a memory map."""
     with file.open("rb") as stream:
         (size,) = struct.unpack("<Q", stream.read(8))
         entry = json.loads(stream.read(size))[name]
     first, end = entry["data_offsets"]
     numbers = np.memmap(file, np.uint8, "r", 8 + size + first, (end - first,))
-    return numbers.view(FLOAT8[entry["dtype"]]).reshape(entry["shape"])
+    tensor: NDArray[Any] = numbers.view(FLOAT8[entry["dtype"]]).reshape(entry["shape"])
+    return tensor

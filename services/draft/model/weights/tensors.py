@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by name: safetensors files, sharded or not, or what `torch.save` wrote."""
+"""The tensors of a checkpoint by name: safetensors files, sharded or not, or files of `torch.save`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (NumPy learns bfloat16)
+import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
@@ -26,10 +26,10 @@ _FORMATS = {"int64": "I64", "int32": "I32", "bool": "BOOL", "uint8": "U8", "int8
 
 
 class Tensors:
-    """Open files of a checkpoint; a context manager. Quantized weights are there as the plain ones they stand for."""
+    """Open files of a checkpoint; a context manager. Quantized weights are dequantized when they are read."""
 
     def __init__(self, folder: Path, known_as: Callable[[str], str] = str) -> None:
-        """known_as: from a name in the files to the one that is asked for. Raises ConfigError."""
+        """known_as: maps a name in the files to the name that readers use. Raises ConfigError."""
         self.folder = folder
         self._files: list[Any] = []
         self._places: dict[str, tuple[Mapping[str, Any] | Any, str, Path]] = {}
@@ -39,7 +39,7 @@ class Tensors:
             for name in opened.keys():  # noqa: SIM118  (safe_open is no mapping)
                 self._places[known_as(name)] = opened, name, file
         self._settings = _quantization(folder)
-        self._parts = _parts_of_weights(self._places)  # known names by part, of each quantized weight
+        self._parts = _parts_of_weights(self._places)  # of each quantized weight: names by part
 
     def __enter__(self) -> Tensors:
         return self
@@ -56,27 +56,27 @@ class Tensors:
 
     @property
     def names(self) -> set[str]:
-        """What there is."""
+        """Names of all tensors."""
         hidden = {name for parts in self._parts.values() for name in parts.values()}
         return self._places.keys() - hidden | self._parts.keys()
 
     def check(self, what: str, expected: Shapes, ignored: Iterable[str] = (), within: str = "") -> None:
-        """Raise ConfigError unless there is every expected tensor, and none besides but ignored ones.
+        """Raise ConfigError unless the tensors are exactly the expected ones, apart from ignored ones.
 
-        what: the kind of model with its article, for messages. ignored: names, or ends of names. within: names that
-        begin otherwise are of something else.
+        what: the kind of model with its article, for messages. ignored: names, or ends of names. within: prefix of the
+        names that belong to this kind of model.
         """
         missing = sorted(expected.keys() - self.names)
         if missing:
             raise ConfigError(f"{self.folder} lacks {len(missing)} tensors of {what}: {_some(missing)}")
-        # Old exports carry the rotary constants.
+        # Old exports contain the rotary constants.
         endings = (*ignored, "rotary_emb.inv_freq")
         extra = sorted(
             name for name in self.names - expected.keys() if name.startswith(within) and not name.endswith(endings)
         )
         if extra:
             extra = [self._places[name][1] if name in self._places else name for name in extra]
-            raise ConfigError(f"{self.folder} has {len(extra)} tensors that {what} does not know: {_some(extra)}")
+            raise ConfigError(f"{self.folder} has {len(extra)} tensors that {what} does not have: {_some(extra)}")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""
@@ -89,15 +89,15 @@ class Tensors:
         return tuple(file[inner].shape if isinstance(file, Mapping) else file.get_slice(inner).get_shape())
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise ConfigError unless a tensor has a shape."""
+        """Raise ConfigError unless a tensor has the given shape."""
         if self.shape(name) != shape:
             found, inner = list(self.shape(name)), self._place(name)[1]
             raise ConfigError(f"tensor {inner} has shape {found}; config.json expects {list(shape)}")
 
     def read(self, name: str, shape: tuple[int, ...] | None = None, *, integers: bool = False) -> NDArray[Any]:
-        """A tensor of floating-point numbers, or of `integers` or truth values. Raises ConfigError.
+        """A tensor of floating-point numbers; with `integers`, of integers or booleans. Raises ConfigError.
 
-        Those of quantized weights come as what they stand for, in float32.
+        Quantized weights are dequantized to float32.
         """
         if shape is not None:
             self.check_shape(name, shape)
@@ -114,7 +114,7 @@ class Tensors:
         return tensor
 
     def _stored(self, name: str) -> NDArray[Any]:
-        """A tensor of any number format, as it is."""
+        """A tensor in its stored number format."""
         file, inner, path = self._place(name)
         if isinstance(file, Mapping):
             return np.asarray(file[inner])
@@ -127,14 +127,14 @@ class Tensors:
 
 
 def _quantization(folder: Path) -> dict[str, Any]:
-    """How config.json says that weights are quantized."""
+    """The quantization settings of config.json."""
     raw = load_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     settings = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")
     return dict(settings or {})
 
 
 def _parts_of_weights(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """The tensors that stand for each quantized weight, by what their names end with."""
+    """The stored tensors of each quantized weight, by the last part of their names."""
     parts: dict[str, dict[str, str]] = {}
     for name in names:
         layer, _, part = name.rpartition(".")
@@ -154,9 +154,10 @@ def _open(file: Path) -> Any:
             raise ConfigError(f"{file} does not hold tensors by name")
         return content
     try:
-        return safe_open(file, framework="numpy").__enter__()
+        opened: Any = safe_open(file, framework="numpy")
+        return opened.__enter__()
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file} is no readable safetensors file: {error}") from None
+        raise ConfigError(f"{file} is not a readable safetensors file: {error}") from None
 
 
 def _tensor(file: Any, name: str) -> NDArray[Any]:

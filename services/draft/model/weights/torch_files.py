@@ -1,4 +1,4 @@
-"""Reads what `torch.save` wrote, without PyTorch: tensors, lists, numbers and texts, and nothing that could run code.
+"""Reads files of `torch.save` without PyTorch: tensors, lists, numbers and strings, and nothing that could run code.
 
 A file is a zip archive: data.pkl describes the objects, data/0, data/1, ... hold the numbers of the storages.
 """
@@ -35,7 +35,7 @@ def load_torch_file(file: Path) -> Any:
             folder = description.removesuffix("data.pkl")
             return _Reader(io.BytesIO(archive.read(description)), _storages(file, archive, folder)).load()
     except (zipfile.BadZipFile, ValueError, KeyError, OSError, pickle.UnpicklingError, EOFError) as error:
-        raise ConfigError(f"{file} is no file that torch.save wrote, or has more than tensors: {error}") from None
+        raise ConfigError(f"{file} was not written by torch.save, or holds more than tensors: {error}") from None
 
 
 def _storages(file: Path, archive: zipfile.ZipFile, folder: str) -> Callable[[Any, str], NDArray[Any]]:
@@ -43,7 +43,7 @@ def _storages(file: Path, archive: zipfile.ZipFile, folder: str) -> Callable[[An
         entry = archive.getinfo(f"{folder}data/{key}")
         if entry.compress_type != zipfile.ZIP_STORED:
             return np.frombuffer(archive.read(entry), dtype)
-        with file.open("rb") as stream:  # the entry's own header has the length of its name and of its padding
+        with file.open("rb") as stream:  # the entry's own header holds the lengths of its name and padding
             stream.seek(entry.header_offset + 26)
             lengths = np.frombuffer(stream.read(4), "<u2")
         offset = entry.header_offset + 30 + int(lengths.sum())
@@ -55,7 +55,7 @@ def _storages(file: Path, archive: zipfile.ZipFile, folder: str) -> Callable[[An
 
 
 class _Reader(pickle.Unpickler):
-    """Knows the few names that tensors need; any other ends the reading."""
+    """Accepts only the classes that tensors need."""
 
     def __init__(self, stream: io.BytesIO, storage: Callable[[Any, str], NDArray[Any]]) -> None:
         super().__init__(stream)

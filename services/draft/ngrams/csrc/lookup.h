@@ -1,8 +1,8 @@
-// What may follow a context: the trie walked below every stored suffix of it, by recency (BFS) or by frequency (PROB).
+// Continuations of a context: a walk of the trie below every stored suffix, by recency (BFS) or by frequency (PROB).
 //
-// Scores are probabilities. The trust of a length is the chance that a suffix as long goes on as it is stored, but as
-// no longer one does. So what the longest suffix leaves over goes to the next one that knows other tokens, and so on.
-// Children share by frequency.
+// Scores are probabilities. The accuracy of a length is the probability that a suffix of that length continues as
+// stored, given that no longer suffix does. The rest of the longest suffix's probability goes to the next suffix with
+// other tokens, and so on. Children share by frequency.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ struct Options {
 };
 
 constexpr int kPool = 32;          // children that share a probability
-constexpr int kCounted = 1024;     // children that are looked at, the ones stored last, for the most frequent
+constexpr int kCounted = 1024;     // children that are compared by frequency, the most recent ones
 constexpr double kPriorWeight = 4.0, kFading = 0.999;
 
 inline uint32_t mix(uint32_t x) {
@@ -38,10 +38,10 @@ inline double noise(const uint32_t* key, uint32_t token) {
   return double(float(-std::log(-std::log((double(bits) + 0.5) * 0x1p-32))));
 }
 
-// How often suffixes of each length went on as stored, of sessions that draw with noise and of those that do not.
-class Trust {
+// How often suffixes of each length continued as stored; one object for greedy sessions, one for sampled ones.
+class Accuracy {
  public:
-  explicit Trust(int max_window) : max_(max_window), trials_(max_window + 1), hits_(max_window + 1) {}
+  explicit Accuracy(int max_window) : max_(max_window), trials_(max_window + 1), hits_(max_window + 1) {}
   double operator()(int length) const {
     const int m = std::min(length, max_);
     const double prior = double(m) / (m + 2);
@@ -69,12 +69,12 @@ inline int breadth(const Trie& trie, uint32_t node) {
   return count;
 }
 
-// Stored suffixes of a context that go on, longest first.
-inline void match(const Trie& trie, const Options& options, uint32_t lead, const uint32_t* context, int64_t count,
-                  std::vector<Anchor>& anchors) {
+// Stored suffixes of a context that have children, longest first.
+inline void match(const Trie& trie, const Options& options, uint32_t namespace_id, const uint32_t* context,
+                  int64_t count, std::vector<Anchor>& anchors) {
   anchors.clear();
   uint32_t base = kRoot;
-  if (lead != kNone && (base = trie.child(kRoot, lead)) == kNone) return;
+  if (namespace_id != kNone && (base = trie.child(kRoot, namespace_id)) == kNone) return;
   for (int window = int(std::min<int64_t>(count, options.max_window)); window >= options.min_window; --window) {
     uint32_t node = base;
     for (int64_t i = count - window; i < count && node != kNone; ++i) node = trie.child(node, context[i]);
@@ -89,9 +89,9 @@ class Lookup {
   std::vector<float> log_scores;
 
   // keys: of the positions of the root's children and of those below, two words each; null without noise.
-  void run(const Trie& trie, const Options& options, const Trust& trust, const std::vector<Anchor>& anchors,
+  void run(const Trie& trie, const Options& options, const Accuracy& accuracy, const std::vector<Anchor>& anchors,
            const uint32_t* keys) {
-    trie_ = &trie, options_ = &options, trust_ = &trust, keys_ = keys;
+    trie_ = &trie, options_ = &options, accuracy_ = &accuracy, keys_ = keys;
     tokens.clear(), parents.clear(), log_scores.clear(), depths_.clear();
     options.by_frequency ? by_frequency(anchors) : by_recency(anchors);
   }
@@ -112,7 +112,7 @@ class Lookup {
     int32_t parent;
     uint32_t node;
     int window;
-    double share, trust;
+    double share, mass;
     bool operator<(const Ranked& other) const {  // the best is on top of the heap
       return probability != other.probability ? probability < other.probability : arrival > other.arrival;
     }
@@ -126,7 +126,7 @@ class Lookup {
     return -1;
   }
 
-  // Add a node, or raise its score. A child of the root keeps what the longest suffix gave it.
+  // Add a node, or raise its score. A child of the root keeps the score of the longest suffix.
   int32_t add(int32_t parent, uint32_t token, double probability) {
     const float score = float(std::log(probability));
     int32_t node = find(parent, token);
@@ -142,18 +142,18 @@ class Lookup {
     return node;
   }
 
-  double edge_trust(int32_t parent, int window, double trust) const {
-    return parent < 0 ? trust : (*trust_)(window + depths_[parent]);
+  double edge_accuracy(int32_t parent, int window, double mass) const {
+    return parent < 0 ? mass : (*accuracy_)(window + depths_[parent]);
   }
 
-  // What an anchor gets of the rest; the rest itself if it knows no token that is not proposed already.
+  // Splits the remaining probability; an anchor without new tokens gets all of it and leaves the rest unchanged.
   double share_of(double& rest, const Anchor& anchor) {
     gather(anchor.node, kPool);
     for (uint32_t child : pool_) {
       if (find(-1, (*trie_)[child].token) >= 0) continue;
-      const double trust = rest * (*trust_)(anchor.window);
-      rest -= trust;
-      return trust;
+      const double mass = rest * (*accuracy_)(anchor.window);
+      rest -= mass;
+      return mass;
     }
     return rest;
   }
@@ -163,7 +163,7 @@ class Lookup {
     const double scale = double(o.max_breadth - o.min_breadth) / (o.max_window - o.min_window + 1);
     double rest = 1.0;
     for (const Anchor& anchor : anchors) {
-      const double trust = share_of(rest, anchor);
+      const double mass = share_of(rest, anchor);
       queue_.clear();
       queue_.push_back({-1, (o.max_window - anchor.window) * scale + o.min_breadth, anchor.node});
       for (size_t at = 0; at < queue_.size(); ++at) {
@@ -171,7 +171,7 @@ class Lookup {
         children(entry.node, std::max(1, int(entry.breadth)), entry.parent, chosen_);
         for (const Child& child : chosen_) {
           if (full()) return;
-          const double chance = child.share * edge_trust(entry.parent, anchor.window, trust);
+          const double chance = child.share * edge_accuracy(entry.parent, anchor.window, mass);
           const int32_t place = add(entry.parent, (*trie_)[child.node].token, chance);
           queue_.push_back({place, entry.breadth - scale, child.node});
         }
@@ -184,27 +184,27 @@ class Lookup {
     int64_t arrivals = 0;
     double rest = 1.0;
     for (const Anchor& anchor : anchors) {
-      double probability = 1.0, trust = share_of(rest, anchor);
+      double probability = 1.0, mass = share_of(rest, anchor);
       int32_t parent = -1;
       uint32_t node = anchor.node;
       int window = anchor.window;
       while (true) {
         children(node, options_->max_breadth, parent, chosen_);
         for (const Child& child : chosen_) {
-          heap_.push_back({probability * child.share, ++arrivals, parent, child.node, window, child.share, trust});
+          heap_.push_back({probability * child.share, ++arrivals, parent, child.node, window, child.share, mass});
           std::push_heap(heap_.begin(), heap_.end());
         }
         if (heap_.empty() || full()) break;
         std::pop_heap(heap_.begin(), heap_.end());
         const Ranked best = heap_.back();
         heap_.pop_back();
-        window = best.window, trust = best.trust, probability = best.probability, node = best.node;
-        parent = add(best.parent, (*trie_)[node].token, best.share * edge_trust(best.parent, window, trust));
+        window = best.window, mass = best.mass, probability = best.probability, node = best.node;
+        parent = add(best.parent, (*trie_)[node].token, best.share * edge_accuracy(best.parent, window, mass));
       }
     }
   }
 
-  // Up to `count` children, best first, with their share of what follows the node beside what is proposed already.
+  // Up to `count` children, best first, with their share of the probability that is not yet proposed.
   void children(uint32_t node, int count, int32_t parent, std::vector<Child>& chosen) {
     chosen.clear();
     const uint32_t first = (*trie_)[node].first;
@@ -237,7 +237,7 @@ class Lookup {
     }
   }
 
-  // The children stored last, or the most frequent ones, up to a number.
+  // Up to `count` of the most recent children, or of the most frequent ones.
   void gather(uint32_t node, int count) {
     pool_.clear();
     uint32_t child = (*trie_)[node].first;
@@ -257,7 +257,7 @@ class Lookup {
 
   const Trie* trie_ = nullptr;
   const Options* options_ = nullptr;
-  const Trust* trust_ = nullptr;
+  const Accuracy* accuracy_ = nullptr;
   const uint32_t* keys_ = nullptr;
   std::vector<int> depths_;
   std::vector<Queued> queue_;

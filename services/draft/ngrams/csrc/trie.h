@@ -1,8 +1,7 @@
-// Paths of tokens in 32 bytes a node and 8 to 16 bytes of a hash table over (parent, token).
+// Token paths with 32 bytes a node and 8 to 16 bytes of a hash table over (parent, token).
 //
-// A node's children hang together in a list, the one stored last first. All nodes hang in another list, from the one
-// stored last to the one stored longest ago; of nodes stored together the shallower counts as the later, so that the
-// last of the list is always a leaf, and goes first when room is needed.
+// A node's children form a list, the most recent first. All nodes form another list by recency; of nodes stored
+// together the shallower counts as more recent, so that the last node is always a leaf, which is evicted first.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +25,7 @@ static_assert(sizeof(Node) == 32);
 class Trie {
  public:
   explicit Trie(uint32_t capacity) : capacity_(capacity) {
-    // Pages that no node has been written to take no memory.
+    // calloc takes no memory for pages without nodes.
     nodes_ = static_cast<Node*>(std::calloc(size_t{capacity} + 1, sizeof(Node)));
     if (nodes_ == nullptr) throw std::bad_alloc();
     clear();
@@ -48,7 +47,7 @@ class Trie {
 
   uint32_t size() const { return size_; }
   const Node& operator[](uint32_t node) const { return nodes_[node]; }
-  // Bytes that nodes and table have been given.
+  // Bytes of nodes and table.
   int64_t bytes() const { return int64_t{used_ + 1} * int64_t(sizeof(Node)) + (int64_t{mask_} + 1) * 8; }
 
   uint32_t child(uint32_t parent, uint32_t token) const {
@@ -61,15 +60,15 @@ class Trie {
     }
   }
 
-  // Store a path, which begins with `lead` unless that is none. What does not fit beside itself is left out.
-  void insert(uint32_t lead, const uint32_t* tokens, int64_t count) {
+  // Store a path, below the namespace unless that is kNone. A path longer than the capacity is truncated.
+  void insert(uint32_t namespace_id, const uint32_t* tokens, int64_t count) {
     uint32_t above = kRoot, length = 0;
-    if (lead != kNone) above = step(above, lead, length++);
+    if (namespace_id != kNone) above = step(above, namespace_id, length++);
     for (int64_t i = 0; i < count && above != kNone; ++i) above = step(above, tokens[i], length++);
   }
 
  private:
-  // The child that is stored now, as number `length` of its path; none if all room is taken by the path itself.
+  // Store a child as number `length` of its path; kNone if the path itself fills the capacity.
   uint32_t step(uint32_t parent, uint32_t token, uint32_t length) {
     uint32_t node = child(parent, token);
     if (node == kNone) {
@@ -107,7 +106,7 @@ class Trie {
   }
 
   void evict() {
-    const uint32_t node = nodes_[kRoot].newer;  // the list is a ring: behind the oldest comes the root
+    const uint32_t node = nodes_[kRoot].newer;  // the list is circular: the root follows the oldest node
     unlink_age(node);
     unlink_sibling(node);
     remove(hash(nodes_[node].parent, nodes_[node].token), node);

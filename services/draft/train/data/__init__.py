@@ -1,1 +1,1 @@
-"""Training data: prompts, and answers collected from the target with their hidden states."""
+"""Training data: prompts, and answers that the target generates, with their hidden states."""

@@ -1,16 +1,16 @@
-"""What the target is asked: conversations out of files, and ones that it begins itself; and in which order.
+"""Conversations that the target answers, from files or begun by the target itself, and their order.
 
-A file has a JSON object a line, each with one of
+A file has one JSON object a line, with one of these keys:
 
-    prompt      what a user says                        turns      what a user says, one after another
-    text        a text that goes on, without template   messages   a conversation, which ends with the user
+    prompt      one user turn                           turns      several user turns
+    text        a text to continue, without template    messages   a conversation that ends with a user turn
 
-Where the target begins, each conversation has an opening in turn: the user's first words, which say what kind of task
-it is; the target goes on from there, unless the opening quotes it (passages.py). Without openings a small model writes
-much of the same.
+A conversation that the target begins has an opening: the first words of the user turn, which name the kind of task. The
+target writes the rest of the turn, unless the opening quotes earlier answers (passages.py). Without openings a small
+model writes similar turns again and again.
 
-A job is one conversation at one temperature. Jobs come in passes over all conversations; every pass shuffles them anew,
-and gives each another temperature. A greedy answer is the same every time, so nobody is asked for one twice.
+A job is one conversation at one temperature. Jobs come in passes over all conversations; every pass shuffles them, and
+gives each conversation another temperature. A greedy answer never changes, so it is requested once.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from outrider.errors import ConfigError
 
 _KINDS = ("prompt", "text", "turns", "messages")
 _OPENINGS = Path(__file__).parent / "openings.txt"
-_SOME = 1000  # conversations that the target begins in a pass, if it begins all of them
+_DEFAULT_FREE = 1000  # conversations a pass that the target begins, if there are no others
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is asked. name: of this conversation among all, hexadecimal.
+    """A conversation to generate answers for. name: its hash among all conversations, hexadecimal.
 
-    text:     goes on without a template
-    opening:  what the user's turn begins with, if the target writes the rest of it
-    messages: what was said before `turns`, as (role, content)
-    turns:    what the user says, with an answer after each; empty if the target begins itself
+    text:     continued without a template
+    opening:  the beginning of a user turn whose rest the target writes
+    messages: earlier messages before `turns`, as (role, content)
+    turns:    user turns, each followed by an answer; empty if the target begins the conversation
     """
 
     name: str
@@ -48,18 +48,18 @@ class Conversation:
 
     @property
     def chat(self) -> bool:
-        """True if it is rendered by the model's chat template."""
+        """True if the conversation is rendered by the model's chat template."""
         return not self.text
 
     @property
     def free(self) -> bool:
-        """True if the target writes the user's turn, too."""
+        """True if the target writes the user turn."""
         return not self.text and not self.turns
 
 
 @dataclass(frozen=True)
-class Job:
-    """A conversation that is to be written. key: unique; seed: of its noise."""
+class PromptJob:
+    """A conversation to generate at one temperature. key: unique; seed: of the sampling noise."""
 
     key: int
     conversation: Conversation
@@ -68,7 +68,7 @@ class Job:
 
 
 def read_conversations(files: Sequence[str], limit: int | None = None) -> list[Conversation]:
-    """The conversations of files, each once. limit: of each file. Raises ConfigError naming file and line."""
+    """The conversations of files, without duplicates. limit: per file. Raises ConfigError with file and line."""
     found: dict[str, Conversation] = {}
     for name in files:
         path = Path(name).expanduser()
@@ -89,16 +89,16 @@ def read_conversations(files: Sequence[str], limit: int | None = None) -> list[C
 
 
 def read_openings(file: str | None) -> list[str]:
-    """A user's first words, a line each, in which \\n stands for a line's end. file: None for those that come along.
+    """First words of user turns, one a line; \\n in a line stands for a line break. file: None for the bundled ones.
 
-    Raises ConfigError if there is no such file, or nothing in it.
+    Raises ConfigError for a missing or empty file.
     """
     path = Path(file).expanduser() if file else _OPENINGS
     if not path.is_file():
         raise ConfigError(f"--free-openings {file}: there is no such file")
     openings = [line.replace("\\n", "\n") for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not openings:
-        raise ConfigError(f"--free-openings {file} has no line; leave it out for those that come along")
+        raise ConfigError(f"--free-openings {file} has no line; leave it out to use the bundled openings")
     return openings
 
 
@@ -107,11 +107,11 @@ def _conversation(line: bytes, where: str) -> Conversation:
         content = json.loads(line.decode("utf-8-sig"))
         json.dumps(content, ensure_ascii=False).encode()
     except UnicodeDecodeError:
-        raise ConfigError(f"{where}: no UTF-8; write the file in that encoding") from None
-    except UnicodeEncodeError:  # which no tokenizer takes
-        raise ConfigError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff) is no character") from None
+        raise ConfigError(f"{where}: not UTF-8; write the file in that encoding") from None
+    except UnicodeEncodeError:  # no tokenizer accepts surrogates
+        raise ConfigError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff) is not a character") from None
     except ValueError as error:
-        raise ConfigError(f"{where}: no valid JSON: {error}") from None
+        raise ConfigError(f"{where}: not valid JSON: {error}") from None
     kinds = [kind for kind in _KINDS if isinstance(content, dict) and kind in content]
     if len(kinds) != 1:
         raise ConfigError(f"{where}: expected an object with one of {', '.join(_KINDS)}")
@@ -137,10 +137,10 @@ def _with_messages(name: str, messages: list[Any], where: str) -> Conversation:
         if not fits:
             raise ConfigError(f"{where}: a message has a role and a content, both texts")
         pairs.append((message["role"], message["content"]))
-    while pairs and pairs[-1][0] == "assistant":  # the target answers by itself
+    while pairs and pairs[-1][0] == "assistant":  # the target writes the answer itself
         pairs.pop()
     if not pairs or pairs[-1][0] != "user":
-        raise ConfigError(f"{where}: messages must have one of the user that an answer can follow")
+        raise ConfigError(f"{where}: messages must have a user message to answer")
     return Conversation(name, messages=tuple(pairs[:-1]), turns=(pairs[-1][1],))
 
 
@@ -150,15 +150,15 @@ def jobs(
     temperatures: Sequence[float],
     seed: int,
     openings: Sequence[str] = ("",),
-) -> Iterator[Job]:
-    """Jobs without end, unless all are greedy. free: conversations a pass that the target begins; None for all.
+) -> Iterator[PromptJob]:
+    """Jobs without end, unless all are greedy. free: conversations a pass that the target begins; None: all of them.
 
-    openings: what these begin with, in turn
+    openings: beginnings of user turns, used in turn
     """
-    begun = (_SOME if not conversations else 0) if free is None else free
+    begun = (_DEFAULT_FREE if not conversations else 0) if free is None else free
     for number in range(10**9):
-        # Those that the target begins are new in every pass.
-        own = [_begun(number, i, openings) for i in range(begun)]
+        # Conversations that the target begins are new in every pass.
+        own = [_begun_by_target(number, i, openings) for i in range(begun)]
         todo = [*enumerate(conversations), *enumerate(own, start=len(conversations))]
         random.Random(_number("order", seed, number)).shuffle(todo)
         asked = 0
@@ -169,19 +169,19 @@ def jobs(
                 continue
             asked += 1
             own_seed = _number("seed", seed, number, conversation.name)
-            yield Job(_number("job", own_seed, temperature), conversation, temperature, own_seed)
+            yield PromptJob(_number("job", own_seed, temperature), conversation, temperature, own_seed)
         if not asked:
             return
 
 
-def _begun(number: int, i: int, openings: Sequence[str]) -> Conversation:
-    """The i-th conversation of a pass that the target begins."""
+def _begun_by_target(number: int, i: int, openings: Sequence[str]) -> Conversation:
+    """Conversation `i`, begun by the target, of pass `number`."""
     opening = openings[i % len(openings)]
     return Conversation(_hash("free", number, i, *([opening] if opening else [])), opening=opening)
 
 
 def is_held_out(name: str, part: float) -> bool:
-    """Whether a conversation is kept for the evaluation, whatever else there is."""
+    """True if a conversation is kept for evaluation; depends on its name alone."""
     return _number("held out", name) < part * 2**63
 
 
@@ -190,5 +190,5 @@ def _hash(*facts: Any) -> str:
 
 
 def _number(*facts: Any) -> int:
-    """63 bits."""
+    """A 63-bit hash."""
     return int(_hash(*facts), 16) >> 1

@@ -1,4 +1,4 @@
-"""The part of a training in which the target writes: its process, the store, and what is asked again."""
+"""The stage of a training run in which the target generates answers: its process, the store, and repeated requests."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from pathlib import Path
 from outrider.checkpoints import checkpoint
 from outrider.config import TargetConfig, TrainConfig, to_argv
 from outrider.errors import ConfigError, EngineFault, Unavailable
-from outrider.process.interpreter import python
 from outrider.process.ports import socket_folder
+from outrider.process.python_command import python_command
 from outrider.serving.features import FeatureSpec, row_bytes
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child
-from outrider.telemetry import say
+from outrider.telemetry import write_line
 from outrider.text.tokenizer import Tokenizer
 from services.draft.formats.target import read_target
 from services.draft.learning.store import Store
-from services.draft.train.data.collect import Collector, Limits, Writer
-from services.draft.train.data.prompts import Conversation, Job, jobs, read_conversations, read_openings
+from services.draft.train.data.collect import Collector, Limits, TargetClient
+from services.draft.train.data.prompts import Conversation, PromptJob, jobs, read_conversations, read_openings
 from services.draft.train.progress import Bar
 
 log = logging.getLogger(__name__)
 
-_GLANCE = 1.0  # seconds between two looks at how far it is
-_ATTEMPTS = 5  # without a new answer, before it is given up
+_PROGRESS_INTERVAL = 1.0  # seconds
+_ATTEMPTS = 5  # reconnections without a new answer before the run ends
 
 
 def open_store(config: TrainConfig, target: Path, states: FeatureSpec) -> Store:
-    """The answers of a training. Raises ConfigError if those in the folder were asked for differently."""
+    """The answers of a training run. Raises ConfigError if the folder holds answers to other settings."""
     about = {
         "target": checkpoint.fingerprint(target), "layers": list(states.layers), "final": states.final,
         "temperature": list(config.temperature), "max_new_tokens": config.max_new_tokens,
@@ -43,7 +43,7 @@ def open_store(config: TrainConfig, target: Path, states: FeatureSpec) -> Store:
 
 
 async def write_answers(config: TrainConfig, store: Store, states: FeatureSpec, fingerprint: str) -> None:
-    """Let the target write until there is enough. Raises OutriderError if it cannot.
+    """Let the target generate until there are enough answers. Raises OutriderError if it cannot.
 
     fingerprint: of the target's weights
     """
@@ -60,50 +60,50 @@ async def write_answers(config: TrainConfig, store: Store, states: FeatureSpec, 
         while True:
             todo = jobs(conversations, config.free_prompts, config.temperature, config.seed, openings)
             if child is not None:
-                await _ready(child)
+                await _wait_ready(child)
             try:
-                async with Writer(address, states, config.service_tls(), fingerprint) as writer:
-                    _check_template(writer.tokenizer, conversations, config.free_prompts)
-                    collector = Collector(writer, store, limits, config.held_out)
-                    await _watched(collector, store, limits, todo)
+                async with TargetClient(address, states, config.service_tls(), fingerprint) as client:
+                    _check_template(client.tokenizer, conversations, config.free_prompts)
+                    collector = Collector(client, store, limits, config.held_out)
+                    await _collect(collector, store, limits, todo)
                     break
             except Unavailable as error:
                 failures = 0 if len(store) > known else failures + 1
                 known = len(store)
                 if failures >= _ATTEMPTS:
                     raise
-                log.warning("%s; what it was writing is asked again", error.message)
+                log.warning("%s; unfinished answers are requested again", error.message)
                 await asyncio.sleep(1.0)
     if store.token_count < limits.tokens:
         log.warning(
-            "%d tokens were written, not the %d of --tokens: greedy answers to further prompts would only repeat, or "
-            "--max-bytes is reached", store.token_count, limits.tokens,
+            "%d tokens were generated, not the %d of --tokens: either greedy answers to further prompts would only "
+            "repeat, or --max-bytes is reached", store.token_count, limits.tokens,
         )  # fmt: skip
 
 
 def _check_template(tokenizer: Tokenizer, conversations: Sequence[Conversation], free: int | None) -> None:
-    """Raise ConfigError if a model without a chat template is asked for chats. free: as of `jobs`."""
+    """Raise ConfigError if a model without a chat template is to answer chats. free: as of `jobs`."""
     if tokenizer.template.source is not None:
         return
     if not conversations or free:
         raise ConfigError(
             "the target has no chat template, so it cannot begin conversations itself; name files of texts with "
-            '--data, a line each as {"text": ...}, and leave out --free-prompts'
+            '--data, one {"text": ...} a line, and leave out --free-prompts'
         )
     if chats := sum(conversation.chat for conversation in conversations):
         raise ConfigError(
-            f"the target has no chat template, which {chats} of {len(conversations)} prompts of --data need; "
-            'have them as {"text": ...}'
+            f"the target has no chat template, but {chats} of {len(conversations)} prompts of --data need one; "
+            'write them as {"text": ...}'
         )
 
 
-async def _watched(collector: Collector, store: Store, limits: Limits, todo: Iterator[Job]) -> None:
-    """Collect, and tell how far it is."""
+async def _collect(collector: Collector, store: Store, limits: Limits, todo: Iterator[PromptJob]) -> None:
+    """Collect answers, and report progress."""
     writing = asyncio.create_task(collector.run(todo))
     start, began = store.token_count, time.monotonic()
     with Bar("answers, in tokens", limits.tokens, start) as bar:
         while not writing.done():
-            await asyncio.wait([writing], timeout=_GLANCE)
+            await asyncio.wait([writing], timeout=_PROGRESS_INTERVAL)
             speed = (store.token_count - start) / (time.monotonic() - began)
             size = store.bytes / 2**30
             bar.at(store.token_count, f"{len(store)} answers, {speed:.0f} tokens/s, {size:.1f} GiB")
@@ -115,7 +115,7 @@ async def _watched(collector: Collector, store: Store, limits: Limits, todo: Ite
 
 @asynccontextmanager
 async def _target(config: TrainConfig) -> AsyncIterator[tuple[str, Child | None]]:
-    """Address of the target, and its process if it is ours."""
+    """Address of the target, and its process if this run started it."""
     if config.target is not None:
         yield config.target, None
         return
@@ -127,7 +127,7 @@ async def _target(config: TrainConfig) -> AsyncIterator[tuple[str, Child | None]
             max_total_tokens=room, cores=config.cores, niceness=config.niceness, log_level=config.log_level,
             log_format=config.log_format,
         )  # fmt: skip
-        child = Child("target", python("-um", "outrider", "target", *to_argv(flags)), address, say)
+        child = Child("target", python_command("-um", "outrider", "target", *to_argv(flags)), address, write_line)
         life = asyncio.create_task(child.keep_alive())
         try:
             yield address, child
@@ -136,11 +136,11 @@ async def _target(config: TrainConfig) -> AsyncIterator[tuple[str, Child | None]
             await life
 
 
-async def _ready(child: Child) -> None:
+async def _wait_ready(child: Child) -> None:
     """Wait until the target serves. Raises ConfigError or EngineFault if it does not start."""
     ready = asyncio.create_task(child.wait_ready())
     while not ready.done() and child.gave_up is None:
-        await asyncio.wait([ready], timeout=_GLANCE)
+        await asyncio.wait([ready], timeout=_PROGRESS_INTERVAL)
     if not ready.done():
         ready.cancel()
         message = f"the target does not start: {child.reason}"

@@ -19,7 +19,7 @@ from services.target.model.cuda import graphs
 from services.target.model.deterministic import selection as deterministic
 from services.target.model.eagle_head_weights import read_eagle_head
 from services.target.model.linear import pack
-from services.target.model.loading.self_draft import SelfSpeculationConfig, self_speculation_config
+from services.target.model.loading.self_speculation import SelfSpeculationPlan, plan_self_speculation
 from services.target.model.loading.weight_quantization import cpu_format
 from services.target.model.modules import ModuleRunner
 
@@ -41,14 +41,14 @@ def choose_runner(
     reason: str | None = "it needs compiled kernels on a CPU, without --tp-size and --enable-torch-compile"
     if device.type == "cpu" and not plain:
         reason = native.unsupported_reason(module, config.attention_backend, cache_dtype)
-        means = self_speculation_config(config, module, reason)
+        means = plan_self_speculation(config, module, reason)
         if reason is None:
             return _program(module, probe, cache_dtype, context_length, config, means)
         log.info("running module by module: %s", reason)
         pack(module, cpu_format(config.quantization))
     elif config.quantization is not None and device.type == "cpu":
         raise ConfigError("--quantization on a CPU goes with neither --tp-size nor --enable-torch-compile")
-    self_speculation_config(config, module, reason)  # raises if the flags ask for self-speculation
+    plan_self_speculation(config, module, reason)  # raises if the flags ask for self-speculation
     if device.type == "cuda" and config.tp_size == 1 and not config.deterministic:
         fused = _fused(module, probe, planner, context_length)
         if fused is not None:
@@ -63,7 +63,7 @@ def _program(
     cache_dtype: torch.dtype,
     context_length: int,
     config: TargetConfig,
-    means: SelfSpeculationConfig,
+    means: SelfSpeculationPlan,
 ) -> native.ProgramRunner:
     """The model as a compiled program, with what self-speculation needs."""
     head = None

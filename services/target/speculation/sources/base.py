@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from outrider.serving.loop import Listen
+from outrider.serving.loop import MessageWatch
 from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
 from services.target.sampling.session import TargetSession
@@ -147,7 +147,7 @@ class ModelSource(DraftSource):
         return Offer(self.throughput(demand.sessions, demand.kv_tokens))
 
     @abstractmethod
-    def draft(self, demand: Demand, listen: Listen) -> Drafts:
+    def draft(self, demand: Demand, listen: MessageWatch) -> Drafts:
         """Draft tokens to verify, by session id. listen: how a message interrupts the drafting."""
 
     @abstractmethod

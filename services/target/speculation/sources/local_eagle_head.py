@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from outrider.paging.prefix import PrefixCache
-from outrider.serving.loop import Listen
+from outrider.serving.loop import MessageWatch
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
@@ -248,7 +248,7 @@ class LocalEagleHead(ModelSource):
         """Draft tokens of a session beside which a second candidate may be verified."""
         return min(MAX_ALTERNATIVES, self._planner.most(session) // _TOKENS_PER_ALTERNATIVE)
 
-    def draft(self, demand: Demand, listen: Listen) -> Drafts:
+    def draft(self, demand: Demand, listen: MessageWatch) -> Drafts:
         """As of ModelSource."""
         self._chains.clear()
         others = demand.tokens - len(demand.works)
@@ -304,7 +304,7 @@ class LocalEagleHead(ModelSource):
 
     @torch.inference_mode()
     def _draft(
-        self, works: Sequence[SessionWork], most: int, value: DraftTokenValue, listen: Listen
+        self, works: Sequence[SessionWork], most: int, value: DraftTokenValue, listen: MessageWatch
     ) -> HeadDraftTokens:
         """Draft tokens of each session, as long as another one is worth its cost."""
         started = time.perf_counter()

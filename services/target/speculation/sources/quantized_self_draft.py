@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.paging.prefix import PrefixCache
-from outrider.serving.loop import Listen
+from outrider.serving.loop import MessageWatch
 from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
 from services.target.kernels.kv_cache import KVCache
@@ -123,7 +123,7 @@ class QuantizedSelfDraft(ModelSource):
         if self.head is not None:
             self.head.wrote_in_loop(session, iterations[-1].known)
 
-    def draft(self, demand: Demand, listen: Listen) -> Drafts:
+    def draft(self, demand: Demand, listen: MessageWatch) -> Drafts:
         """As of ModelSource."""
         works = demand.works
         kv_tokens = sum(work.chunk.stop for work in works)
@@ -166,7 +166,7 @@ class QuantizedSelfDraft(ModelSource):
         return step
 
     @torch.inference_mode()
-    def _draft(self, works: Sequence[SessionWork], steps: int, listen: Listen) -> NDArray[np.int64]:
+    def _draft(self, works: Sequence[SessionWork], steps: int, listen: MessageWatch) -> NDArray[np.int64]:
         """Up to `steps` tokens of each session, [n, S]; fewer if a session ends or a message arrives."""
         entries = [self._sessions[work.chunk.session.id] for work in works]
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-// What XLA calls. Shapes are those that the Python side has checked; see the functions that bind these.
+// Entry points of XLA. The Python functions that bind them check the shapes.
 #include "attention.h"
 #include "candidates.h"
 #include "product.h"
@@ -25,7 +25,7 @@ const T* given(const ffi::AnyBuffer& buffer) {
   return buffer.element_count() ? as<T>(buffer) : nullptr;
 }
 
-// x: [..., inputs]; weight: laid out, perhaps of several matrices, of which `index` says one; scales: of 8-bit weights.
+// x: [..., inputs]; data: packed weights, of one or several matrices, of which `index` chooses one; scales: of int8.
 ffi::Error run_product(ffi::AnyBuffer x, ffi::AnyBuffer data, ffi::AnyBuffer scales, ffi::AnyBuffer index,
                     ffi::Result<ffi::AnyBuffer> y) {
   const int64_t inputs = x.dimensions().back(), outputs = y->dimensions().back();
@@ -35,16 +35,16 @@ ffi::Error run_product(ffi::AnyBuffer x, ffi::AnyBuffer data, ffi::AnyBuffer sca
     case ffi::F32: format = Format::kFloat32; break;
     case ffi::U16: format = Format::kBFloat16; break;
     case ffi::U8: format = Format::kInt8; break;
-    default: return refuse("the weight's number format is unknown");
+    default: return refuse("unknown number format of the weight");
   }
   Weight weight(format, outputs, inputs);
   weight.data = as<char>(data) + which * weight.panels * weight.panel_bytes;
   if (format == Format::kInt8) weight.scales = as<float>(scales) + which * weight.panels * kPanel;
-  Threads::instance().with([&](Crew& crew) {
+  SharedPool::instance().with([&](ThreadPool& threads) {
     const bool wide = x.element_type() == ffi::F32, wide_result = y->element_type() == ffi::F32;
-    if (wide && wide_result) product(crew, weight, as<float>(x), rows, as<float>(y));
-    else if (wide_result) product(crew, weight, as<BF16>(x), rows, as<float>(y));
-    else product(crew, weight, as<BF16>(x), rows, as<BF16>(y));
+    if (wide && wide_result) product(threads, weight, as<float>(x), rows, as<float>(y));
+    else if (wide_result) product(threads, weight, as<BF16>(x), rows, as<float>(y));
+    else product(threads, weight, as<BF16>(x), rows, as<BF16>(y));
   });
   return ffi::Error::Success();
 }
@@ -58,10 +58,10 @@ void attend_in(const ffi::AnyBuffer& q, const ffi::AnyBuffer& pool, ffi::Result<
   const auto q_shape = q.dimensions(), pool_shape = pool.dimensions();
   call.sessions = q_shape[0], call.rows = q_shape[1], call.heads = q_shape[2], call.dim = q_shape[3];
   call.planes = pool_shape[1], call.kv_heads = pool_shape[2];
-  Threads::instance().with([&](Crew& crew) { Attention<T>(call).run(crew); });
+  SharedPool::instance().with([&](ThreadPool& threads) { Attention<T>(call).run(threads); });
 }
 
-// Operands as of kernels.attention; those that may be missing have no elements then.
+// Operands as of model.layers.backend.attention; missing optional ones have no elements.
 ffi::Error run_attention(ffi::AnyBuffer q, ffi::AnyBuffer pool, ffi::AnyBuffer pages, ffi::AnyBuffer visible,
                   ffi::AnyBuffer since, ffi::AnyBuffer scratch_slots, ffi::AnyBuffer scratch_mask, ffi::AnyBuffer sinks,
                   ffi::Result<ffi::AnyBuffer> out, int32_t page_size, float softcap) {
@@ -84,8 +84,8 @@ ffi::Error run_attention(ffi::AnyBuffer q, ffi::AnyBuffer pool, ffi::AnyBuffer p
   return ffi::Error::Success();
 }
 
-// moves: [2, M] slots of the pool, sources and targets; slots: [N], of the rows. The pool is changed in place; all sources
-// are read before anything is written. Slot 0 is nobody's, and is left as it is.
+// moves: [2, M] slots of the pool, sources and targets; slots: [N], of the rows. The pool is changed in place; all
+// sources are read before any write. Slot 0 is padding and is not written.
 ffi::Error run_keep(ffi::AnyBuffer pool, ffi::AnyBuffer moves, ffi::AnyBuffer slots, ffi::AnyBuffer rows,
                 ffi::Result<ffi::AnyBuffer> changed) {
   char* to = as<char>(changed);
@@ -106,7 +106,7 @@ ffi::Error run_keep(ffi::AnyBuffer pool, ffi::AnyBuffer moves, ffi::AnyBuffer sl
   return ffi::Error::Success();
 }
 
-// Operands as of model.sampling.candidates.
+// Operands as of model.programs.sampling.candidates.
 ffi::Error run_candidates(ffi::AnyBuffer logits, ffi::AnyBuffer ids, ffi::AnyBuffer temperature, ffi::AnyBuffer top_k,
                   ffi::AnyBuffer top_p, ffi::AnyBuffer min_p, ffi::AnyBuffer keys, ffi::Result<ffi::AnyBuffer> tokens,
                   ffi::Result<ffi::AnyBuffer> log_scores, int32_t limit) {
@@ -115,7 +115,7 @@ ffi::Error run_candidates(ffi::AnyBuffer logits, ffi::AnyBuffer ids, ffi::AnyBuf
                             tokens->dimensions().back(), limit, as<float>(temperature), as<float>(top_p),
                             as<float>(min_p), as<int32_t>(top_k), as<uint32_t>(keys), as<int32_t>(tokens),
                             as<float>(log_scores)};
-  Threads::instance().with([&](Crew& crew) { candidates(crew, call); });
+  SharedPool::instance().with([&](ThreadPool& threads) { candidates(threads, call); });
   return ffi::Error::Success();
 }
 
@@ -142,6 +142,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(outrider_draft_candidates, run_candidates,
                                   .Ret<Any>().Ret<Any>()
                                   .Attr<int32_t>("limit"));
 
-extern "C" void outrider_draft_threads(int32_t count) { Threads::instance().set(count); }
+extern "C" void outrider_draft_threads(int32_t count) { SharedPool::instance().set(count); }
 
 #pragma GCC visibility pop

@@ -1,8 +1,8 @@
-// Paged attention of a round: rows see the first tokens of their session's trunk, through its page table, and those
-// slots of its scratch that their masks name. Keys and values are read where they lie.
+// Paged attention of a step: rows attend to the first tokens of their session's prefix KV, through its page table, and
+// to the slots of its scratch in their masks. Keys and values are read in place.
 //
 // A task takes the keys of a split, of one key head of one session, for all queries of that head. Splits begin at fixed
-// positions of the trunk; the scratch is the last one. What they gather is merged in order.
+// positions of the prefix KV; the scratch is the last one. Their results are merged in order.
 #pragma once
 
 #include <cstring>
@@ -15,19 +15,19 @@
 
 namespace outrider {
 
-constexpr int64_t kSplit = 256;  // tokens of the trunk
+constexpr int64_t kSplit = 256;  // tokens of the prefix KV
 constexpr int kBlock = 32;       // keys that are laid out together
 constexpr int kTogether = 4;     // queries that share what is loaded of keys and values
-constexpr int kWidest = 1024;    // numbers of a head, at most
+constexpr int kWidest = 1024;    // largest head size
 
 // S sessions, Q rows each; T: number format of queries and pool.
 template <class T>
 struct AttentionCall {
   const T* q;     // [S, Q, heads, dim]
-  const T* pool;  // [slots, planes, kv_heads, dim]: keys, and behind them values; one plane where a key is its own value
+  const T* pool;  // [slots, planes, kv_heads, dim]: keys, then values; one plane where keys are also the values
   T* out;         // [S, Q, heads, dim]
   const int32_t* pages;          // [S, table_pages]
-  const int32_t* visible;        // [S, Q]: trunk tokens that a row sees
+  const int32_t* visible;        // [S, Q]: number of tokens of the prefix KV that a row attends to
   const int32_t* since;          // [S, Q]: the first of them, or null
   const int32_t* scratch_slots;  // [S, scratch]
   const uint8_t* scratch_mask;   // [S, Q, scratch]
@@ -42,11 +42,11 @@ struct AttentionCall {
   const T* value(int64_t slot, int64_t head) const { return key(slot, head) + (planes - 1) * kv_heads * dim; }
 };
 
-// The keys of one split: where they lie, and which rows see them.
+// The keys of one split.
 struct Split {
   int64_t session;
   bool scratch;
-  int64_t begin, end;  // tokens of the trunk, or entries of `used`
+  int64_t begin, end;  // tokens of the prefix KV, or entries of `used`
 };
 
 template <class T>
@@ -54,22 +54,22 @@ class Attention {
  public:
   explicit Attention(const AttentionCall<T>& call) : call_(call), width_(round_up(call.dim, kLanes)) {}
 
-  void run(Crew& crew) {
+  void run(ThreadPool& threads) {
     plan();
     const int64_t heads = call_.kv_heads, tasks = int64_t(splits_.size()) * heads;
     const size_t bytes = tasks * call_.queries() * (width_ + kLanes) * sizeof(float);
     static Buffer partials;
     if (partials.bytes() < bytes) partials = Buffer(bytes);
     partials_ = partials.as<float>();
-    share(crew, tasks, [&](int64_t task) { gather(task / heads, task % heads); });
-    share(crew, call_.sessions, [&](int64_t session) { join(session); });
+    parallel_for(threads, tasks, [&](int64_t task) { gather(task / heads, task % heads); });
+    parallel_for(threads, call_.sessions, [&](int64_t session) { join(session); });
   }
 
  private:
   using Words = Dot<T>;
   static constexpr int kStep = Words::kStep, kQuery = Words::kQuery;
 
-  // --- plan: which splits there are ---
+  // --- plan of the splits ---
 
   void plan() {
     used_.resize(call_.sessions * call_.scratch);
@@ -89,7 +89,7 @@ class Attention {
     }
   }
 
-  // Which entries of a session's scratch any row sees. Returns how many.
+  // Collects the entries of a session's scratch that any row attends to. Returns their number.
   int64_t survey_scratch(int64_t session) {
     int32_t* used = used_.data() + session * call_.scratch;
     const uint8_t* mask = call_.scratch_mask + session * call_.rows * call_.scratch;
@@ -170,7 +170,7 @@ class Attention {
     }
   }
 
-  // Bit i: key begin + i is seen by a row of the session.
+  // Bit i: a row of the session attends to key begin + i.
   uint32_t seen(const Split& split, int64_t begin, int64_t count, int64_t row) const {
     const int64_t global = split.session * call_.rows + row;
     uint32_t mask = 0;
@@ -184,7 +184,7 @@ class Attention {
     return below(std::min(count, call_.visible[global] - begin)) & ~below(call_.first_seen(global) - begin);
   }
 
-  // Keys in columns, those that a block lacks as zeros. The values come near meanwhile.
+  // Transposes keys into columns, padded with zeros, and prefetches the values.
   void lay_out(Workspace& work, int64_t head, int64_t count, int64_t words) const {
     for (int64_t half = 0; half < kBlock; half += kLanes) {
       for (int64_t word = 0; word < words; word += kLanes) {
@@ -205,8 +205,8 @@ class Attention {
     }
   }
 
-  // Scores of some queries with a block's keys, and what they weigh against all before. state: of the first query, its
-  // values' sum and behind it the largest score and the sum of weights.
+  // Scores of some queries with a block's keys, folded into the online softmax. state: of the first query; its weighted
+  // sum of values, then the largest score and the sum of weights.
   void score(Workspace& work, int64_t query, int64_t some, int64_t words, const uint32_t* masks, float* state) const {
     Floats sums[kTogether][2];
     switch (some) {
@@ -309,7 +309,7 @@ class Attention {
     }
   }
 
-  // --- what the splits of a session have gathered ---
+  // --- merging the splits of a session ---
 
   void join(int64_t session) {
     static thread_local std::vector<float> totals;

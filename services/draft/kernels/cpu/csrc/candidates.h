@@ -11,16 +11,16 @@
 namespace outrider {
 
 constexpr float kNever = -1e30f;  // a logit of padding
-constexpr float kNothing = -std::numeric_limits<float>::infinity();  // a score of what a filter removes
+constexpr float kNothing = -std::numeric_limits<float>::infinity();  // the score of a filtered token
 constexpr float kGreedyBelow = 1e-6f;      // of temperatures; outrider/speculation/sampling.py
-constexpr float kDeepest = -100.0f;        // natural log of a probability that no filter needs to tell from 0
+constexpr float kDeepest = -100.0f;        // natural log of a probability that filters treat as 0
 constexpr int kBisections = 32;
 
 struct CandidatesCall {
   const float* logits;  // [S, R, vocab]
-  const int32_t* ids;   // [vocab], the target's; null where they are the entries' own
+  const int32_t* ids;   // [vocab], the target's; null where they equal the entries
   int64_t sessions, rows, vocab, count;
-  int32_t limit;  // ids from here on are padding
+  int32_t limit;  // ids from there on are padding
   const float *temperature, *top_p, *min_p;  // [S]
   const int32_t* top_k;                      // [S]
   const uint32_t* keys;                      // [S, R, 2]
@@ -50,7 +50,7 @@ inline Floats log(Floats x) {
   return fmadd(exponent, floats(0.69314718056f), log1p_small(sub(mantissa, floats(1.0f))));
 }
 
-// Gumbel noise of bits in float32: u = (bits + 0.5) / 2^32; close to 1, where the winners are, from its distance to 1.
+// Gumbel noise of bits in float32: u = (bits + 0.5) / 2^32; close to 1, where the noise is largest, from 1 - u.
 inline Floats gumbel(Ints bits) {
   const Floats scale = floats(0x1p-32f), half = floats(0.5f);
   const Floats u = mul(add(to_floats_unsigned(bits), half), scale);
@@ -62,7 +62,7 @@ inline Floats gumbel(Ints bits) {
   return sub(zero, log(sub(zero, log_u)));
 }
 
-// The candidates of one row after another, in memory of its own.
+// Computes the candidates of a row, in memory of the calling thread.
 class Candidates {
  public:
   explicit Candidates(const CandidatesCall& call) : call_(call) {
@@ -139,7 +139,7 @@ class Candidates {
     }
   }
 
-  // Keep the tokens whose likelier ones weigh less than the limit, found by bisection.
+  // Keep tokens while more likely ones weigh less than the limit; the threshold is found by bisection.
   template <class Weigh>
   void keep_before(float limit, Weigh&& weigh) {
     float low = kDeepest, high = 0.0f;
@@ -176,7 +176,7 @@ class Candidates {
     return largest_of(largest);
   }
 
-  // --- the best ones; of equals the first entry ---
+  // --- the best candidates; ties go to the lower entry ---
 
   void best(int32_t* tokens, float* log_scores, float largest) {
     const int64_t count = call_.count;
@@ -213,8 +213,8 @@ class Candidates {
   float* scores_;
 };
 
-inline void candidates(Crew& crew, const CandidatesCall& call) {
-  share(crew, call.sessions * call.rows,
+inline void candidates(ThreadPool& pool, const CandidatesCall& call) {
+  parallel_for(pool, call.sessions * call.rows,
         [&](int64_t row) { Candidates(call).take(row / call.rows, row % call.rows); });
 }
 

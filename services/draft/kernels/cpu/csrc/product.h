@@ -1,4 +1,4 @@
-// y = x W^T for the few rows of a round: each weight is read once for all of them.
+// y = x W^T for the few rows of a step: each weight is read once for all of them.
 #pragma once
 
 #include "linear.h"
@@ -6,14 +6,14 @@
 
 namespace outrider {
 
-// From so many rows on threads share the work of laying rows out; below, each does it for itself.
+// From this number of rows on, threads lay out rows together; below it, each thread lays out all of them.
 constexpr int64_t kSharedRows = 24;
 
-// Portions of neighbouring panels: long ones first, because memory is fastest when it is read on and on, then shorter
-// ones, so that threads are done at like times.
-class Portions {
+// Ranges of neighbouring panels: long ones first, because long streams read memory fastest, then shorter ones, so that
+// all threads finish at about the same time.
+class PanelRanges {
  public:
-  Portions(int64_t panels, int threads) : panels_(panels), threads_(threads) {}
+  PanelRanges(int64_t panels, int threads) : panels_(panels), threads_(threads) {}
 
   bool take(int64_t& begin, int64_t& end) {
     begin = next_.load(std::memory_order_relaxed);
@@ -31,7 +31,7 @@ class Portions {
 
 // X: of rows x [rows, weight.inputs]; Y: of results [rows, weight.outputs].
 template <class X, class Y>
-void product(Crew& crew, const Weight& weight, const X* x, int64_t rows, Y* y) {
+void product(ThreadPool& pool, const Weight& weight, const X* x, int64_t rows, Y* y) {
   static Buffer shared;
   const bool together = rows > kSharedRows;
   auto laid_out = [&](Buffer& memory) {
@@ -43,15 +43,15 @@ void product(Crew& crew, const Weight& weight, const X* x, int64_t rows, Y* y) {
   };
   if (together) {
     const Operand operand = laid_out(shared);
-    share(crew, rows, [&](int64_t row) { fill(operand, row); });
+    parallel_for(pool, rows, [&](int64_t row) { fill(operand, row); });
   }
-  Portions portions(weight.panels, crew.threads());
-  crew.run([&] {
+  PanelRanges ranges(weight.panels, pool.threads());
+  pool.run([&] {
     static thread_local Buffer own;
     const Operand operand = laid_out(together ? shared : own);
     for (int64_t row = 0; row < rows && !together; ++row) fill(operand, row);
     const Passes passes(weight, rows);
-    for (int64_t panel, end; portions.take(panel, end);) {
+    for (int64_t panel, end; ranges.take(panel, end);) {
       for (; panel < end; ++panel) {
         multiply_panel(weight, panel, operand, passes, [&](int64_t first, int64_t count, const float* tile) {
           store_panel(weight, panel, first, count, tile, nullptr, y);

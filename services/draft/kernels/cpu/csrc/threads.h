@@ -1,4 +1,4 @@
-// The threads of all kernels: as many as the process was told, working for one call at a time.
+// The thread pool of all kernels: as many threads as the process has cores, working for one call at a time.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +12,15 @@
 
 namespace outrider {
 
-// Threads that help a caller if they come in time. Work is taken portion by portion, so the caller gets everything done
-// without them, too: on a busy machine a thread may get its core only after the work is over, and is not waited for then.
-class Crew {
+// Threads that help a caller. Work is taken in small ranges, so the caller never depends on a helper: on a busy machine
+// a helper may be scheduled only after the work is done, and is then not waited for.
+class ThreadPool {
  public:
-  explicit Crew(int threads) {
+  explicit ThreadPool(int threads) {
     for (int i = 1; i < threads; ++i) helpers_.emplace_back([this] { help(); });
   }
 
-  ~Crew() {
+  ~ThreadPool() {
     stopping_ = true;
     begin();
     for (auto& helper : helpers_) helper.join();
@@ -28,7 +28,7 @@ class Crew {
 
   int threads() const { return int(helpers_.size()) + 1; }
 
-  // job() takes portions until there are none left; it runs here, and in every helper that comes before it is done here.
+  // job() takes ranges until none is left; it runs in the calling thread, and in every helper that wakes in time.
   void run(const std::function<void()>& job) {
     if (helpers_.empty()) return job();
     job_ = &job;
@@ -41,8 +41,8 @@ class Crew {
 
  private:
   static constexpr int kClosed = 1 << 30;
-  // After a job a helper looks for the next one for so many turns (some tens of microseconds) before it sleeps: kernels
-  // follow one another closely, but other processes may need the core meanwhile.
+  // Turns that a helper spins for the next job before it sleeps (some tens of microseconds): kernels follow one another
+  // closely, but other processes may need the core.
   static constexpr int kLinger = 2000;
 
   void begin() {
@@ -69,43 +69,43 @@ class Crew {
   const std::function<void()>* job_ = nullptr;
   std::atomic<bool> stopping_{false};
   alignas(64) std::atomic<unsigned> epoch_{0};
-  alignas(64) std::atomic<int> inside_{kClosed};  // helpers at work, and whether no more may come
+  alignas(64) std::atomic<int> inside_{kClosed};  // number of working helpers, and the bit kClosed
 };
 
-class Threads {
+class SharedPool {
  public:
-  static Threads& instance() {
-    static Threads threads;
+  static SharedPool& instance() {
+    static SharedPool threads;
     return threads;
   }
 
   void set(int count) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!crew_ || crew_->threads() != count) crew_ = std::make_unique<Crew>(count);
+    if (!pool_ || pool_->threads() != count) pool_ = std::make_unique<ThreadPool>(count);
   }
 
-  // job(crew). XLA may call kernels that do not depend on one another at the same time; they wait for one another.
+  // job(pool). XLA may call independent kernels at the same time; they run one after another.
   template <class Job>
   void with(Job&& job) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!crew_) crew_ = std::make_unique<Crew>(1);
-    job(*crew_);
+    if (!pool_) pool_ = std::make_unique<ThreadPool>(1);
+    job(*pool_);
   }
 
  private:
   std::mutex mutex_;
-  std::unique_ptr<Crew> crew_;
+  std::unique_ptr<ThreadPool> pool_;
 };
 
-// Run task(0) .. task(count - 1) on all threads, each taking the next one.
+// Run task(0) .. task(count - 1) on all threads; each thread takes the next index.
 template <class Task>
-void share(Crew& crew, int64_t count, Task&& task) {
+void parallel_for(ThreadPool& pool, int64_t count, Task&& task) {
   if (count <= 1) {
     for (int64_t i = 0; i < count; ++i) task(i);
     return;
   }
   std::atomic<int64_t> next{0};
-  crew.run([&] {
+  pool.run([&] {
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(i);
   });
 }

@@ -1,0 +1,96 @@
+"""The checkpoint of the draft model: the reader of its format, its token map, and its facts for the handshake."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from outrider.checkpoints import checkpoint
+from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, DraftConfig
+from outrider.errors import ConfigError
+from outrider.wire.v1 import common_pb2
+from services.draft.formats.base import DraftCheckpoint
+from services.draft.formats.decoders import read_decoder
+from services.draft.formats.eagle import read_eagle
+from services.draft.formats.eagle3 import read_eagle3
+from services.draft.formats.mtp import holds_mtp, read_mtp
+from services.draft.formats.target import TargetCheckpoint, read_target
+from services.draft.formats.token_map import read_token_map, with_token_map
+from services.draft.model.layers.config import ModelConfig
+
+log = logging.getLogger(__name__)
+
+_HEADS: dict[str, Callable[[Path, TargetCheckpoint], DraftCheckpoint]] = {"EAGLE": read_eagle, "EAGLE3": read_eagle3}
+
+
+def draft_path(config: DraftConfig) -> str:
+    """Path of the draft model: --speculative-draft-model-path, or the target's own checkpoint."""
+    path = config.speculative_draft_model_path or config.model_path
+    assert path is not None, "flags.check refuses a drafter without a model path"
+    return path
+
+
+def read_draft(folder: Path, config: DraftConfig, shared: Path | None = None) -> tuple[DraftCheckpoint, Path]:
+    """The draft model, and the folder whose tokenizer it uses. Raises ConfigError.
+
+    shared: folder of the target's embedding and head, if it is not --model-path
+    """
+    if config.speculative_algorithm not in FED_ALGORITHMS:
+        return read_decoder(folder), folder
+    assert config.model_path is not None
+    target = checkpoint.resolve(config.model_path)
+    algorithm, facts = config.speculative_algorithm, read_target(target)
+    if shared is not None:
+        facts = replace(facts, folder=shared)
+    if algorithm == "NEXTN" or (algorithm in BUILT_IN_ALGORITHMS and (folder == target or holds_mtp(folder))):
+        states = config.speculative_mtp_feature, config.speculative_mtp_own_state
+        draft = read_mtp(folder, facts, feature=states[0], own=states[1], several=config.enable_multi_layer_eagle)
+        _check_steps(config, draft)
+        return draft, target
+    return _HEADS[algorithm](folder, facts), target
+
+
+def _check_steps(config: DraftConfig, draft: DraftCheckpoint) -> None:
+    """Raise ConfigError if --speculative-num-steps is not the number of stacked MTP layers."""
+    steps, layers = config.speculative_num_steps, len(draft.config.layers)
+    if draft.config.stacked and steps not in (None, layers):
+        raise ConfigError(
+            f"--speculative-num-steps {steps} does not fit {layers} MTP layers that predict one token further each; "
+            f"leave it out, or set {layers}"
+        )
+
+
+def with_map_of(config: DraftConfig, draft: DraftCheckpoint) -> DraftCheckpoint:
+    """The draft model with the token map of --speculative-token-map, if there is one. Raises ConfigError."""
+    if config.speculative_token_map is None:
+        return draft
+    if config.speculative_algorithm == "EAGLE3":
+        log.warning("--speculative-token-map is ignored: an EAGLE-3 head has a vocabulary of its own")
+        return draft
+    vocab_size = draft.config.vocab_size
+    ids = read_token_map(config.speculative_token_map, vocab_size)
+    log.info("the draft proposes %d of %d tokens", len(ids), vocab_size)
+    return with_token_map(draft, ids)
+
+
+def vocab_limit(folder: Path) -> int:
+    """Number of ids of a tokenizer; larger ids are padding of the embedding, which the target may lack."""
+    return max(checkpoint.vocabulary(folder).values(), default=2**31 - 2) + 1
+
+
+def describe_model(
+    folder: Path, vocabulary: Path, config: DraftConfig, model: ModelConfig, dtype: str
+) -> common_pb2.ModelInfo:
+    """Facts of a draft model for the handshake. folder: its own; vocabulary: folder of its tokenizer."""
+    return common_pb2.ModelInfo(
+        model_path=checkpoint.display_name(draft_path(config)),
+        fingerprint=checkpoint.fingerprint(folder),
+        architecture=model.architecture,
+        # The vocabulary of a feature-based head is internal: its ids are mapped to the target's.
+        vocab_size=read_target(vocabulary).vocab_size if model.head.uses_features else model.vocab_size,
+        vocab_hash=checkpoint.vocab_hash(vocabulary),
+        context_length=model.context,
+        dtype=dtype,
+    )

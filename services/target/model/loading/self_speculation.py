@@ -1,0 +1,87 @@
+"""--self-speculation: the draft sources in the target process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from outrider.config import TargetConfig
+from outrider.drafts import DEFAULT_HEAD, has_bundled_head
+from outrider.errors import ConfigError
+from services.target.kernels.cpu.weights import Format
+from services.target.model.loading.weight_quantization import cpu_format
+
+# Bytes of linear layers; smaller layers stay in CPU caches, where narrower weights are no faster.
+_MIN_BYTES = 32e6
+
+
+@dataclass(frozen=True)
+class SelfSpeculationPlan:
+    """The draft sources that are loaded.
+
+    copied: format of the quantized copy of the weights; None without one. head: folder of the local EAGLE head; beside
+    a copy, it assists the copy.
+    """
+
+    prompt_lookup: bool = False
+    copied: Format | None = None
+    head: Path | None = None
+
+
+def plan_self_speculation(config: TargetConfig, module: Any, reason: str | None) -> SelfSpeculationPlan:
+    """The draft sources of a model. Raises ConfigError for flags that do not fit together, or not the model.
+
+    reason: why the model does not run as a compiled program; None if it does
+    """
+    source, folder = config.self_speculation, _head_folder(config)
+    _check_flags(config)
+    if source == "off":
+        return SelfSpeculationPlan()
+    wanted = source if source != "auto" else _best_source(config, folder)
+    number_format: Literal["int4", "int8"] = (
+        "int4" if config.self_speculation_format == "auto" else config.self_speculation_format
+    )
+    narrower = wanted == "quantized" and config.quantization not in ("int4", number_format)
+    against = reason
+    if against is None and config.verifies_all_draft_tokens:
+        against = "--speculative-num-draft-tokens and --speculative-always fix what is verified"
+    if against is None and source == "quantized" and not narrower:
+        against = f"with --quantization {config.quantization} the weights are as narrow as a copy in {number_format}"
+    if against is None and wanted == "head" and folder is None:
+        against = "this model has no bundled head; name a folder with --self-speculation-head"
+    if source != "auto" and against is not None:
+        remedy = "" if "--self-speculation-head" in against else "; leave it out"
+        raise ConfigError(f"--self-speculation {source}: {against}{remedy}")
+    layers = [layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)]
+    small = sum(weight.nbytes for weight in layers) < _MIN_BYTES
+    if against is not None or (source == "auto" and small and config.self_speculation_head is None):
+        return SelfSpeculationPlan()
+    with_head = source in ("auto", "head") or config.self_speculation_head is not None
+    return SelfSpeculationPlan(True, cpu_format(number_format) if narrower else None, folder if with_head else None)
+
+
+def _check_flags(config: TargetConfig) -> None:
+    source = config.self_speculation
+    if config.self_speculation_head is not None and source in ("off", "lookup"):
+        raise ConfigError(f"--self-speculation-head is not for --self-speculation {source}; leave one of them out")
+    if config.self_speculation_format != "auto" and source in ("off", "lookup", "head"):
+        raise ConfigError(f"--self-speculation-format is not for --self-speculation {source}; leave one of them out")
+
+
+def _best_source(config: TargetConfig, folder: Path | None) -> str:
+    """The source for `auto`, from measurements: docs/decisions/0021-local-eagle-head.md."""
+    if config.self_speculation_head is not None:
+        return "head"
+    if config.quantization is None:
+        return "quantized"
+    # A copy in 4 bits of weights in 8 bits saves less time than its own steps take.
+    return "lookup" if folder is None else "head"
+
+
+def _head_folder(config: TargetConfig) -> Path | None:
+    if config.self_speculation_head is not None:
+        return Path(config.self_speculation_head).expanduser()
+    return DEFAULT_HEAD if has_bundled_head(config.model_path) else None
