@@ -5,8 +5,8 @@
     3. collect  wait for the samples
     4. settle   walk along them, commit, compact the cache, end what has ended (settlement.py)
 
-On CUDA, messages are taken in between launch and collect, and where no session has draft tokens or special wishes, the
-next step is launched before this one is collected (in_flight.py).
+On CUDA, messages are taken in between launch and collect. Where no session has draft tokens, grammar or penalties,
+the next step is launched before this one is collected (in_flight.py).
 
 A step verifies the draft tokens that are there when it begins; it is held for proposals only where that pays
 (speculation/draft_wait.py). Without draft tokens it is plain decoding. A session at or past its limit of tokens is

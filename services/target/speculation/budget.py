@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from outrider.speculation.tree import TreeSlice
 from services.target.speculation.draft_wait import MAX_WAIT
@@ -42,7 +42,7 @@ def throughput(
     sessions: int,
     tokens: int,
     kv_tokens: int,
-    drafting: ArrayLike = 0.0,
+    drafting: NDArray[np.floating] | float = 0.0,
 ) -> NDArray[np.float64]:
     """Tokens per second of a step's sessions with n different drafts: the objective of every choice.
 
@@ -99,7 +99,7 @@ class Budget:
         sessions: int,
         tokens: int,
         kv_tokens: int,
-        drafting: ArrayLike = 0.0,
+        drafting: NDArray[np.floating] | float = 0.0,
     ) -> NDArray[np.float64]:
         """`throughput` with the model's own cost."""
         return throughput(self.cost, gains, added, sessions, tokens, kv_tokens, drafting)

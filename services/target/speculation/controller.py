@@ -101,7 +101,7 @@ class Speculation:
 
     @property
     def drafting_paused(self) -> bool:
-        """True if drafters are told that no proposals are wanted."""
+        """True if drafting is paused: commits carry a draft budget of 0."""
         return self.policy.drafting_paused
 
     @property

@@ -59,7 +59,7 @@ class ModePolicy:
 
     @property
     def drafting_paused(self) -> bool:
-        """True if drafters are told to rest. Until one answers, all are asked."""
+        """True if drafting is paused. Until the first proposal arrives it is not."""
         return self.wait.has_drafter and self.mode not in DRAFT_MODES
 
     @property
@@ -156,7 +156,8 @@ class ModePolicy:
         selector = self._selectors[self._load]
         if self._steps >= selector.steps:
             before = selector.mode
-            selector.end_trial(*self._trial, sessions=count, steps=self._steps)
+            tokens, seconds = self._trial
+            selector.end_trial(tokens, seconds, sessions=count, steps=self._steps)
             self._start_trial(settling=_SETTLING if selector.mode is not before else 0)
 
     def _start_trial(self, settling: int = 0) -> None:

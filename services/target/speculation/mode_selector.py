@@ -149,8 +149,8 @@ class ModeSelector:
         self._tokens = self._seconds = 0.0  # since the last trial's end, measured or not; tokens per session
         self._short = False
         self._sessions = 1.0
-        self.loss = fewer.loss if fewer is not None else None
-        self.gain = fewer.gain / _GAIN_LOSS**doublings if fewer is not None else 0.0
+        self.loss: float | None = fewer.loss if fewer is not None else None
+        self.gain: float = fewer.gain / _GAIN_LOSS**doublings if fewer is not None else 0.0
         self._first_pause = _FIRST_REST if many else _FIRST_PAUSE
         self._rest = self._first_rest(many)
         self.mode = self._alone if self._rest and first in DRAFT_MODES and self._alone is not None else first

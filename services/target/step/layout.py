@@ -143,7 +143,8 @@ class Layout:
     def slots(self) -> NDArray[np.int64]:
         """Where each row's key and value go. [T]."""
         pages = self.pages[self.table[self.span] + self.keys // self.page_size]
-        return pages.astype(np.int64) * self.page_size + self.keys % self.page_size
+        slots: NDArray[np.int64] = pages.astype(np.int64) * self.page_size + self.keys % self.page_size
+        return slots
 
     @classmethod
     def of(

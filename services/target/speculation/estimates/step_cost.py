@@ -49,7 +49,8 @@ class StepCost:
         """Seconds of n steps. tokens: [n], of each step. kv_tokens: of all sessions. Returns [n] float64."""
         inside = np.interp(tokens, self._tokens, self._seconds)
         beyond = np.maximum(tokens - self._tokens[-1], 0.0) * self._beyond
-        return inside + beyond + kv_tokens * self.seconds_per_kv_token
+        seconds: NDArray[np.float64] = inside + beyond + kv_tokens * self.seconds_per_kv_token
+        return seconds
 
     def step(self, tokens: float, kv_tokens: int, most: int = 1) -> tuple[float, float]:
         """Seconds of one step, and of the cheapest of the next `most` tokens that may be added to it.

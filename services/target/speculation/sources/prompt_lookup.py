@@ -20,7 +20,7 @@ from services.target.speculation.planner import Planner
 from services.target.speculation.sources.base import MAX_CHAIN, Demand, DraftSource, Offer, chain_of
 
 MIN_MATCH = 2  # tokens
-_MAX_MATCH = 12  # longer matches tell no more
+_MAX_MATCH = 12  # the acceptance rate does not rise with longer matches
 _MAX_PLACES = 8  # the latest earlier occurrences that are compared
 _DECAY = 0.99  # of a match length's evidence, per chain
 _FADE = 0.98  # of all evidence with time, so that a lookup that did not pay is tried again
