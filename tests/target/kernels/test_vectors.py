@@ -18,7 +18,9 @@ from outrider.native import vectors
 from services.target.kernels.cpu import library
 
 TARGET = Path(__file__).parent
-KERNELS = ("test_kernels.py", "../model/test_linear.py", "test_cpu_sampling.py", "test_screen.py", "test_eight_bits.py")
+KERNELS = (
+    "test_kernels.py", "../model/test_linear.py", "test_cpu_sampling.py", "test_pruned_head.py", "test_fp8_cache.py",
+)  # fmt: skip
 
 
 def test_flags_are_those_of_the_kind():
@@ -45,7 +47,7 @@ def test_a_processor_that_has_more_computes_as_an_older_one():
 
 
 def test_missing_instructions_are_reported(monkeypatch):
-    monkeypatch.delenv(vectors.VARIABLE, raising=False)  # who names a kind is reported otherwise, see below
+    monkeypatch.delenv(vectors.VARIABLE, raising=False)  # a named kind raises ConfigError instead
     monkeypatch.setattr(vectors, "_processor", lambda: frozenset({"sse2", "avx2"}))
     with pytest.raises(library.Unavailable, match="this processor lacks fma, f16c"):
         vectors.library("nothing", TARGET).compiled()

@@ -309,13 +309,13 @@ def test_without_pytorch_another_process_s_conversion_is_awaited(tiny_gguf, tmp_
     os.utime(copy, (1, 1))
     found: list[object] = []
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(checkpoint, "_GLANCE", 0.01)
+    monkeypatch.setattr(checkpoint, "_POLL_SECONDS", 0.01)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name))
-        patch.setattr(checkpoint, "_PATIENCE", 0.05)
-        with pytest.raises(ConfigError, match="needs PyTorch, and no target service has done it"):
+        patch.setattr(checkpoint, "_CONVERSION_SECONDS", 0.05)
+        with pytest.raises(ConfigError, match="needs PyTorch, and no target service has converted it"):
             checkpoint.resolve(str(copy))
-        patch.setattr(checkpoint, "_PATIENCE", 60.0)
+        patch.setattr(checkpoint, "_CONVERSION_SECONDS", 60.0)
         waiter = threading.Thread(target=lambda: found.append(checkpoint.resolve(str(copy))))
         waiter.start()
         code = f"from outrider.checkpoints import checkpoint; print(checkpoint.resolve({str(tiny_gguf)!r}))"

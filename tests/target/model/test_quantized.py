@@ -177,7 +177,7 @@ def test_scales_that_do_not_fit_are_refused(tmp_path, caplog):
     write_quantized(folder, tmp_path / "plain", quantizers.fp8(20), FP8 | {"weight_block_size": [32, 32]})
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load_model(folder)
-    assert "not blocks of 32" in caplog.text
+    assert "do not match blocks of 32" in caplog.text
 
 
 # --- --quantization ---
