@@ -285,7 +285,7 @@ def test_a_target_that_starts_anew_between_two_parts_of_an_update_is_not_used(sy
     if targets > 1:
         assert running.texts(temperature=1, seed=3) == expected[1]
     send(parts[0])
-    assert [f"1 of {targets} targets lack weights" in message for message in messages] == [False, True, False]
+    assert [f"1 of {targets} targets lack earlier weights" in message for message in messages] == [False, True, False]
     if targets > 1:
         running.targets[1].stop()
     assert running.texts(temperature=1, seed=3) == expected[1]

@@ -49,9 +49,9 @@ def test_a_pair_is_judged_once_at_start_up(base, target, tmp_path, name):
     try:
         until(lambda: "self-test of the draft" in gateway.log.read_text(), 60)
         logged = gateway.log.read_text()
-        warned = "did not belong together" in logged
+        warned = "does not seem to fit the target" in logged
         assert warned == (name == "wrong"), logged
-        assert ("EAGLE3 foretold 0 of" in logged) == warned
+        assert ("EAGLE3 predicted 0 of" in logged) == warned
         assert ("d2t" in logged) == warned
         for metric in ("generated_tokens_total", "verification_steps_total", "prompt_tokens_total", "requests_total"):
             assert gateway.metric(f"outrider_{metric}") == 0
