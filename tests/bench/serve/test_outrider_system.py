@@ -25,7 +25,10 @@ async def test_conversations_with_several_turns():
 
 def test_errors_quote_the_message_about_rejected_flags():
     flags = ["--speculative-algorithm", "STANDALONE"]
-    with pytest.raises(BenchError, match=r"ended with code 2: .*STANDALONE needs a draft model"), served("x", flags, "auto"):
+    with (
+        pytest.raises(BenchError, match=r"ended with code 2: .*STANDALONE needs a draft model"),
+        served("x", flags, "auto"),
+    ):
         pass
     words = r"ended with code 2: [^─]*Unrecognized options: --nonsense"
     with pytest.raises(BenchError, match=words), served("x", ["--nonsense"], "auto"):

@@ -55,7 +55,9 @@ def test_unsupported_layouts_are_refused(tmp_path):
     tensors = safetensors.torch.load_file(file)
     scales = tensors.pop("model.layers.0.self_attn.q_proj.scales")
     safetensors.torch.save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"of model\.layers\.0\.self_attn\.q_proj\.weight do not have the layout .*scales"):
+    with pytest.raises(
+        ConfigError, match=r"of model\.layers\.0\.self_attn\.q_proj\.weight do not have the layout .*scales"
+    ):
         read_decoder(folder).load(jnp.float32)
     tensors["model.layers.0.self_attn.q_proj.scales"] = scales[:, :8].contiguous()
     safetensors.torch.save_file(tensors, file, {"format": "pt"})

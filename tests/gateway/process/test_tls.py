@@ -239,7 +239,10 @@ def test_files_that_do_not_fit_are_refused_by_flag(tmp_path, ours, others, serve
         ((None, None, ca, None), "--ssl-ca-certs needs TLS"),
         ((f"{tmp_path}/gone", key, None, None), "gone (--ssl-certfile) cannot be read: No such file"),
         ((cert, f"{tmp_path}/gone", None, None), "gone (--ssl-keyfile) cannot be read: No such file"),
-        ((cert, other.keyfile, None, None), f"the key in {other.keyfile} (--ssl-keyfile) does not match the certificate in"),
+        (
+            (cert, other.keyfile, None, None),
+            f"the key in {other.keyfile} (--ssl-keyfile) does not match the certificate in",
+        ),
         ((str(empty), key, None, None), "empty.pem (--ssl-certfile) holds no certificate"),
         ((cert, str(empty), None, None), "empty.pem (--ssl-keyfile) holds no private key"),
         ((cert, str(locked), None, None), "has a passphrase"),
