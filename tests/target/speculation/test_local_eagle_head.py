@@ -15,6 +15,7 @@ from services.target.kernels.cpu import library
 from services.target.kernels.cpu.weights import Format
 from services.target.model.loading.self_speculation import SelfSpeculationPlan, plan_self_speculation
 from services.target.speculation.estimates.calibration_bins import CalibrationBins
+from services.target.speculation.estimates.linear_cost import LinearCost
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.sources import base, local_eagle_head
 from tests.support.checkpoints.heads import write_head, write_pair
@@ -162,7 +163,7 @@ def test_chain_length_follows_probabilities_and_costs(pair):
         engine.open(opening(1, [5, 6, 7], max_tokens=60))
         engine.step()
         engine.speculation.planner.budget.cost = StepCost({1: 1e-3, 64: 1e-3 + 63 * token_cost * 1e-3})
-        source.drafting_costs = {1: StepCost({1: drafting_cost * 1e-3, 16: 16 * drafting_cost * 1e-3})}
+        source.drafting_costs = {1: LinearCost(0.0, drafting_cost * 1e-3)}
         source.acceptance.table[:] = array("f", [rate] * 32)
         source.averages[True].drafted = 0.0
         source.token_values.forget()
@@ -192,7 +193,7 @@ def test_a_head_that_does_not_pay_is_used_in_probes_only(pair):
         engine = drafting(model)
         engine.speculation.chooser.always = False
         engine.speculation.planner.budget.cost = StepCost({1: 1e-3, 64: 1e-3 + 63 * token_cost * 1e-3})
-        engine.speculation.chooser.source.drafting_costs = {1: StepCost({1: 2e-4, 16: 17e-4})}
+        engine.speculation.chooser.source.drafting_costs = {1: LinearCost(1e-4, 1e-4)}
         engine.speculation.chooser.source.averages = [
             local_eagle_head.ChainAverage(0.1, 2.0, 2.0),
             local_eagle_head.ChainAverage(2.0, 2.0, 2.0),
@@ -221,15 +222,18 @@ def test_calibration_bins_learn_acceptance_rates():
     assert bins.table[16 + 1] == bins.rate(0.12, greedy=False)
 
 
-def test_the_cost_of_drafting_is_learned_by_chain_length():
-    cost, rng = StepCost({1: 2.0, 6: 7.0, 16: 17.0}), np.random.default_rng(0)
+def test_the_linear_cost_finds_both_parts():
+    cost, rng = LinearCost(1.0, 1.0), np.random.default_rng(0)
     for _ in range(300):
         count = int(rng.integers(1, 6))
-        cost.observe(count, 0, 0.3 + 0.1 * count + rng.normal(0, 0.01))
-    assert cost.step(2, 0)[1] == pytest.approx(0.1, abs=0.05)
-    assert cost.step(2, 0)[0] == pytest.approx(0.5, abs=0.05)
-    cost.observe(2, 0, 90.0)
-    assert cost.step(2, 0)[0] < 1.0
+        cost.observe(count, 0.3 + 0.1 * count + rng.normal(0, 0.01))
+    assert cost.each == pytest.approx(0.1, abs=0.02)
+    assert cost.fixed == pytest.approx(0.3, abs=0.05)
+    for _ in range(300):
+        cost.observe(2, 0.9)
+    assert cost.seconds(2) == pytest.approx(0.9, abs=0.05), "with equal counts the slope stays as it was"
+    cost.observe(2, 90.0)
+    assert cost.seconds(2) < 1.0
 
 
 def test_texts_equal_plain_decoding_with_a_random_head(pair):

@@ -32,6 +32,7 @@ from services.target.sampling.session import TargetSession
 from services.target.speculation.budget import throughput
 from services.target.speculation.estimates.cached_estimate import CachedEstimate
 from services.target.speculation.estimates.calibration_bins import CalibrationBins
+from services.target.speculation.estimates.linear_cost import LinearCost
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.multi_step import interrupts, texts
 from services.target.speculation.planner import Planner
@@ -53,8 +54,8 @@ _EMA_WEIGHT = 0.05  # of the last chain in what chains are like
 _NEXT_RATE = 0.6  # acceptance rate of a draft token of which nothing is known yet
 _MAX_ITERATIONS = 8  # of a fused loop
 _USUAL_ROWS = 4  # of a session that the head writes before it drafts; more are no measurement of drafting
-# Drafting cost before it is measured: seconds over those of a plain step, by draft tokens of a chain.
-_PRIOR_COSTS = {1: 0.11, 6: 0.36, MAX_CHAIN: 0.86}
+# Drafting cost before it is measured, over a plain step: fixed, and per draft token.
+_PRIOR_FIXED, _PRIOR_EACH = 0.06, 0.05
 # Chains before any evidence, of sampled sessions and of greedy ones: accepted, drafted and verified tokens.
 _PRIOR_CHAINS = ((0.5, 2.0, 2.0), (0.9, 2.5, 2.5))
 _INTERVAL = 16  # steps between two estimates of what draft tokens cost and bring
@@ -112,7 +113,7 @@ class LocalEagleHead(ModelSource):
         super().__init__(planner, sessions, verifying)
         self._device, self.head, self._cache = model.device, head, cache
         self.kv = HeadKV(prefix)
-        self.drafting_costs: dict[int, StepCost] = {}
+        self.drafting_costs: dict[int, LinearCost] = {}
         self._chains: dict[int, _Chain] = {}
         self.token_values = CachedEstimate[DraftTokenValue](_INTERVAL)  # by batch size
 
@@ -173,7 +174,7 @@ class LocalEagleHead(ModelSource):
             chain = _Chain([first for first, _ in one.probabilities], seconds, greedy)
             self._observe(chain, one.accepted_chain, one.accepted, goes_on=goes_on or number < len(iterations))
             if one.written <= _USUAL_ROWS:
-                self.drafting_cost(1).observe(one.drafted, 0, one.draft_seconds)
+                self.drafting_cost(1).observe(one.drafted, one.draft_seconds)
 
     # --- costs ---
 
@@ -186,15 +187,15 @@ class LocalEagleHead(ModelSource):
             accepted += share * average.accepted
             drafted += share * average.drafted
             verified += share * average.verified
-        drafting, _ = self.drafting_cost(sessions).step(drafted, 0)
+        drafting = self.drafting_cost(sessions).seconds(drafted)
         gains, added = np.array([sessions * accepted]), np.array([round(sessions * verified)])
         return float(throughput(self._verifying(), gains, added, sessions, sessions, kv_tokens, drafting)[0])
 
-    def drafting_cost(self, sessions: int) -> StepCost:
+    def drafting_cost(self, sessions: int) -> LinearCost:
         """Cost model of drafting for so many sessions, by tokens of a chain."""
         if sessions not in self.drafting_costs:
             step, _ = self._verifying().step(sessions, 0)
-            self.drafting_costs[sessions] = StepCost({count: share * step for count, share in _PRIOR_COSTS.items()})
+            self.drafting_costs[sessions] = LinearCost(_PRIOR_FIXED * step, _PRIOR_EACH * step)
         return self.drafting_costs[sessions]
 
     def token_value(self, works: Sequence[SessionWork], others: int = 0) -> DraftTokenValue:
@@ -205,7 +206,7 @@ class LocalEagleHead(ModelSource):
     def _estimate_value(self, sessions: int, kv_tokens: int, others: int) -> DraftTokenValue:
         few, more = self._verifying().seconds(others + sessions * np.array([2, 4]), kv_tokens).tolist()
         token = 1.0 / self.throughput(sessions, kv_tokens)
-        _, step = self.drafting_cost(sessions).step(1, 0)
+        step = self.drafting_cost(sessions).each
         return DraftTokenValue(_NEXT_RATE * token, token, max(more - few, 0.0) / (2 * sessions), step)
 
     # --- drafting ---
@@ -325,7 +326,7 @@ class LocalEagleHead(ModelSource):
         for work in missing:
             self.kv.mark_written(work.chunk)
         if len(batch) <= _USUAL_ROWS * len(works):
-            self.drafting_cost(len(works)).observe(len(tokens.tokens), 0, time.perf_counter() - started)
+            self.drafting_cost(len(works)).observe(len(tokens.tokens), time.perf_counter() - started)
         return tokens
 
     def _chosen(self, session_id: int, place: int, drafted: HeadDraftTokens, value: DraftTokenValue) -> TreeSlice:
