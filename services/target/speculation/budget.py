@@ -83,7 +83,7 @@ class Budget:
             self.held += _EMA_WEIGHT * (seconds - self.held)
 
     def min_probability(self, tokens: int, sessions: int, kv_tokens: int = 0, most: int = 64) -> float:
-        """Probability below which no draft token is worth its cost in a step of so many tokens and sessions.
+        """Probability below which no draft token is worth its cost in a step of some tokens and sessions.
 
         Its gain must exceed what the plain step commits in the time of the cheapest of `most` more tokens.
         """
@@ -105,7 +105,7 @@ class Budget:
         return throughput(self.cost, gains, added, sessions, tokens, kv_tokens, drafting)
 
     def plain_throughput(self, sessions: int, kv_tokens: int) -> float:
-        """Tokens per second of so many sessions without draft tokens."""
+        """Tokens per second of some sessions without draft tokens."""
         return sessions / self.cost.step(sessions, kv_tokens)[0]
 
     def select(

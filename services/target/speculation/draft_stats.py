@@ -46,7 +46,7 @@ class DraftStatsRecorder:
         self._answers[proposal.session_id] = proposal.committed_length
 
     def paused(self, sessions: int) -> None:
-        """A step samples tokens of so many sessions while drafting is paused."""
+        """A step samples tokens of some sessions while drafting is paused."""
         self._paused += sessions
 
     def missed(self, session: Session, tree: SpeculationTree) -> None:

@@ -25,7 +25,7 @@ _COST_SHARE, _COST_SHARE_OF_WORST = 0.005, 0.00125
 _MIN_PAUSE_TRIALS = 16  # of the mode's own trials
 _MAX_PAUSE = 300.0  # seconds
 # A trial may go wrong for reasons outside its mode, such as a program that is compiled or a process that starts. So a
-# mode is given up for long only after several losses: its first pause is at most so many seconds, or 16 trials of the
+# mode is given up for long only after several losses: its first pause is at most one second, or 16 trials of the
 # best mode, each further one this many times as long, up to _MAX_LOSSES.
 _FIRST_PAUSE, _PAUSE_GROWTH, _MAX_LOSSES = 1.0, 4.0, 8
 _FIRST_REST = 30.0  # seconds that a load lasts before drafts are tried where a trial costs about one second
@@ -247,7 +247,7 @@ class ModeSelector:
         return measured.trial.ended + min(pause, first * _PAUSE_GROWTH**losses)
 
     def _lost(self, mode: SpeculationMode, rate: float) -> float:
-        """Seconds that a mode's last trial cost beside a throughput of so many tokens per session and second."""
+        """Seconds that a mode's last trial cost beside a throughput, in tokens per session and second."""
         trial = self._measured[mode].trial
         prompts = self._sessions * self._prompts.seconds(mode)
         return trial.seconds + trial.tokens * (prompts - 1.0 / rate) if rate else 0.0

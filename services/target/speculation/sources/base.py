@@ -52,11 +52,6 @@ class Demand:
     tokens: int
     kv_tokens: int
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of prompts."""
-        return self.tokens - self.sessions
-
     def of(self, works: Sequence[SessionWork]) -> Demand:
         """The same step, with draft tokens wanted for fewer sessions."""
         return Demand(works, self.sessions, self.tokens, self.kv_tokens)
@@ -126,7 +121,7 @@ class ModelSource(DraftSource):
         super().__init__(planner, sessions)
 
     def pays(self, sessions: int, kv_tokens: int) -> bool:
-        """True if steps of so many sessions are predicted to be faster with it, and in a step now and then when not.
+        """True if steps of this batch size are predicted to be faster with it, and in a step now and then when not.
 
         Texts change, and what is not used is not measured.
         """

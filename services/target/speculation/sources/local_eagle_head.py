@@ -192,7 +192,7 @@ class LocalEagleHead(ModelSource):
         return float(throughput(self._verifying(), gains, added, sessions, sessions, kv_tokens, drafting)[0])
 
     def drafting_cost(self, sessions: int) -> LinearCost:
-        """Cost model of drafting for so many sessions, by tokens of a chain."""
+        """Cost model of drafting for a batch of this size, by tokens of a chain."""
         if sessions not in self.drafting_costs:
             step, _ = self._verifying().step(sessions, 0)
             self.drafting_costs[sessions] = LinearCost(_PRIOR_FIXED * step, _PRIOR_EACH * step)

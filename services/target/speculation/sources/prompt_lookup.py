@@ -111,7 +111,7 @@ class PromptLookup(DraftSource):
         self.estimate.observe(accepted + (goes_on and accepted < drafted), accepted, match - MIN_MATCH)
 
     def judge(self, key: Hashable, sessions: int, kv_tokens: int, floor: Callable[[], float]) -> None:
-        """Decide which matches pay in steps of so many sessions, if that was not decided lately under the same key.
+        """Decide which matches pay in steps of some sessions, if that was not decided lately under the same key.
 
         floor: returns the throughput that a step must exceed, in tokens per second
         """
