@@ -58,4 +58,5 @@ class Facts:
 
 def _service(link: Any) -> dict[str, Any]:
     info = MessageToDict(link.info, preserving_proto_field_name=True) if link.info is not None else {}
-    return {"address": link.address, "up": link.up, **info}
+    stream = {"stream_transport": link.transport} if link.up else {}
+    return {"address": link.address, "up": link.up, **stream, **info}

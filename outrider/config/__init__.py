@@ -20,7 +20,7 @@ from outrider.config.draft import (
     DraftOptions,
 )
 from outrider.config.flags import flag_classes, parse_flags
-from outrider.config.gateway import GatewayConfig, GatewayOptions, ReasoningParser, ToolCallParser
+from outrider.config.gateway import GatewayConfig, GatewayOptions, ReasoningParser, StreamTransport, ToolCallParser
 from outrider.config.serve import ServeConfig
 from outrider.config.target import KVCacheDType, Quantization, SchedulePolicy, TargetConfig
 from outrider.config.tls import ServiceTlsOptions
@@ -48,6 +48,7 @@ __all__ = [
     "ServeConfig",
     "ServiceTlsOptions",
     "SharedOptions",
+    "StreamTransport",
     "TargetConfig",
     "ToolCallParser",
     "TrainConfig",

@@ -96,14 +96,17 @@ async def test_a_lost_stream_reconnects(monkeypatch):
 
 
 @pytest.mark.parametrize("one_machine", [True, False])
-async def test_frames_bypass_grpc_on_one_machine(tmp_path, one_machine):
+@pytest.mark.parametrize("transport", ["grpc", "auto"])
+async def test_frames_bypass_grpc_on_one_machine_if_allowed(tmp_path, one_machine, transport):
     address = f"unix:{tmp_path}/target" if one_machine else f"127.0.0.1:{free_port()}"
     service = await asyncio.to_thread(Service(Target, address).start)
-    link = TargetLink(address)
+    link = TargetLink(address, transport=transport)
     async with link.open_channel() as channel:
         call = await link.start_call(channel)
-        assert isinstance(call, SocketCall) is one_machine
-        await call.write(target_pb2.VerifyRequest(closes=b"123"))
+        bypasses = one_machine and transport == "auto"
+        assert isinstance(call, SocketCall) is bypasses
+        assert link.transport == ("socket" if bypasses else "grpc")
+        await call.write(target_pb2.VerifyRequest(closes=b"123").SerializeToString())
         with pytest.raises(grpc.aio.AioRpcError, match="3 bytes"):
             await call.read()
     await asyncio.to_thread(service.stop)
