@@ -12,7 +12,7 @@ from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError
 from outrider.speculation.sampling import SamplingParams
 from services.target.kernels.cpu import library
-from services.target.kernels.cpu.weights import Format
+from services.target.kernels.cpu.matrices.weights import Format
 from services.target.model.loading.self_speculation import SelfSpeculationPlan, plan_self_speculation
 from services.target.speculation.estimates.calibration_bins import CalibrationBins
 from services.target.speculation.estimates.linear_cost import LinearCost

@@ -21,7 +21,7 @@ from services.target.kernels.cpu.pool import shared_pool
 from services.target.step.batch import SamplingPlan
 from services.target.step.token_mask import TokenMask
 
-_SAMPLING = struct.Struct("<dddqQ")  # csrc/sampling.h
+_SAMPLING = struct.Struct("<dddqQ")  # csrc/sampling/sampling.h
 
 
 def pack(params: SamplingParams) -> bytes:
