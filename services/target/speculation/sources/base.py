@@ -101,10 +101,10 @@ class DraftSource(ABC):
 class ModelSource(DraftSource):
     """A draft source that computes on the target's device.
 
-    lead: minimum predicted speedup over plain decoding
+    min_speedup: minimum predicted speedup over plain decoding
     """
 
-    lead: ClassVar[float]
+    min_speedup: ClassVar[float]
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class ModelSource(DraftSource):
 
     def _predict(self, sessions: int, kv_tokens: int) -> bool:
         plain = sessions / self._verifying().step(sessions, kv_tokens)[0]
-        return self.throughput(sessions, kv_tokens) > self.lead * plain
+        return self.throughput(sessions, kv_tokens) > self.min_speedup * plain
 
     @abstractmethod
     def throughput(self, sessions: int, kv_tokens: int) -> float:

@@ -29,7 +29,7 @@ _WEIGHT = 4.0  # draft tokens that the priors count for
 _INTERVAL = 64  # steps between two judgements of which matches pay
 # Minimum predicted speedup over plain decoding; a lookup ends multi-step decoding for the whole batch. Eight sessions
 # in int8 at temperature 1 had 0.97 times the throughput of plain steps with 1.02, 0.99 with 1.08 and 1.00 with 1.15.
-_LEAD = 1.1
+_MIN_SPEEDUP = 1.1
 _PRIORS = np.linspace(0.5, 0.9, _MAX_MATCH - MIN_MATCH + 1).tolist()  # by match length, from MIN_MATCH on
 
 
@@ -125,7 +125,7 @@ class PromptLookup(DraftSource):
 
     def _floor(self, demand: Demand) -> float:
         """Throughput that a step with lookups must exceed, in tokens per second."""
-        plain = _LEAD * self._planner.budget.plain_throughput(demand.sessions, demand.kv_tokens)
+        plain = _MIN_SPEEDUP * self._planner.budget.plain_throughput(demand.sessions, demand.kv_tokens)
         return plain if demand.rival is None else max(plain, demand.rival.throughput(demand.sessions, demand.kv_tokens))
 
     def _judge(self, demand: Demand) -> int:

@@ -43,7 +43,7 @@ class QuantizedSelfDraft(ModelSource):
     head: the head that drafts for the copy, if the model has one; estimate: acceptance of the copy's draft tokens
     """
 
-    lead = 1.05
+    min_speedup = 1.05
 
     def __init__(
         self,
