@@ -25,13 +25,12 @@ from services.draft.model.layers.config import Attention
 from services.draft.model.layers.pallas_backend import with_cache_for
 from services.draft.model.layers.rope import Rope
 from services.draft.sessions.batch import StepShape
-from tests.support.draft.lowering import check_in_place, head_of, step_of
+from tests.support.draft.lowering import SLOTS, check_in_place, head_of, step_of
 from tests.support.draft.ragged import Batch
 
 # JAX has announced the end of its Triton backend.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 
-SLOTS = 65_536
 BF16 = "bfloat16"
 BATCHES = {
     "Llama-8B, a row": Batch(1, 1, (32, 8), 128, 16, 8192, dtype=BF16),

@@ -13,6 +13,8 @@ from services.draft.model.layers.kv_cache import make_pools
 from services.draft.model.programs import program
 from services.draft.sessions.batch import InputLayout
 
+SLOTS = 65_536  # of the pools
+
 
 def head_of(attention):
     """A narrow EAGLE-3 head around attention of real size."""
