@@ -14,6 +14,7 @@ from services.target.speculation.estimates.cached_estimate import CachedEstimate
 from services.target.speculation.estimates.calibration_bins import CalibrationBins
 from services.target.speculation.estimates.linear_cost import LinearCost
 from services.target.speculation.estimates.step_cost import StepCost
+from services.target.speculation.sources.base import PREDICTION_INTERVAL
 from services.target.step.batch import SessionWork
 from services.target.step.programs import DraftTokenValue, LoopIteration
 
@@ -24,7 +25,6 @@ _NEXT_RATE = 0.6  # acceptance rate of a draft token of which nothing is known y
 _PRIOR_FIXED, _PRIOR_EACH = 0.06, 0.05
 # Chains before any evidence, of sampled sessions and of greedy ones: accepted, drafted and verified tokens.
 _PRIOR_CHAINS = ((0.5, 2.0, 2.0), (0.9, 2.5, 2.5))
-_INTERVAL = 16  # steps between two estimates of what draft tokens cost and bring
 
 
 class VerifiedChain(NamedTuple):
@@ -69,7 +69,7 @@ class HeadEstimates:
         """sessions: those that are open, by id. verifying: returns the cost model of the verification."""
         self._sessions, self._verifying = sessions, verifying
         self.drafting_costs: dict[int, LinearCost] = {}
-        self.token_values = CachedEstimate[DraftTokenValue](_INTERVAL)
+        self.token_values = CachedEstimate[DraftTokenValue](PREDICTION_INTERVAL)
         self.forget()
 
     def forget(self) -> None:

@@ -140,8 +140,9 @@ class LocalEagleHead(ModelSource):
     ) -> FusedLoop:
         session = work.chunk.session
         entries = [self._sessions[session.id]]
+        known, value = self.kv.missing_rows(session).chunk.start, self.estimates.token_value([work])
         head = HeadInLoop(
-            self.kv.missing_rows(session).chunk.start, depth, self._alternatives(session), self.estimates.token_value([work]),
+            known, depth, self._alternatives(session), value,
             self.estimates.acceptance.table, self.estimates.second_acceptance.table,
         )  # fmt: skip
         return FusedLoop(_MAX_ITERATIONS, interrupts(entries), texts(entries, room), seconds, room, copy, head)
