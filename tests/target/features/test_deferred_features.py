@@ -97,7 +97,7 @@ def test_drafters_hear_once_that_a_long_prompt_need_not_be_read(model, share):
     for i in (1, 2, 3):
         engine.speculation.policy = RandomlyPaused(np.random.default_rng(0), share)
         if not share:
-            engine.speculation.policy.mood = SpeculationMode.DRAFT_IF_READY
+            engine.speculation.policy.chosen = SpeculationMode.DRAFT_IF_READY
         engine.open(replace(opening(i, prompt, max_tokens=4), feature_spec=wanted if i < 3 else 0))
         commits = []
         while not engine.idle:
@@ -120,10 +120,8 @@ def test_few_last_tokens_are_not_worth_a_head_s_reading(model, left):
     engine = engine_of(model)
     wanted = configured(engine, FeatureSpec((4,), format=F32))
     for rested in (True, False):
-        engine.speculation.policy = RandomlyPaused(
-            np.random.default_rng(0), 0.0
-        )  # after the first step drafting resumes
-        engine.speculation.policy.mood = SpeculationMode.NONE if rested else SpeculationMode.DRAFT_IF_READY
+        engine.speculation.policy = RandomlyPaused(np.random.default_rng(0), 0.0)
+        engine.speculation.policy.chosen = SpeculationMode.NONE if rested else SpeculationMode.DRAFT_IF_READY
         engine.open(replace(opening(1, 4 * list(range(30, 75)), max_tokens=1 + left), feature_spec=wanted))
         commits = []
         while not engine.idle:
