@@ -12,7 +12,7 @@ COMPOSE = (ROOT / "compose.yaml").read_text()
 VARIABLES = re.compile(r"\$\{(\w+):?-([^}]*)\}")
 
 
-def test_every_variable_of_compose_is_told_with_its_default():
+def test_every_variable_of_compose_is_documented_with_its_default():
     used = dict(VARIABLES.findall(COMPOSE))
     log = dict(re.findall(r"^#?([A-Z_]+)=(.*)$", (ROOT / ".env.example").read_text(), re.MULTILINE))
     # Unset, it is a volume of the same name; the value in the file is an example.

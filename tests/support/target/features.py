@@ -60,7 +60,7 @@ def prompts(count, longest=60, seed=0):
     return [rng.integers(3, VOCAB, rng.integers(2, longest)).tolist() for _ in range(count)]
 
 
-def hints_of(right, seed=1):
+def proposals_of(right, seed=1):
     rng = np.random.default_rng(seed)
 
     def proposals(session_id, path):

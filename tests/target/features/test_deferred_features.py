@@ -14,7 +14,7 @@ from services.target.features.fusion import Fusion
 from services.target.speculation.mode_policy import ModePolicy
 from services.target.speculation.mode_selector import SpeculationMode
 from tests.support.target.driving import engine_of, opening
-from tests.support.target.features import F32, WIDTH, Reader, configured, hints_of, prompts
+from tests.support.target.features import F32, WIDTH, Reader, configured, proposals_of, prompts
 
 
 class RandomlyPaused(ModePolicy):
@@ -54,7 +54,7 @@ def test_deferred_rows_are_the_same(model, truth, share, cached, room, monkeypat
         right.open(opening(i, text, max_tokens=40))
     right.run()
 
-    reader, proposals = Reader(engine), hints_of(right.tokens)
+    reader, proposals = Reader(engine), proposals_of(right.tokens)
     for i, text in enumerate(texts, start=1):
         reader.open(replace(opening(i, text, max_tokens=40), feature_spec=wanted))
     silent = 0

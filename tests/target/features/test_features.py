@@ -11,7 +11,7 @@ from outrider.errors import ConfigError
 from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec, cut, decode
 from outrider.speculation.sampling import SamplingParams
 from tests.support.target.driving import chain, engine_of, load_model, opening, random_tree
-from tests.support.target.features import F32, WIDTH, Reader, configured, hints_of, prompts
+from tests.support.target.features import F32, WIDTH, Reader, configured, proposals_of, prompts
 from tests.support.tiny import VOCAB
 
 
@@ -34,7 +34,7 @@ def test_rows_are_those_of_transformers(model, truth, count, chunk, page_size):
     for request in requests:
         reader.open(replace(request, feature_spec=wanted))
     accepted = 0
-    proposals = hints_of(plain.tokens)
+    proposals = proposals_of(plain.tokens)
     while not engine.idle:
         accepted += sum(commit.accepted for commit in reader.step(proposals).commits)
     assert reader.tokens == plain.tokens

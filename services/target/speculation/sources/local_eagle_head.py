@@ -1,4 +1,4 @@
-"""The local EAGLE head (model/head.py) as a draft source.
+"""The local EAGLE head (model/eagle_head.py) as a draft source.
 
     root ── draft 1 ── draft 2 ── draft 3        beside a draft token, its second candidate may be verified
         └── second 1
