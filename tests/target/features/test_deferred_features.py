@@ -14,7 +14,7 @@ from services.target.features.fusion import Fusion
 from services.target.speculation.mode_policy import ModePolicy
 from services.target.speculation.mode_selector import SpeculationMode
 from tests.support.target.driving import engine_of, opening
-from tests.support.target.features import F32, WIDTH, Reader, configured, proposals_of, prompts
+from tests.support.target.features import F32, WIDTH, Reader, configured, prompts, proposals_of
 
 
 class RandomlyPaused(ModePolicy):

@@ -11,7 +11,7 @@ from outrider.errors import ConfigError
 from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec, cut, decode
 from outrider.speculation.sampling import SamplingParams
 from tests.support.target.driving import chain, engine_of, load_model, opening, random_tree
-from tests.support.target.features import F32, WIDTH, Reader, configured, proposals_of, prompts
+from tests.support.target.features import F32, WIDTH, Reader, configured, prompts, proposals_of
 from tests.support.tiny import VOCAB
 
 
