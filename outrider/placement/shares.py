@@ -40,11 +40,11 @@ def share_of_draft(config: DraftConfig) -> DraftConfig:
     """
     if config.cores != AUTO_CORES:
         return config
-    algorithm = resolve_drafter(config, config.model_path).speculative_algorithm
-    plan = _plan(algorithm)
-    shape = draft_tree(config, algorithm, plan)
+    drafter = resolve_drafter(config, config.model_path)
+    plan = _plan(drafter.speculative_algorithm)
+    shape = draft_tree(config, drafter, plan)
     own: dict[str, Any] = {} if shape is None else shape.flags()
     return replace(
-        config, cores=format_cores(plan.draft), niceness=config.niceness or draft_niceness(config, algorithm, plan),
+        config, cores=format_cores(plan.draft), niceness=config.niceness or draft_niceness(config, drafter, plan),
         network_cores=config.network_cores or (format_cores(plan.network) if plan.shared else None), **own,
     )  # fmt: skip
