@@ -251,10 +251,8 @@ def wrap(runner: ModuleRunner, config: TargetConfig, device: torch.device) -> Ru
             raise ConfigError(f"{flag} must be 1 or more, not {value}")
         if config.disable_cuda_graph:
             raise ConfigError(f"{flag} and --disable-cuda-graph exclude one another; leave one out")
-        if device.type != "cuda":
-            raise ConfigError(f"{flag} needs a CUDA device, not {device}; leave it out")
         if config.attention_backend == "torch_native":
-            raise ConfigError(f"{flag} needs --attention-backend triton; torch_native cannot be captured")
+            log.warning("%s has no effect: --attention-backend torch_native cannot be captured", flag)
     if config.torch_compile_max_bs < 1:
         raise ConfigError(f"--torch-compile-max-bs must be 1 or more, not {config.torch_compile_max_bs}")
     captured = device.type == "cuda" and not config.disable_cuda_graph and runner.planner is not GroupedAttention
