@@ -40,6 +40,7 @@ from outrider.process.ports import host_and_port, socket_folder, take_port
 from outrider.process.python_command import python_command
 from outrider.supervisor.display import Display, first_curl
 from outrider.supervisor.drafter_choice import choose_drafters
+from outrider.supervisor.memory import share_device
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, stop_and_kill_events, supervise
 from outrider.telemetry import setup_logging
 
@@ -132,6 +133,7 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
             model_path=config.target.model_path if _draft_reads_target(config.draft) else None,
             listen=config.listen_draft or f"unix:{runtime}/draft.sock",
         )  # fmt: skip
+    target, draft = share_device(target, draft)
     gateway = GatewayConfig(
         **asdict(config.gateway), **observed, cores=format_cores(cores.gateway),
         target=(target.listen,), draft=(draft.listen,) if draft else (),

@@ -33,10 +33,10 @@ from outrider.tracing import Tracing
 from services.target.engine import commits, spans
 from services.target.engine.in_flight import InFlightStep, expecting, needs_only_length
 from services.target.engine.limits import check_limits, open_modes, scheduling, thresholds
+from services.target.engine.memory import plan_memory
 from services.target.engine.sessions import OpenSessions
 from services.target.engine.settlement import Settlement
 from services.target.features.features import Features
-from services.target.kernels.pools import pages_that_fit
 from services.target.model.base import Model
 from services.target.sampling.session import TargetSession
 from services.target.sampling.step_sampler import StepSampler
@@ -63,8 +63,7 @@ class TargetEngine(Engine):
         """modes: speculation modes to choose among. Raises ConfigError for limits that cannot be met."""
         check_limits(config)
         self.model = model
-        fraction = config.mem_fraction_static
-        pages = pages_that_fit(model.token_bytes, config.page_size, config.max_total_tokens, fraction, model.device)
+        pages = plan_memory(model, config).pages
         self.cache = model.new_cache(pages, config.page_size)
         prefix = PrefixCache(PageAllocator(pages, config.page_size), enabled=not config.disable_radix_cache)
         self.scheduler = Scheduler(prefix, scheduling(config, model.vocab_size, model.device))
