@@ -147,8 +147,24 @@ class KernelOptions:
 
 
 @dataclass(frozen=True)
+class TargetLogOptions:
+    """What the target logs about its steps."""
+
+    topic: ClassVar[str] = "observability"
+
+    decode_log_interval: int = 40
+    """Decoding steps between two log lines about the running batch; lines about prompts are as far apart, too."""
+
+
+@dataclass(frozen=True)
 class TargetOptions(
-    KernelOptions, SchedulingOptions, CacheOptions, SelfSpeculationOptions, AcceptanceOptions, ModelOptions
+    TargetLogOptions,
+    KernelOptions,
+    SchedulingOptions,
+    CacheOptions,
+    SelfSpeculationOptions,
+    AcceptanceOptions,
+    ModelOptions,
 ):
     """The target service: verifies proposals with the large model."""
 

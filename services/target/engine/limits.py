@@ -26,6 +26,7 @@ _LEAST = {
     "max_prefill_tokens": 1,
     "max_queued_requests": 0,
     "coalesce_seconds": 0,
+    "decode_log_interval": 1,
     "draft_headroom_bytes": 0,
     "max_total_tokens": 1,
     "speculative_num_steps": 0,
