@@ -203,7 +203,7 @@ def summary(processes: Processes) -> list[tuple[str, str]]:
     return [
         ("REST", f"{base_url(gateway)}/v1"),
         ("gRPC", host_and_port(gateway.host, gateway.grpc_port)),
-        ("model", gateway.served_model_name or checkpoint.display_name(target.model_path)),
+        ("model", ", ".join(gateway.served_model_name) or checkpoint.display_name(target.model_path)),
         ("drafter", drafter),
         ("cores", cores),
     ]
