@@ -41,6 +41,7 @@ from outrider.placement.tree_shapes import draft_niceness, draft_tree, tree_shap
 from outrider.process.ports import host_and_port, socket_folder, take_port
 from outrider.process.python_command import python_command
 from outrider.supervisor.display import Display, first_curl
+from outrider.supervisor.memory import share_device
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, stop_and_kill_events, supervise
 from outrider.supervisor.resolution import resolve_config, target_on_cpu
 from outrider.telemetry import setup_logging
@@ -157,6 +158,7 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
             model_path=config.target.model_path if _draft_reads_target(config.draft) else None,
             listen=config.listen_draft or f"unix:{runtime}/draft.sock",
         )  # fmt: skip
+    target, draft = share_device(target, draft)
     gateway = GatewayConfig(
         **asdict(config.gateway), **observed, cores=format_cores(cores.gateway),
         target=(target.listen,), draft=(draft.listen,) if draft else (),
@@ -227,7 +229,7 @@ def summary(processes: Processes) -> list[tuple[str, str]]:
     return [
         ("REST", f"{base_url(gateway)}/v1"),
         ("gRPC", host_and_port(gateway.host, gateway.grpc_port)),
-        ("model", gateway.served_model_name or checkpoint.display_name(target.model_path)),
+        ("model", ", ".join(gateway.served_model_name) or checkpoint.display_name(target.model_path)),
         ("drafter", drafter),
         ("cores", cores),
     ]
