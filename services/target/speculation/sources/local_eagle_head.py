@@ -23,6 +23,7 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import MessageWatch
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.tree import TreeSlice
 from services.target.kernels.cpu.sampling import HeadDraftTokens
 from services.target.kernels.kv_cache import KVCache
@@ -97,6 +98,7 @@ class LocalEagleHead(ModelSource):
     token_values:   what draft tokens cost and gain, by batch size
     """
 
+    kind = SourceKind.HEAD
     lead = 1.1
 
     def __init__(
