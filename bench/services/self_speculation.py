@@ -30,7 +30,7 @@ from outrider.serving.messages import OpenSession
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.target.engine.engine import TargetEngine
 from services.target.kernels.cpu.bandwidth import read_bandwidth
-from services.target.kernels.cpu.weights import BLOCK, quantize_int4
+from services.target.kernels.cpu.matrices.weights import BLOCK, quantize_int4
 from services.target.model.loading.load import load
 from services.target.model.native import ProgramRunner
 from services.target.process.warmup import warm_up

@@ -10,7 +10,7 @@ from typing import Any
 
 import outrider
 from gateway.admission.admission import Keys, check_size
-from gateway.admission.retry_after import as_long_again
+from gateway.admission.retry_after import time_away
 from gateway.control.server_info import Facts
 from gateway.orchestration.generation import Part
 from gateway.orchestration.generator import Generator
@@ -56,7 +56,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
 
     def _ready(self) -> Generator:
         if self._generator is None:
-            seconds = as_long_again(self._since)
+            seconds = time_away(self._since)
             raise Unavailable("the gateway is starting; it waits for a target service", retry_after=seconds)
         return self._generator
 

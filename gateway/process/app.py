@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from gateway.admission.admission import Admission, Keys
 from gateway.api import app as rest
-from gateway.api.middleware import Edge, KeyCheck
+from gateway.api.middleware import EdgeMiddleware, KeyCheck
 from gateway.api.tracing import Traced
 from gateway.control.control import Control
 from gateway.control.server_info import Facts
@@ -39,7 +39,7 @@ from gateway.telemetry import request_log
 from gateway.telemetry.compatible_metrics import SglangMetrics, VllmMetrics
 from gateway.telemetry.metrics import Metrics
 from gateway.text.tokenizer import ModelTokenizer
-from gateway.workers.parent import oversee
+from gateway.workers.parent import supervise_workers
 from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig, parse_flags
 from outrider.errors import ConfigError, Unavailable
@@ -63,7 +63,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the gateway with flags. Returns the process's exit code; 2 for flags, ports or services that do not fit."""
     config = parse_flags(GatewayConfig, argv, "outrider gateway")
     if config.gateway_workers != 1:
-        return process.run_plainly("gateway", config, lambda whole: asyncio.run(oversee(whole)), share_of_gateway)
+        run = process.run_plainly
+        return run("gateway", config, lambda whole: asyncio.run(supervise_workers(whole)), share_of_gateway)
     return process.run("gateway", config, serve, share_of_gateway)
 
 
@@ -81,7 +82,7 @@ async def serve(config: GatewayConfig, peers: Peers | None = None) -> int:
 
 async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -> int:
     stop = asyncio.create_task(_stop_or_leave().wait())
-    edge, servicer = Edge(config.max_body_bytes), GatewayServicer()
+    edge, servicer = EdgeMiddleware(config.max_body_bytes), GatewayServicer()
     listeners = Listeners(config, _with_cors(edge, config.allowed_origins), shared=peers.several)
     facade_services, metrics = facades(config.grpc_facades), Metrics()
     admission, keys = Admission(config.max_pending_requests), Keys(config)

@@ -66,7 +66,7 @@ class SelfSpeculationOptions:
     """Draft source in the target process: prompt lookup alone (lookup), or with a local EAGLE-3 head (head) or a
     quantized copy of the weights (quantized), used while measurements favour it. auto: on a CPU, for models larger than
     its caches: the head of --self-speculation-head; else a quantized copy assisted by the bundled head; for int8 and
-    int4 weights the bundled head alone; off if `serve` has a --speculative-algorithm."""
+    int4 weights the bundled head alone; off if `serve` has a --speculative-algorithm other than AUTO."""
     self_speculation_format: SelfSpeculationFormat = "auto"
     """Weight format of the quantized copy: int4 or int8. auto: int4."""
     self_speculation_head: Annotated[str | None, tyro.conf.arg(aliases=["--self-draft-head"])] = None

@@ -88,7 +88,7 @@ class Library:
 
     def compile(self, compiler: str, path: Path) -> Path:
         """Compile to a file, which appears atomically. Raises Unavailable."""
-        sources = sorted(self.folder.glob("*.cpp"))
+        sources = sorted(self.folder.rglob("*.cpp"))
         with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as threads:
             objects = [Path(folder) / f"{source.stem}.o" for source in sources]
             made = Path(folder) / path.name

@@ -191,12 +191,13 @@ async def _announce(processes: Processes, children: Sequence[Child], display: Di
 def summary(processes: Processes) -> list[tuple[str, str]]:
     """Addresses, model, drafter and cores of the system, as names and values."""
     target, draft, gateway = processes.target, processes.draft, processes.gateway
-    alone = "none" if target.self_speculation == "off" else "self-speculation in the target, where it is faster"
-    drafter: str = draft.speculative_algorithm if draft else alone
+    drafter: str = draft.speculative_algorithm if draft else "none"
     if draft is not None and draft.speculative_draft_model_path == str(DEFAULT_HEAD):
         drafter += ", the bundled head"
     elif draft is not None and draft.speculative_draft_model_path is not None:
         drafter += f" {checkpoint.display_name(draft.speculative_draft_model_path)}"
+    if target.self_speculation != "off":
+        drafter += "; self-speculation in the target, where it is faster"
     cores = f"target {target.cores}, draft {draft.cores if draft else '-'}, gateway {gateway.cores}"
     return [
         ("REST", f"{base_url(gateway)}/v1"),

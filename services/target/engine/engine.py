@@ -165,7 +165,7 @@ class TargetEngine(Engine):
         return self._in_flight is not None
 
     @property
-    def patience(self) -> float:
+    def draft_wait(self) -> float:
         """Seconds for which the next step may still be held for proposals, where that pays."""
         return 0.0 if self._in_flight else self.speculation.policy.wait.remaining
 

@@ -56,9 +56,10 @@ class KVCache:
         self._on_device: Any = None
         self._mover: Any = None
         if device.type == "cpu":
-            from services.target.kernels.cpu import cache, library
+            from services.target.kernels.cpu import library
+            from services.target.kernels.cpu.attention.row_moves import Mover
 
-            self._mover = cache.Mover(self._pools) if library.available() else None
+            self._mover = Mover(self._pools) if library.available() else None
         if device.type == "cuda" and importlib.util.find_spec("triton"):
             from services.target.kernels.cuda import cache as triton_cache
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from services.target.kernels.cpu import library
-from services.target.kernels.cpu.attention import WIDEST_HEAD, reads
-from services.target.kernels.cpu.program import Program
-from services.target.kernels.cpu.weights import Format
+from services.target.kernels.cpu.attention.paged import WIDEST_HEAD, reads
+from services.target.kernels.cpu.matrices.weights import Format
+from services.target.kernels.cpu.programs.program import Program
 from services.target.kernels.kv_cache import KVCache
 from services.target.model import decoder
 from services.target.model.attention import Probe
@@ -23,7 +23,7 @@ from services.target.model.program_builder import ProgramBuilder
 from services.target.step.batch import Batch
 from services.target.step.programs import FusedLoop
 
-_WIDEST_NORM = 16384  # in kernels/cpu/csrc/norm.h
+_WIDEST_NORM = 16384  # in kernels/cpu/csrc/matrices/norm.h
 
 
 def serves(settings: Any) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import MessageWatch
@@ -21,17 +20,12 @@ from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
 from services.target.sampling.session import TargetSession
 from services.target.speculation.planner import Planner
-from services.target.speculation.sources.base import Demand, DraftSource, ModelSource
+from services.target.speculation.sources.base import Demand, Drafts, DraftSource, ModelSource
 from services.target.speculation.sources.local_eagle_head import LocalEagleHead
 from services.target.speculation.sources.prompt_lookup import PromptLookup
 from services.target.speculation.sources.quantized_self_draft import QuantizedSelfDraft
 from services.target.step.batch import SessionWork
 from services.target.step.programs import FusedLoop
-
-# Minimum predicted speedup of prompt lookup over plain decoding; a lookup ends multi-step decoding for the whole batch.
-# Eight sessions in int8 at temperature 1 had 0.97 times the throughput of plain steps with 1.02, 0.99 with 1.08 and
-# 1.00 with 1.15.
-_LOOKUP_LEAD = 1.1
 
 
 @dataclass(frozen=True)
@@ -101,11 +95,9 @@ class SourceChooser:
         source = self.source
         if source is not None and not source.pays(demand.sessions, kv_tokens) and not self.always:
             source = None
-        if not demand.works:
-            return Choice(works)
-        found = self._look_up_all(demand, source)
+        found: Drafts = self._look_up(demand, source, listen) if self.looks_up else {}
         rest = [work for work in demand.works if work.chunk.session.id not in found and _allows(work, source)]
-        drafted: Mapping[int, TreeSlice] = {}
+        drafted: Drafts = {}
         if rest and source is not None:
             if loop_seconds and len(works) == len(rest) == 1 and (loop := source.loop(rest[0], loop_seconds)):
                 return Choice(works, loop=(source, loop))
@@ -128,42 +120,17 @@ class SourceChooser:
             return False
         return self._sessions[session.id].matcher is None and self._planner.depth(session) > 0
 
-    def judge_lookup(self, sessions: int, kv_tokens: int, source: ModelSource | None = None) -> None:
-        """Decide which matches pay in steps of some sessions, if that was not decided lately.
-
-        kv_tokens: of all of them. source: drafts for sessions without a match
-        """
-        floor = partial(self._floor, sessions, kv_tokens, source)
-        self.lookup.judge((sessions, source is not None), sessions, kv_tokens, floor)
-
-    def _floor(self, sessions: int, kv_tokens: int, source: ModelSource | None) -> float:
-        """Throughput that a step with lookups must exceed, in tokens per second."""
-        plain = _LOOKUP_LEAD * self._planner.budget.plain_throughput(sessions, kv_tokens)
-        return plain if source is None else max(plain, source.throughput(sessions, kv_tokens))
-
-    def _look_up_all(self, demand: Demand, source: ModelSource | None) -> dict[int, TreeSlice]:
+    def _look_up(self, demand: Demand, source: ModelSource | None, listen: MessageWatch) -> Drafts:
         """Lookups of sessions that allow them. Where the source may not draft, they are compared with plain steps."""
         works = [work for work in demand.works if _allows(work, self.lookup)]
         rivalled = [work for work in works if _allows(work, source)]
-        others = [work for work in works if not _allows(work, source)] if len(rivalled) < len(works) else []
-        return self._look_up(demand.of(others), None) | self._look_up(demand.of(rivalled), source)
-
-    def _look_up(self, demand: Demand, source: ModelSource | None) -> dict[int, TreeSlice]:
-        """Chains of prompt lookup, where they pay, with pages for their tokens."""
-        if not demand.works:
-            return {}
-        self.judge_lookup(demand.sessions, demand.kv_tokens, source)
-        offer = self.lookup.offer(demand) if self.looks_up else None
-        if offer is None or not offer.drafts:
-            return {}
-        if offer.throughput <= self._floor(demand.sessions, demand.kv_tokens, source):
-            return {}
-        sessions = {work.chunk.session.id: work.chunk.session for work in demand.works}
-        return {
-            session_id: chain
-            for session_id, chain in offer.drafts.items()
-            if self._planner.reserve([sessions[session_id]], len(chain))
-        }
+        found: dict[int, TreeSlice] = {}
+        if not works or rivalled:
+            found |= self.lookup.draft(replace(demand, works=rivalled, rival=source), listen)
+        if len(rivalled) < len(works):
+            others = [work for work in works if not _allows(work, source)]
+            found |= self.lookup.draft(replace(demand, works=others), listen)
+        return found
 
 
 def _allows(work: SessionWork, source: DraftSource | None) -> bool:

@@ -145,7 +145,7 @@ class Speculation:
         if self._self_speculates and self.chooser is not None:
             plan = self._self_drafted(works, listen, self.chooser, alone=alone)
         else:
-            chosen = self.service.offer(demand).drafts if drafts and not self.drafting_paused else None
+            chosen = self.service.draft(demand, listen) if drafts and not self.drafting_paused else None
             if chosen:
                 works = [replace(work, draft=chosen.get(work.chunk.session.id, work.draft)) for work in works]
             if drafts and self.allowed.own_without_service and self.chooser is not None and not self.service_only:

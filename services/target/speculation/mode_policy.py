@@ -50,9 +50,9 @@ class ModePolicy:
         self._served, self._apart = True, False
         self._alone = next((mode for mode in modes if mode not in DRAFT_MODES), modes[0])
         self.prefill_cost = PrefillCost()
-        self._load = self._coming = -1  # logarithms of sessions: of those measured, and of those present
+        self._load = self._present_load = -1  # logarithms of sessions: of those measured, and of those present
         self._start_trial()
-        self._usual: dict[SpeculationMode, float] = {}  # seconds of a measured step at this load
+        self._typical_seconds: dict[SpeculationMode, float] = {}  # seconds of a measured step at this load
         self.step_seconds = 0.0  # of a step without prompts, waits excluded ...
         self._step_tokens = 1.0  # ... and the tokens per session that it commits
         self._ended = self._began = clock()
@@ -98,9 +98,9 @@ class ModePolicy:
         self._served = served
         self._began = self._clock()
         self.wait.begin(self._began)
-        self._coming = _load(sessions)
-        if self._selects and self._coming > self._load:
-            self._meet(self._coming)
+        self._present_load = _load(sessions)
+        if self._selects and self._present_load > self._load:
+            self._change_load(self._present_load)
 
     @property
     def _selects(self) -> bool:
@@ -125,9 +125,9 @@ class ModePolicy:
             self.prefill_cost.committed(tokens)
             self._account(count, tokens, prompts, computing, seconds - computing)
             load = _load(count)
-            if count and (load > self._load or (load < self._load and not prompts and self._coming < self._load)):
-                self._meet(load)
-            elif count and not prompts and self._judges(bool(self.wait.any_of(wanted))):
+            if count and (load > self._load or (load < self._load and not prompts and self._present_load < self._load)):
+                self._change_load(load)
+            elif count and not prompts and self._is_measurement(bool(self.wait.any_of(wanted))):
                 self._measure(count, tokens / count, seconds, steps)
         if count and not prompts:
             new = _STEP_WEIGHT if self.step_seconds else 1.0
@@ -144,11 +144,11 @@ class ModePolicy:
             others = self.step_seconds * tokens / (count * self._step_tokens) if tokens else 0.0
             self.prefill_cost.observe(self.mode, prompts, max(0.0, computing - others))
             if selector is not None:
-                selector.prefill(computing)
+                selector.add_prefill(computing)
         elif count and selector is not None:
-            selector.spend(tokens / count, computing + min(waited, MAX_WAIT))
+            selector.add_step(tokens / count, computing + min(waited, MAX_WAIT))
 
-    def _judges(self, drafted: bool) -> bool:
+    def _is_measurement(self, drafted: bool) -> bool:
         # A drafter that has not answered a session yet may have its prompt to read: that is no measurement of its
         # draft tokens, unless it goes on like that.
         if drafted or self.mode not in DRAFT_MODES:
@@ -156,9 +156,9 @@ class ModePolicy:
         self._unanswered += 1
         return self._unanswered > _UNANSWERED_TRIALS * TRIAL
 
-    def _meet(self, load: int) -> None:
+    def _change_load(self, load: int) -> None:
         """Go on at another load."""
-        mode, self._load, self._usual = self._selected, load, {}
+        mode, self._load, self._typical_seconds = self._selected, load, {}
         new = load not in self._selectors
         self._start_trial(settling=_SETTLING if new else 0)
         if new:
@@ -168,8 +168,8 @@ class ModePolicy:
 
     def _measure(self, count: int, tokens: float, seconds: float, steps: int) -> None:
         # The first step after a pause is long. A deep draft's step is, too, so that each mode has its own measure.
-        usual = self._usual.get(self.mode, seconds / steps)
-        self._usual[self.mode] = usual + _TRIAL_WEIGHT * (min(seconds / steps, _MAX_EXCESS * usual) - usual)
+        usual = self._typical_seconds.get(self.mode, seconds / steps)
+        self._typical_seconds[self.mode] = usual + _TRIAL_WEIGHT * (min(seconds / steps, _MAX_EXCESS * usual) - usual)
         if seconds > _MAX_EXCESS * steps * usual:
             seconds = steps * usual
         self._steps += steps

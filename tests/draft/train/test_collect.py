@@ -223,7 +223,7 @@ def test_overloaded_target_is_asked_again(tmp_path, monkeypatch):
     )
     run()
     assert store.jobs == {0, 1, 3}
-    assert collector.left_out_in_words == "1 failed (the last one: full)"
+    assert collector.left_out_summary == "1 failed (the last one: full)"
 
 
 def test_refused_and_failed_prompts_are_skipped(tmp_path):

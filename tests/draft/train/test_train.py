@@ -27,7 +27,7 @@ from services.draft.learning import optimize
 from services.draft.learning.algorithms import DraftShape, algorithm_of
 from services.draft.learning.algorithms.published import initial_head
 from services.draft.learning.batches import Batches
-from services.draft.learning.disk import explain_full_disk
+from services.draft.learning.disk import reporting_full_disk
 from services.draft.learning.objective import Objective, TargetWeights
 from services.draft.learning.optimize import Schedule, Trainer
 from services.draft.learning.store import Record
@@ -281,7 +281,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(optimize, "save_file", write)
     with (
         pytest.raises(EngineFault, match="no room left on the disk of here; free some and start again"),
-        explain_full_disk("here"),
+        reporting_full_disk("here"),
     ):
         trainer.save(tmp_path / "checkpoint", {"note": "y"})
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == [optimize.CHECKPOINT]

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from gateway.api.answers import errors
 from gateway.api.answers.streaming import EventStream
-from gateway.api.middleware import Edge
+from gateway.api.middleware import EdgeMiddleware
 from gateway.api.requests import http
 from gateway.api.requests.native import NativeBody
 from gateway.api.requests.responses import ResponsesBody
@@ -501,7 +501,7 @@ async def test_a_disconnect_is_reported_after_a_body_that_is_too_large():
         heard.append(await receive())
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    edge = Edge(max_body_bytes=7)
+    edge = EdgeMiddleware(max_body_bytes=7)
     edge.app = app
     await edge({"type": "http", "path": "/", "headers": []}, receive, send)
     assert heard == [{"type": "http.disconnect"}]
@@ -511,7 +511,7 @@ async def test_a_disconnect_is_reported_after_a_body_that_is_too_large():
 @pytest.mark.parametrize("started", [False, True])
 async def test_a_request_cut_by_shutdown_gets_503(started):
     """The client stalls while it sends the body or reads the answer."""
-    edge, begun, sent = Edge(max_body_bytes=7), asyncio.Event(), []
+    edge, begun, sent = EdgeMiddleware(max_body_bytes=7), asyncio.Event(), []
 
     async def app(scope, receive, send):
         if started:

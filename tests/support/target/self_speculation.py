@@ -121,11 +121,11 @@ def check_draft_tokens(twin, engine: TargetEngine):
             for depth, logits in enumerate(twin_logits(twin, engine, session, tokens)):
                 second_logits, position = logits.copy(), session.length + depth
                 second_logits[tokens[depth]] = -np.inf
-                first, second = tokens[depth], drafted.seconds[depth, column]
+                first, second = tokens[depth], drafted.second_tokens[depth, column]
                 assert first == sample(logits, params, position)
                 assert second == sample(second_logits, params, position)
                 heat = params.temperature or 1.0
                 expected = np.exp(log_softmax(logits / heat)[first]), np.exp(log_softmax(second_logits / heat)[second])
-                assert drafted.odds[depth, column] == pytest.approx(expected, rel=1e-2)
+                assert drafted.probabilities[depth, column] == pytest.approx(expected, rel=1e-2)
                 count += 1
     return works, count

@@ -309,13 +309,13 @@ class Collector:
             log.debug("a conversation is left out: %s", error.message)
         if self._futile >= _MAX_FUTILE:
             raise InvalidRequest(
-                f"the last {self._futile} prompts led to no answer: {self.left_out_in_words}; see --data, --max-length "
+                f"the last {self._futile} prompts led to no answer: {self.left_out_summary}; see --data, --max-length "
                 "and --free-openings"
             )
         await asyncio.sleep(0)  # a rejected conversation need not have awaited the target; let other tasks run
 
     @property
-    def left_out_in_words(self) -> str:
+    def left_out_summary(self) -> str:
         """Conversations that were left out, by reason, as text."""
         counts = ", ".join(f"{count} {kind}" for kind, count in self.left_out.items())
         return f"{counts} (the last one: {self.last_reason})" if self.last_reason else counts

@@ -13,7 +13,7 @@ Unavailable = native.Unavailable
 
 
 class AttentionShape(ctypes.Structure):
-    """Attention of a layer; window, softcap and value_stride: 0 for none; see csrc/attention_plan.h."""
+    """Attention of a layer; window, softcap and value_stride: 0 for none; see csrc/attention/attention_plan.h."""
 
     _fields_ = (
         ("heads", c_int64),
@@ -29,7 +29,7 @@ class AttentionShape(ctypes.Structure):
 
 
 class Product(ctypes.Structure):
-    """Products of groups of rows; see csrc/invariant_product.h."""
+    """Products of groups of rows; see csrc/matrices/invariant_product.h."""
 
     _fields_ = (
         ("first", c_void_p),
@@ -49,7 +49,7 @@ class Product(ctypes.Structure):
 
 
 class SampleCall(ctypes.Structure):
-    """Rows to sample a token after; see csrc/sampling.h."""
+    """Rows to sample a token after; see csrc/sampling/sampling.h."""
 
     _fields_ = (
         ("logits", c_void_p),
@@ -68,7 +68,7 @@ class SampleCall(ctypes.Structure):
 
 
 class MultiStep(ctypes.Structure):
-    """Multi-step decoding; see csrc/program.h."""
+    """Multi-step decoding; see csrc/programs/program.h."""
 
     _fields_ = (
         ("steps", c_int64),
@@ -89,7 +89,7 @@ class MultiStep(ctypes.Structure):
 
 
 class LoopIteration(ctypes.Structure):
-    """The result of an iteration of the fused speculation loop; see csrc/fused_loop.h."""
+    """The result of an iteration of the fused speculation loop; see csrc/programs/fused_loop.h."""
 
     _fields_ = (
         ("written", c_int64),
@@ -108,7 +108,7 @@ class LoopIteration(ctypes.Structure):
 
 
 class FusedLoop(ctypes.Structure):
-    """The fused speculation loop; see csrc/fused_loop.h."""
+    """The fused speculation loop; see csrc/programs/fused_loop.h."""
 
     _fields_ = (
         ("max_iterations", c_int64),
@@ -149,7 +149,7 @@ class FusedLoop(ctypes.Structure):
 
 
 class BatchView(ctypes.Structure):
-    """The rows of a step; see csrc/batch.h."""
+    """The rows of a step; see csrc/attention/batch.h."""
 
     _fields_ = (
         ("rows", c_int64),

@@ -21,7 +21,7 @@ from services.target.kernels.cpu.pool import shared_pool
 from services.target.step.batch import SamplingPlan
 from services.target.step.token_mask import TokenMask
 
-_SAMPLING = struct.Struct("<dddqQ")  # csrc/sampling.h
+_SAMPLING = struct.Struct("<dddqQ")  # csrc/sampling/sampling.h
 
 
 def pack(params: SamplingParams) -> bytes:
@@ -35,13 +35,14 @@ def pack(params: SamplingParams) -> bytes:
 class HeadDraftTokens:
     """Draft tokens of n steps, for S sessions.
 
-    tokens: [n, S] int64, -1 where logits are not finite; seconds: [n, S] int64, the sample if the first is excluded
-    odds: [n, S, 2] float32, the probability of each token, and of the second one given not the first
+    tokens:        [n, S] int64, -1 where logits are not finite
+    second_tokens: [n, S] int64, the sample if the first is excluded
+    probabilities: [n, S, 2] float32, of each token, and of the second one given not the first
     """
 
     tokens: NDArray[np.int64]
-    seconds: NDArray[np.int64]
-    odds: NDArray[np.float32]
+    second_tokens: NDArray[np.int64]
+    probabilities: NDArray[np.float32]
 
 
 class SampledRows:
@@ -89,8 +90,8 @@ class SampledRows:
         assert self._second_tokens is not None, "requires second_tokens"
         assert self._probabilities is not None, "requires second_tokens"
         count, shape = steps * self._rows, (steps, self._rows)
-        tokens, seconds = self.tokens[:count].reshape(shape), self._second_tokens[:count].reshape(shape)
-        return HeadDraftTokens(tokens, seconds, self._probabilities[: 2 * count].reshape(*shape, 2))
+        tokens, second_tokens = self.tokens[:count].reshape(shape), self._second_tokens[:count].reshape(shape)
+        return HeadDraftTokens(tokens, second_tokens, self._probabilities[: 2 * count].reshape(*shape, 2))
 
 
 def sample(logits: Tensor, plan: SamplingPlan, mask: TokenMask | None = None) -> NDArray[np.int64]:

@@ -131,14 +131,14 @@ class _Step:
         """Attention with tables at fixed addresses, if the runner's attention has any; a trial run finds the kinds."""
         made: list[Attention] = []
 
-        def noting(batch: Batch) -> Attention:
+        def recording(batch: Batch) -> Attention:
             attention: Any = self._runner.planner(batch)
             if hasattr(attention, "extent"):
                 attention.extent = self._extent
             made.append(attention)
             return made[-1]
 
-        self._runner.run(batch, self._cache, noting)
+        self._runner.run(batch, self._cache, recording)
         kinds = getattr(made[0], "kinds", None)
         if kinds is None:
             return None

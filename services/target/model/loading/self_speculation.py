@@ -11,7 +11,7 @@ from torch import nn
 from outrider.config import TargetConfig
 from outrider.drafts import DEFAULT_HEAD, has_bundled_head
 from outrider.errors import ConfigError
-from services.target.kernels.cpu.weights import Format
+from services.target.kernels.cpu.matrices.weights import Format
 from services.target.model.loading.weight_quantization import cpu_format
 
 # Bytes of linear layers; smaller layers stay in CPU caches, where narrower weights are no faster.

@@ -26,7 +26,7 @@ class Calibration:
         self._interval = interval
         self._steps = steps  # since the last evidence
 
-    def heir(self, session_id: int) -> Calibration:
+    def for_new_session(self, session_id: int) -> Calibration:
         """The start of a new session: the ratio and the interval of all sessions, at a phase of its own."""
         return Calibration(self.ratio, self._interval, session_id * _STAGGER % self._interval)
 
@@ -67,7 +67,7 @@ class Calibrations:
 
     def open(self, session_id: int) -> None:
         """A session begins."""
-        self._sessions[session_id] = self.overall.heir(session_id)
+        self._sessions[session_id] = self.overall.for_new_session(session_id)
 
     def close(self, session_id: int) -> None:
         """A session has ended."""

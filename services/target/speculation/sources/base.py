@@ -1,4 +1,4 @@
-"""What every draft source offers: draft tokens with probabilities, and the throughput that a step has with them.
+"""What every draft source does: it drafts for the sessions of a step, and learns from what was accepted.
 
     draft_service.py         proposals of draft services, which are there already
     prompt_lookup.py         what followed a session's last tokens when they occurred before
@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
@@ -46,27 +46,18 @@ class Demand:
     sessions:  that sample in the step
     tokens:    of the step without draft tokens, prompts included
     kv_tokens: cached tokens of all its sessions
+    rival:     the model source that drafts for these sessions otherwise, if it pays
     """
 
     works: Sequence[SessionWork]
     sessions: int
     tokens: int
     kv_tokens: int
+    rival: ModelSource | None = None
 
     def of(self, works: Sequence[SessionWork]) -> Demand:
-        """The same step, with draft tokens wanted for fewer sessions."""
+        """The same step, with draft tokens wanted for fewer sessions, and no rival."""
         return Demand(works, self.sessions, self.tokens, self.kv_tokens)
-
-
-class Offer(NamedTuple):
-    """What a source offers for a step.
-
-    throughput: tokens per second of all sessions of the step, expected, drafting included
-    drafts:     None if the source makes them when asked to
-    """
-
-    throughput: float
-    drafts: Drafts | None = None
 
 
 class DraftSource(ABC):
@@ -84,8 +75,11 @@ class DraftSource(ABC):
         """Drop what sessions have taught."""
 
     @abstractmethod
-    def offer(self, demand: Demand) -> Offer:
-        """What the source offers for a step."""
+    def draft(self, demand: Demand, listen: MessageWatch) -> Drafts:
+        """Draft tokens that are worth their cost in a step, by session id, with pages for them.
+
+        listen: how a message interrupts drafting that takes time
+        """
 
     @abstractmethod
     def observe(self, session_id: int, draft: TreeSlice, path: Sequence[int], *, goes_on: bool) -> None:
@@ -93,6 +87,10 @@ class DraftSource(ABC):
 
         goes_on: False if the session ended with it, however right the rest may have been
         """
+
+    def opened(self, session_id: int) -> None:
+        """A session begins."""
+        del session_id
 
     def launched(self, works: Sequence[SessionWork]) -> None:
         """A step of the model is launched, which writes these tokens into the cache."""
@@ -106,10 +104,10 @@ class DraftSource(ABC):
 class ModelSource(DraftSource):
     """A draft source that computes on the target's device.
 
-    lead: minimum predicted speedup over plain decoding
+    min_speedup: minimum predicted speedup over plain decoding
     """
 
-    lead: ClassVar[float]
+    min_speedup: ClassVar[float]
 
     def __init__(
         self,
@@ -134,19 +132,11 @@ class ModelSource(DraftSource):
 
     def _predict(self, sessions: int, kv_tokens: int) -> bool:
         plain = sessions / self._verifying().step(sessions, kv_tokens)[0]
-        return self.throughput(sessions, kv_tokens) > self.lead * plain
+        return self.throughput(sessions, kv_tokens) > self.min_speedup * plain
 
     @abstractmethod
     def throughput(self, sessions: int, kv_tokens: int) -> float:
         """Expected tokens per second of a step's sessions, all of them drafted for. kv_tokens: of all together."""
-
-    def offer(self, demand: Demand) -> Offer:
-        """As of DraftSource."""
-        return Offer(self.throughput(demand.sessions, demand.kv_tokens))
-
-    @abstractmethod
-    def draft(self, demand: Demand, listen: MessageWatch) -> Drafts:
-        """Draft tokens to verify, by session id. listen: how a message interrupts the drafting."""
 
     @abstractmethod
     def loop(self, work: SessionWork, seconds: float) -> FusedLoop | None:

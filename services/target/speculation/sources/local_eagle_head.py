@@ -63,10 +63,13 @@ _INTERVAL = 16  # steps between two estimates of what draft tokens cost and brin
 
 
 class _Chain(NamedTuple):
-    """What is verified of a session. probabilities: of its draft tokens; seconds: of second candidates, by place."""
+    """What is verified of a session.
+
+    probabilities: of its draft tokens; second_candidates: their probabilities, by place
+    """
 
     probabilities: list[float]
-    seconds: dict[int, float]
+    second_candidates: dict[int, float]
     greedy: bool
 
 
@@ -99,7 +102,7 @@ class LocalEagleHead(ModelSource):
     """
 
     kind = SourceKind.HEAD
-    lead = 1.1
+    min_speedup = 1.1
 
     def __init__(
         self,
@@ -148,9 +151,9 @@ class LocalEagleHead(ModelSource):
             self.acceptance.observe(probability, accepted=True, greedy=chain.greedy)
         if goes_on and accepted_chain < len(chain.probabilities):
             self.acceptance.observe(chain.probabilities[accepted_chain], accepted=False, greedy=chain.greedy)
-            if accepted_chain in chain.seconds:
-                right = accepted > accepted_chain
-                self.second_acceptance.observe(chain.seconds[accepted_chain], accepted=right, greedy=chain.greedy)
+            if accepted_chain in chain.second_candidates:
+                right, probability = accepted > accepted_chain, chain.second_candidates[accepted_chain]
+                self.second_acceptance.observe(probability, accepted=right, greedy=chain.greedy)
 
     def observe_loop(self, session: Session, iterations: Sequence[LoopIteration], *, goes_on: bool) -> None:
         """As of ModelSource."""
@@ -172,8 +175,8 @@ class LocalEagleHead(ModelSource):
         average = self.averages[greedy]
         for number, one in enumerate(iterations, 1):
             average.add_draft(one.drafted, one.verified)
-            seconds = {place: one.probabilities[place][1] for place in one.alternatives}
-            chain = _Chain([first for first, _ in one.probabilities], seconds, greedy)
+            second_candidates = {place: one.probabilities[place][1] for place in one.alternatives}
+            chain = _Chain([first for first, _ in one.probabilities], second_candidates, greedy)
             self._observe(chain, one.accepted_chain, one.accepted, goes_on=goes_on or number < len(iterations))
             if one.written <= _USUAL_ROWS:
                 self.drafting_cost(1).observe(one.drafted, one.draft_seconds)
@@ -335,28 +338,28 @@ class LocalEagleHead(ModelSource):
         """The session's draft tokens that are worth verifying. place: of the session in the batch."""
         entry = self._sessions[session_id]
         greedy = entry.session.sampling.greedy
-        tokens, probabilities = drafted.tokens[:, place].tolist(), drafted.odds[:, place].tolist()
+        tokens, probabilities = drafted.tokens[:, place].tolist(), drafted.probabilities[:, place].tolist()
         alternatives = self._alternatives(entry.session)
         most = self._planner.most(entry.session) - alternatives
         least, reach = value.row / value.token, 1.0
         scores: list[float] = []
-        seconds: dict[int, float] = {}
+        second_candidates: dict[int, float] = {}
         second_scores: list[float] = []
         for i in range(verifiable(entry, tokens[:most])):
             rate = self.acceptance.rate(probabilities[i][0], greedy=greedy)
             if i and reach * rate < least:  # the first one is verified in any case: a step of one token costs as much
                 break
-            if i < alternatives and drafted.seconds[i, place] >= 0:
+            if i < alternatives and drafted.second_tokens[i, place] >= 0:
                 score = reach * (1.0 - rate) * self.second_acceptance.rate(probabilities[i][1], greedy=greedy)
                 if score >= least:
-                    seconds[i] = probabilities[i][1]
+                    second_candidates[i] = probabilities[i][1]
                     second_scores.append(score)
             reach *= rate
             scores.append(reach)
         count = len(scores)
-        self._chains[session_id] = _Chain([first for first, _ in probabilities[:count]], seconds, greedy)
-        candidates = [int(drafted.seconds[i, place]) for i in seconds]
-        return tree_of(tokens[:count], candidates, list(seconds), scores + second_scores)
+        self._chains[session_id] = _Chain([first for first, _ in probabilities[:count]], second_candidates, greedy)
+        candidates = [int(drafted.second_tokens[i, place]) for i in second_candidates]
+        return tree_of(tokens[:count], candidates, list(second_candidates), scores + second_scores)
 
 
 def tree_of(chain: list[int], candidates: list[int], places: list[int], scores: list[float]) -> TreeSlice:

@@ -45,7 +45,7 @@ class QuantizedSelfDraft(ModelSource):
     """
 
     kind = SourceKind.QUANTIZED
-    lead = 1.05
+    min_speedup = 1.05
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
 // The library's C interface for ctypes. Callers validate arguments; the functions do not.
 #include <cstdint>
 
-#include "sampling.h"
-#include "kv_move.h"
-#include "invariant_product.h"
-#include "program.h"
-#include "fused_loop.h"
+#include "sampling/sampling.h"
+#include "attention/kv_move.h"
+#include "matrices/invariant_product.h"
+#include "programs/program.h"
+#include "programs/fused_loop.h"
 
 using namespace outrider;
 

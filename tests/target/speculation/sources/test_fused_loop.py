@@ -11,7 +11,6 @@ from outrider.speculation.sampling import SamplingParams
 from services.target.kernels.cpu import library
 from services.target.speculation.mode_selector import SpeculationMode
 from services.target.speculation.sources import local_eagle_head
-from services.target.speculation.sources.base import Offer
 from services.target.step.programs import DraftTokenValue
 from tests.support.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
 from tests.support.draft.twin import Twin
@@ -152,7 +151,7 @@ def test_a_loop_ends_where_prompt_lookup_finds_a_match(perfect):
     engine.step()
     chooser = engine.speculation.chooser
     chooser.looks_up, chooser.lookup.min_match = True, 2  # tokens: the cycle matches from its second repetition on
-    chooser.judge_lookup, chooser.lookup.offer = lambda *_: None, lambda _: Offer(0.0, {})
+    chooser.lookup.draft = lambda *_: {}
     while len(loops) < 40 and not engine.idle:
         engine.step()
     assert len(loops[0]) > 1

@@ -15,7 +15,8 @@ from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from services.target.engine.engine import TargetEngine
 from services.target.features import features
-from services.target.kernels.cpu import library, weights
+from services.target.kernels.cpu import library
+from services.target.kernels.cpu.matrices import weights
 from services.target.process.warmup import warm_up
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.mode_selector import SpeculationMode

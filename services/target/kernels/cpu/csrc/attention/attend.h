@@ -5,7 +5,7 @@
 #include <atomic>
 #include <functional>
 
-#include "weight_prefetch.h"
+#include "matrices/weight_prefetch.h"
 #include "attention_plan.h"
 #include "kv_dot.h"
 

@@ -1,4 +1,4 @@
-"""A narrow copy of an LM head, which rules most tokens out before sampling; see csrc/pruned_head.h.
+"""A narrow copy of an LM head, which rules most tokens out before sampling; see csrc/programs/pruned_head.h.
 
 The few tokens that may win are multiplied with the head itself, so samples are unchanged while a step reads half as
 many bytes of the head.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.target.kernels.cpu.weights import Format, PackedWeight, quantize_int8
+from services.target.kernels.cpu.matrices.weights import Format, PackedWeight, quantize_int8
 
 _PANEL = 32  # outputs
 _AT_ONCE = 4096  # outputs converted at a time, so that no second copy of a whole head exists

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.target.kernels.cpu import library
-from services.target.kernels.cpu.batch_view import BatchPointers
+from services.target.kernels.cpu.attention.batch_view import BatchPointers
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.pool import shared_pool
 from services.target.kernels.grouped import GroupedAttention
@@ -18,7 +18,7 @@ from services.target.step.batch import Batch
 
 # Formats of pools, as in outrider/native/include/fp8.h.
 POOL_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
-WIDEST_HEAD = 576  # in csrc/attention.h
+WIDEST_HEAD = 576  # in csrc/attention/attention.h
 
 
 class NativeAttention:

@@ -19,7 +19,7 @@
 #include <cmath>
 #include <memory>
 
-#include "sampling.h"
+#include "sampling/sampling.h"
 #include "linear.h"
 
 namespace outrider {

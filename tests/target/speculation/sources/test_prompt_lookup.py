@@ -13,6 +13,7 @@ from services.target.kernels.cpu import library
 from services.target.process.warmup import warm_up
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.sources.base import Demand
 from services.target.speculation.sources.prompt_lookup import MIN_MATCH, PromptLookup, find
 from tests.support.target.driving import CACHES, GREEDY, engine_of, load_model, opening, run, run_as_plain
 from tests.support.target.self_speculation import LONG, self_speculating
@@ -120,8 +121,9 @@ def test_multi_step_decoding_ends_at_a_match(model):
 
 def min_match(engine, sessions, kv_tokens):
     """The shortest match that pays in steps of some sessions."""
-    engine.speculation.chooser.judge_lookup(sessions, kv_tokens)
-    return engine.speculation.chooser.lookup.min_match
+    lookup = engine.speculation.chooser.lookup
+    lookup.judge(Demand((), sessions, sessions, kv_tokens))
+    return lookup.min_match
 
 
 def test_lookups_that_are_rejected_stop_and_are_retried_later(model):

@@ -4,7 +4,7 @@ residual  the residual stream [T, H]   wide      queries, keys and values side b
 attended  the output of attention      hidden    the gated values of the feed-forward layer
 branch    the output of a branch that is normalised before it is added
 
-A new operation goes into csrc/program.h and program.cpp, with a method here that appends it.
+A new operation goes into csrc/programs/program.h and program.cpp, with a method here that appends it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch import Tensor
 
 from outrider.native import freed_with
 from services.target.kernels.cpu import library
-from services.target.kernels.cpu.attention import POOL_FORMATS, reads
-from services.target.kernels.cpu.batch_view import BatchPointers
-from services.target.kernels.cpu.cache import Mover
-from services.target.kernels.cpu.calls import (
+from services.target.kernels.cpu.attention.batch_view import BatchPointers
+from services.target.kernels.cpu.attention.paged import POOL_FORMATS, reads
+from services.target.kernels.cpu.attention.row_moves import Mover
+from services.target.kernels.cpu.library import AttentionShape
+from services.target.kernels.cpu.matrices.weights import Format, PackedWeight
+from services.target.kernels.cpu.programs.calls import (
     TRANSIENT_ROWS,
     LogitsMemory,
     PoolAddresses,
     loop_results,
     multi_step_argument,
 )
-from services.target.kernels.cpu.library import AttentionShape
-from services.target.kernels.cpu.pruned_head import PrunedHead
+from services.target.kernels.cpu.programs.pruned_head import PrunedHead
 from services.target.kernels.cpu.sampling import HeadDraftTokens, SampledRows
-from services.target.kernels.cpu.weights import Format, PackedWeight
 from services.target.kernels.pools import CachePools
 from services.target.step.batch import Batch
 from services.target.step.programs import (
@@ -50,7 +50,7 @@ _NO_CAPTURE = (None, None, 0, None, 0, None, None, None)
 
 
 class Buffer(enum.IntEnum):
-    """Buffers of float32 rows that operations read and write, as in csrc/program.h."""
+    """Buffers of float32 rows that operations read and write, as in csrc/programs/program.h."""
 
     RESIDUAL = 0
     WIDE = 1
@@ -60,7 +60,7 @@ class Buffer(enum.IntEnum):
 
 
 class Activation(enum.IntEnum):
-    """The activation of the gates in a gated layer, as in csrc/program.h."""
+    """The activation of the gates in a gated layer, as in csrc/programs/program.h."""
 
     NONE = 0
     SILU = 1

@@ -13,11 +13,11 @@
 #include <variant>
 #include <vector>
 
-#include "weight_prefetch.h"
-#include "attend.h"
-#include "sampling.h"
+#include "matrices/weight_prefetch.h"
+#include "attention/attend.h"
+#include "sampling/sampling.h"
 #include "linear.h"
-#include "norm.h"
+#include "matrices/norm.h"
 #include "pool.h"
 #include "pruned_head.h"
 

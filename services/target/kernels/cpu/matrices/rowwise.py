@@ -22,7 +22,7 @@ _PIECE, _VECTOR = 2048, 64
 
 
 class Function(enum.IntEnum):
-    """Functions that are compiled, as in csrc/product.h."""
+    """Functions that are compiled, as in csrc/matrices/invariant_product.h."""
 
     SIGMOID = 0
     SILU = 1

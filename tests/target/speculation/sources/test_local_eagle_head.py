@@ -12,7 +12,7 @@ from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError
 from outrider.speculation.sampling import SamplingParams
 from services.target.kernels.cpu import library
-from services.target.kernels.cpu.weights import Format
+from services.target.kernels.cpu.matrices.weights import Format
 from services.target.model.loading.self_speculation import SelfSpeculationPlan, plan_self_speculation
 from services.target.speculation.estimates.calibration_bins import CalibrationBins
 from services.target.speculation.estimates.linear_cost import LinearCost
@@ -146,7 +146,7 @@ def test_probabilities_of_second_candidates_stay_within_bounds(tmp_path):
     draft = source.draft_tokens
     source.draft_tokens = lambda *args: calls.append(draft(*args)) or calls[-1]
     run(engine, [opening(1, [int(CYCLE[3])] * 20, max_tokens=60)])
-    probabilities = np.concatenate([one.odds.reshape(-1, 2) for one in calls])
+    probabilities = np.concatenate([one.probabilities.reshape(-1, 2) for one in calls])
     assert (probabilities[:, 0] > 1 - 1e-6).any(), "no probability is left for second candidates"
     assert ((probabilities >= 0) & (probabilities <= 1)).all()
 

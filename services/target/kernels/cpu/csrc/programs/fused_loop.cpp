@@ -2,7 +2,7 @@
 
 #include <chrono>
 
-#include "kv_move.h"
+#include "attention/kv_move.h"
 
 namespace outrider {
 

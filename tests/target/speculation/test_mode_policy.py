@@ -1,72 +1,10 @@
-"""Mode policy and mode selector, on a simulated clock: which modes they choose, and when steps wait for drafts."""
+"""The mode policy on a simulated clock: which mode each load has, and what is measured."""
 
 import pytest
 
-from services.target.speculation.mode_policy import MEASURING_MODES, SERVICE_MODES, ModePolicy
-from services.target.speculation.mode_selector import DRAFT_MODES, TRIAL, ModeSelector, PrefillCost, SpeculationMode
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-def work(clock, policy, steps, *, answer, gain, step=0.030, drafting=0.0, sessions=1):
-    """Steps of a session whose proposals take `answer` seconds and, if awaited, add `gain` tokens. Returns waits.
-
-    drafting: seconds by which a drafter on the same machine slows a step.
-    """
-    waits = []
-    for _ in range(steps):
-        waited = min(policy.wait.remaining, answer)
-        fresh = waited == answer and policy.wait.remaining > 0
-        clock.now += waited
-        drafted = policy.mode is not SpeculationMode.NONE
-        if drafted:
-            policy.received(1, fresh=fresh)
-        waits.append(waited)
-        policy.begin()
-        clock.now += step + drafting * drafted
-        policy.end([1] if drafted else [], sessions, sessions * (1 + gain if fresh and drafted else 1))
-    return waits
-
-
-@pytest.mark.parametrize(
-    ("answer", "gain", "pays"),
-    [(0.001, 1, True), (0.005, 0, False), (0.025, 3, True), (0.040, 3, True), (0.040, 1, False), (0.055, 3, False)],
-)
-def test_steps_wait_for_drafts_where_that_pays(answer, gain, pays):
-    clock = Clock()
-    policy = ModePolicy(clock=clock)
-    work(clock, policy, 4 * TRIAL, answer=answer, gain=gain)
-    waits = work(clock, policy, 32 * TRIAL, answer=answer, gain=gain)
-    share = sum(wait > 0 for wait in waits) / len(waits)
-    assert share > 0.8 if pays else share < 0.2
-    assert max(waits) <= 0.05 + 1e-9
-
-
-def test_trial_length_is_bounded_after_many_trials():
-    selector = ModeSelector(
-        (SpeculationMode.DRAFT_IF_READY, SpeculationMode.NONE), SpeculationMode.DRAFT_IF_READY, PrefillCost()
-    )
-    assert selector.steps == 4
-    selector.trials = 1 << 40
-    assert selector.steps == TRIAL
-
-
-@pytest.mark.parametrize("loser", [SpeculationMode.DRAFT_IF_READY, SpeculationMode.SELF_SPECULATE])
-def test_a_losing_mode_is_still_retried(loser):
-    selector = ModeSelector((loser, SpeculationMode.NONE), loser, PrefillCost())
-    tried = 0
-    for _ in range(20_000):
-        tried += selector.mode is loser
-        seconds = 0.001 * selector.steps * (1.2 if selector.mode is loser else 1.0)
-        selector.spend(selector.steps, seconds)
-        selector.end_trial(selector.steps, seconds)
-    assert tried > 600
+from services.target.speculation.mode_policy import ModePolicy
+from services.target.speculation.mode_selector import DRAFT_MODES, TRIAL, SpeculationMode
+from tests.support.target.drafter_clock import Clock, work
 
 
 @pytest.mark.parametrize(("step", "tokens", "pays"), [(0.05, 2, False), (0.05, 8, True), (0.03, 2, False)])
@@ -97,31 +35,6 @@ def test_an_outlier_counts_as_a_usual_step():
         policy.end([1] if drafts else [], 1, 1)
     rates = {mode: policy.selector.throughput(mode) for mode in (SpeculationMode.DRAFT_IF_READY, SpeculationMode.NONE)}
     assert rates == pytest.approx({SpeculationMode.DRAFT_IF_READY: 50.0, SpeculationMode.NONE: 1 / 0.03}, rel=0.2)
-
-
-def test_the_policy_waits_once_drafts_become_good():
-    clock = Clock()
-    policy = ModePolicy(clock=clock)
-    work(clock, policy, 64 * TRIAL, answer=0.004, gain=0)
-    waits = work(clock, policy, 160 * TRIAL, answer=0.001, gain=2)[-16 * TRIAL :]
-    assert sum(wait > 0 for wait in waits) > 0.8 * len(waits)
-
-
-def test_no_wait_without_a_drafter_or_sessions():
-    clock = Clock()
-    policy = ModePolicy(clock=clock)
-    for _ in range(3 * TRIAL):
-        clock.now += 0.03
-        policy.begin()
-        policy.end([1, 2], 2, 2)
-        assert policy.wait.remaining == 0.0
-    for _ in range(2):  # the first one may be part of an unmeasured start
-        policy.received(1, fresh=True)
-        clock.now += 0.03
-        policy.end([1, 2], 2, 2)
-    assert policy.wait.remaining > 0.0
-    policy.wait.closed(1)
-    assert policy.wait.remaining == 0.0
 
 
 def share_of(mode, clock, policy, steps, **kwargs):
@@ -277,18 +190,6 @@ def test_sessions_in_prefill_count_as_load():
     assert policy.mode is SpeculationMode.WAIT_FOR_DRAFT
 
 
-def test_one_hopeless_draft_mode_delays_the_other():
-    selector = ModeSelector(SERVICE_MODES, SpeculationMode.WAIT_FOR_DRAFT, PrefillCost())
-    taken = []
-    for _ in range(12):
-        taken.append(selector.mode)
-        tokens, seconds = (1.2, 2.0) if selector.mode is not SpeculationMode.NONE else (1.0, 1.0)
-        selector.spend(tokens, seconds)
-        selector.end_trial(tokens, seconds)
-    assert taken == [SpeculationMode.WAIT_FOR_DRAFT] + 11 * [SpeculationMode.NONE]
-    assert selector.loss == pytest.approx(2.0 - 1.2)
-
-
 def test_a_mode_whose_first_trial_failed_is_retried_soon():
     """The draft service compiles programs, or other processes start, during the first trial."""
     clock = Clock()
@@ -385,50 +286,6 @@ def test_modes_that_are_not_open_are_not_chosen():
     assert share_of(SpeculationMode.NONE, clock, policy, 64 * TRIAL, answer=0.001, gain=0.0, drafting=0.020) == 0.0
 
 
-@pytest.mark.parametrize(("gain", "plain"), [(1.01, True), (1.05, False)])
-def test_drafts_must_gain_more_than_noise(gain, plain):
-    selector = ModeSelector(
-        [SpeculationMode.DRAFT_IF_READY, SpeculationMode.NONE], SpeculationMode.DRAFT_IF_READY, PrefillCost()
-    )
-    for _ in range(4):
-        tokens = gain if selector.mode is SpeculationMode.DRAFT_IF_READY else 1.0
-        selector.spend(tokens, 1.0)
-        selector.end_trial(tokens, 1.0)
-    assert (selector.mode is SpeculationMode.NONE) == plain
-
-
-@pytest.mark.parametrize(
-    ("right", "best"),
-    [(1.0, SpeculationMode.NONE), (1.01, SpeculationMode.NONE), (1.3, SpeculationMode.WAIT_FOR_DRAFT)],
-)
-def test_rejected_drafts_get_no_credit_for_a_fast_trial(right, best):
-    selector = ModeSelector(
-        [SpeculationMode.WAIT_FOR_DRAFT, SpeculationMode.NONE], SpeculationMode.WAIT_FOR_DRAFT, PrefillCost()
-    )
-    modes = []
-    for _ in range(40):
-        modes.append(selector.mode)
-        drafted = selector.mode is SpeculationMode.WAIT_FOR_DRAFT
-        tokens, seconds = (
-            (right, 0.9) if drafted else (1.0, 1.0)
-        )  # the machine happened to be fast in trials with drafts
-        selector.spend(TRIAL * tokens, TRIAL * seconds)
-        selector.end_trial(TRIAL * tokens, TRIAL * seconds, steps=TRIAL)
-    assert modes.count(best) > 30
-
-
-def test_a_trial_without_tokens_is_the_worst():
-    selector = ModeSelector(
-        [SpeculationMode.DRAFT_IF_READY, SpeculationMode.NONE], SpeculationMode.DRAFT_IF_READY, PrefillCost()
-    )
-    selector.spend(0.0, 1.0)
-    selector.end_trial(0.0, 1.0)
-    assert selector.mode is SpeculationMode.NONE
-    selector.spend(1.0, 1.0)
-    selector.end_trial(1.0, 1.0)
-    assert selector.mode is SpeculationMode.NONE
-
-
 def test_a_drafter_that_is_always_late_does_not_keep_a_mode():
     """Sessions end before the drafter has read their prompts; the policy stops asking for drafts."""
     clock = Clock()
@@ -442,69 +299,6 @@ def test_a_drafter_that_is_always_late_does_not_keep_a_mode():
         modes.append(policy.mode)
     assert modes.count(SpeculationMode.NONE) > 0.4 * len(modes)
     assert modes[-1] is SpeculationMode.NONE or SpeculationMode.NONE in modes[-8 * TRIAL :]
-
-
-@pytest.mark.parametrize("longest", [None, 2.0])
-def test_waiting_ends_for_a_session_that_its_drafter_left(longest):
-    clock = Clock()
-    policy = ModePolicy(MEASURING_MODES, clock, longest)
-    waits = []
-    for step in range(20):
-        policy.begin(2)
-        clock.now += 0.030
-        policy.end([1, 2], 2, 2)
-        policy.received(1, fresh=True)
-        if not 4 <= step < 16:
-            policy.received(2, fresh=True)
-        waits.append(policy.wait.remaining)
-        clock.now += waits[-1]
-    assert [wait > 0 for wait in waits] == [False] * 4 + [True] * 3 + [False] * 13
-    policy.begin(2)
-    policy.end([1, 2], 2, 2)
-    policy.received(1, fresh=True)
-    assert policy.wait.remaining > 0, "its drafter answers again"
-
-
-def test_a_measured_drafter_is_waited_for_at_any_cost():
-    clock = Clock()
-    policy = ModePolicy(MEASURING_MODES, clock, longest=2.0)
-    waits = work(clock, policy, 8 * TRIAL, answer=0.9, gain=0)
-    assert set(waits[2:]) == {0.9}
-    assert max(work(clock, policy, 8, answer=5.0, gain=0)) == 2.0
-    policy.begin()
-    policy.end([1, 2], 2, 2)
-    policy.received(1, fresh=True)
-    assert policy.wait.remaining == 2.0  # for the first answer of the other session
-
-
-def test_the_first_answer_is_waited_for_in_measurements():
-    clock = Clock()
-    policy = ModePolicy(MEASURING_MODES, clock, longest=2.0)
-    policy.begin()
-    policy.end([1], 1, 1, prompts=100)
-    assert policy.wait.remaining == 2.0
-
-
-def test_only_one_step_is_held_where_no_drafter_answers():
-    """A target that must wait for its drafter gets requests before there is one."""
-    clock = Clock()
-    policy = ModePolicy(MEASURING_MODES, clock, longest=2.0)
-    policy.begin()
-    policy.end([1], 1, 1)
-    clock.now += 1.0
-    assert policy.wait.remaining == 1.0
-    policy.begin()  # a step with another session's prompt
-    policy.end([1], 1, 1)
-    assert policy.wait.remaining == 2.0
-    clock.now += 2.0
-    for _ in range(3):
-        policy.begin()
-        policy.end([1], 1, 1)
-        assert policy.wait.remaining == 0.0
-    policy.received(1, fresh=True)
-    policy.begin()
-    policy.end([1], 1, 1)
-    assert policy.wait.remaining == 2.0, "a drafter has answered"
 
 
 def test_multi_step_decoding_counts_each_step():
