@@ -21,6 +21,24 @@ class SourceKind(IntEnum):
         """Its name in requests, reports and metrics."""
         return self.name.lower()
 
+    @property
+    def title(self) -> str:
+        """Its name in texts."""
+        return _TITLES[self]
+
+    @property
+    def in_target(self) -> bool:
+        """True for those of the target process itself: self-speculation."""
+        return self is not SourceKind.DRAFT
+
+
+_TITLES = {
+    SourceKind.DRAFT: "draft service",
+    SourceKind.LOOKUP: "prompt lookup",
+    SourceKind.HEAD: "local EAGLE head",
+    SourceKind.QUANTIZED: "quantized self-draft",
+}
+
 
 ALL_SOURCES = frozenset(SourceKind)
 SOURCES_BY_LABEL = {kind.label: kind for kind in SourceKind}

@@ -68,7 +68,7 @@ def draft_sources_to_pb(sources: Collection[SourceKind]) -> list[common_pb2.Draf
     return [] if len(sources) == len(ALL_SOURCES) else [source_to_pb(source) for source in sorted(sources)]
 
 
-def source_to_pb(source: SourceKind) -> common_pb2.DraftSource:
+def source_to_pb(source: int) -> common_pb2.DraftSource:
     """One source."""
     return common_pb2.DraftSource.Name(source)
 
