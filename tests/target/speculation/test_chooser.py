@@ -206,8 +206,8 @@ def test_kinds_of_steps(model, copy_cost, window, count, kind):
         assert not engine.step().failures
     assert [type(plan) for plan in plans] == [ServiceStep, kind, kind]
     chooser, service = engine.speculation.chooser, engine.speculation.service
-    assert plans[0].source_of(1) is service
-    assert plans[1].source_of(1) is (service if kind in (ServiceStep, MultiStep) else chooser.source)
+    assert plans[0].source_of(0) is service
+    assert plans[1].source_of(0) is (service if kind in (ServiceStep, MultiStep) else chooser.source)
     if kind is MultiStep:
         assert plans[1].decoding.steps > 1
     if kind is LoopStep:
