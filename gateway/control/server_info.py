@@ -12,6 +12,7 @@ import outrider
 from gateway.orchestration.generator import Generator
 from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig
+from outrider.speculation.draft_source import SourceKind
 from outrider.wire.v1 import target_pb2
 
 
@@ -46,6 +47,7 @@ class Facts:
             "context_length": generator.max_session_tokens,
             "targets": [_service(link) for link in orchestrator.targets],
             "drafts": [_service(link) for link in orchestrator.drafts],
+            "draft_sources": self._draft_sources(generator),
             "internal_states": [
                 {
                     "avg_spec_accept_length": tally.accept_length,
@@ -53,6 +55,25 @@ class Facts:
                     "running_sessions": len(orchestrator.sessions.by_id),
                 }
             ],
+        }
+
+    def _draft_sources(self, generator: Generator) -> dict[str, Any]:
+        """The draft service and the target's own draft sources: which of them run, and their draft tokens so far."""
+        orchestrator, counts = generator.orchestrator, generator.metrics.tally.sources
+        running = {
+            source for link in orchestrator.targets if link.up and link.info for source in link.info.draft_sources
+        }
+        if any(link.up for link in orchestrator.drafts):
+            running.add(int(SourceKind.DRAFT))
+        return {
+            kind.label: {
+                "name": kind.title,
+                "self_speculation": kind.in_target,
+                "running": int(kind) in running,
+                "verified_draft_tokens": counts.get(kind, (0, 0))[0],
+                "accepted_draft_tokens": counts.get(kind, (0, 0))[1],
+            }
+            for kind in SourceKind
         }
 
 

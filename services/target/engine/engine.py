@@ -181,7 +181,7 @@ class TargetEngine(Engine):
             pending, self._pending = self._pending, StepOutput()
             return replace(pending, load=replace(self.load(), weight_version=pending.load.weight_version), urgent=True)
         present = self.scheduler.running + self.scheduler.waiting
-        self.speculation.policy.begin(min(present, self.scheduler.limits.max_running))
+        self.speculation.begin(min(present, self.scheduler.limits.max_running))
         output = StepOutput(failures=self.sessions.begin())
         step, self._in_flight = self._in_flight, None
         if step is not None:
