@@ -38,7 +38,9 @@ def test_the_gateway_finds_services_where_they_listen_and_are_asked_for_their_he
     services = yaml.safe_load(COMPOSE)["services"]
     found = dict(re.findall(r"--(target|draft) (\S+)", services[gateway]["command"]))
     for kind, name in (("target", target), ("draft", draft)):
-        assert services[gateway]["depends_on"][name] == {"condition": "service_healthy"}
+        # The gateway serves without a draft, and waits for the target alone.
+        condition = "service_healthy" if kind == "target" else "service_started"
+        assert services[gateway]["depends_on"][name] == {"condition": condition}
         address = found[kind]
         assert services[name]["entrypoint"].split() == ["outrider", kind, "--listen", address]
         assert services[name]["healthcheck"]["test"].split() == ["outrider", "healthcheck", address]
