@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from outrider.config.common import ServiceConfig, check_minimum
+from outrider.config.common import RequireDraftOptions, ServiceConfig, check_minimum
 from outrider.config.tls import ServiceTlsOptions, TlsOptions
 from outrider.errors import ConfigError
 
@@ -143,6 +143,8 @@ class ServiceAddressOptions:
     draft: tuple[str, ...] = ()
     """Addresses of draft services; of several kinds, a session goes to the first one with a free slot. Default: none,
     plain decoding."""
+    draft_report: str | None = None
+    """File in which a supervisor writes why the draft service is down. Default: none."""
     health_listen: str | None = None
     """Address of an additional gRPC port for health checks alone, without TLS. Default: none."""
 
@@ -162,7 +164,9 @@ class BalanceOptions:
 
 
 @dataclass(frozen=True)
-class GatewayConfig(BalanceOptions, ServiceAddressOptions, GatewayOptions, ServiceTlsOptions, ServiceConfig):
+class GatewayConfig(
+    BalanceOptions, RequireDraftOptions, ServiceAddressOptions, GatewayOptions, ServiceTlsOptions, ServiceConfig
+):
     """The gateway: REST and gRPC for clients, streams to the services."""
 
     common: ClassVar[tuple[str, ...]] = (
