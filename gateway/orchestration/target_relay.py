@@ -99,7 +99,7 @@ class TargetRelay:
         for session_id, _, tokens, *_ in rows:
             together[session_id] = together.get(session_id, 0) + len(tokens)
         sessions = self._table.by_id
-        for index, (session_id, base, tokens, root_hash, verified, accepted, finish, cached) in enumerate(rows):
+        for index, (session_id, base, tokens, root_hash, verified, accepted, finish, cached, source) in enumerate(rows):
             if index and index % _SESSIONS_PER_TURN == 0:
                 await asyncio.sleep(0)
             session = sessions.get(session_id)
@@ -116,7 +116,7 @@ class TargetRelay:
                 else:
                     own = group
             self._commit(
-                session, base, tokens, verified, accepted, _FINISH_REASONS[finish], now,
+                session, base, tokens, verified, accepted, source, _FINISH_REASONS[finish], now,
                 together.pop(session_id, 0), own,
             )  # fmt: skip
 
@@ -142,6 +142,7 @@ class TargetRelay:
         tokens: list[int],
         verified: int,
         accepted: int,
+        source: int,
         finish: FinishReason,
         now: float,
         together: int,
@@ -152,8 +153,9 @@ class TargetRelay:
         if not new and finish is FinishReason.RUNNING:
             return
         if new and session.request.counted:
-            self._metrics.count(session, len(new), verified, accepted, now, together)
-        session.commit(new, verified, accepted, finish, logprobs.behind(known) if logprobs and known else logprobs)
+            self._metrics.count(session, len(new), verified, accepted, now, together, source)
+        own = logprobs.behind(known) if logprobs and known else logprobs
+        session.commit(new, verified, accepted, finish, own, source)
         if finish is not FinishReason.RUNNING:
             self._table.finish(session)
 

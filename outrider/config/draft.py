@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from outrider.config.common import DType, ServiceConfig, SharedOptions
+from outrider.config.common import DType, RequireDraftOptions, ServiceConfig, SharedOptions
 from outrider.config.tls import TlsOptions
 
 Algorithm = Literal["AUTO", "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "NONE"]
@@ -188,8 +188,9 @@ class NetworkCoreOptions:
 
 @dataclass(frozen=True)
 class DraftConfig(
-    NetworkCoreOptions, DraftListenOptions, DraftTargetOptions, DraftOptions, SharedOptions, TlsOptions, ServiceConfig
-):
+    NetworkCoreOptions, DraftListenOptions, DraftTargetOptions, RequireDraftOptions, DraftOptions, SharedOptions,
+    TlsOptions, ServiceConfig,
+):  # fmt: skip
     """The draft service: proposes tokens ahead of the target (JAX)."""
 
     common: ClassVar[tuple[str, ...]] = (

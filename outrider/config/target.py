@@ -93,10 +93,14 @@ class CacheOptions:
 
     topic: ClassVar[str] = "KV cache and memory"
 
-    mem_fraction_static: float = 0.5
-    """Fraction of the device's memory for weights and KV cache."""
+    mem_fraction_static: float | None = None
+    """Fraction of the device's memory for weights and KV cache. Default: what CUDA graphs, activations and a draft on
+    the same device leave; on a CPU half of the free memory, at most 65,536 tokens."""
     max_total_tokens: int | None = None
-    """Capacity of the KV cache in tokens, over all sessions. Default: what --mem-fraction-static holds."""
+    """Capacity of the KV cache in tokens, over all sessions. Default: what the memory holds."""
+    draft_headroom_bytes: int | None = None
+    """Memory of the target's device that stays free for a draft service, in bytes, without --mem-fraction-static.
+    Default: with `serve` what the draft on the same device needs, else 0."""
     page_size: int = 16
     """Tokens per KV page."""
     kv_cache_dtype: KVCacheDType = "auto"

@@ -44,7 +44,11 @@ class ModePolicy:
         self._modes = modes
         self._expensive = expensive
         self.wait = DraftWait(clock, longest)
-        self._selectors: dict[int, ModeSelector] = {}  # by load: 1, 2, 3 to 5, 6 to 11 sessions, and so on
+        # By load: 1, 2, 3 to 5, 6 to 11 sessions, and so on; apart where only the draft service may draft.
+        self._selectors: dict[int, ModeSelector] = {}
+        self._other_selectors: dict[int, ModeSelector] = {}
+        self._served, self._apart = True, False
+        self._alone = next((mode for mode in modes if mode not in DRAFT_MODES), modes[0])
         self.prefill_cost = PrefillCost()
         self._load = self._present_load = -1  # logarithms of sessions: of those measured, and of those present
         self._start_trial()
@@ -56,7 +60,14 @@ class ModePolicy:
     @property
     def mode(self) -> SpeculationMode:
         """The mode of the next step."""
+        return self._selected if self._served else self._alone
+
+    @property
+    def _selected(self) -> SpeculationMode:
+        """The mode of sessions that allow the draft service."""
         selector = self.selector
+        if selector is None and self._apart:
+            return next((mode for mode in self._modes if mode in DRAFT_MODES), self._modes[0])
         return selector.mode if selector is not None else self._modes[0]
 
     @property
@@ -67,18 +78,24 @@ class ModePolicy:
     @property
     def drafting_paused(self) -> bool:
         """True if drafting is paused. Until the first proposal arrives it is not."""
-        return self.wait.has_drafter and self.mode not in DRAFT_MODES
+        return self.wait.has_drafter and self._selected not in DRAFT_MODES
 
     @property
     def without_drafts(self) -> bool:
-        """True if no drafter is there, or drafting has been paused for some steps."""
-        return not self.wait.has_drafter or (self.drafting_paused and self._steps >= 0)
+        """True if no drafter is there, no session allows one, or drafting has been paused for some steps."""
+        return not (self.wait.has_drafter and self._served) or (self.drafting_paused and self._steps >= 0)
 
-    def begin(self, sessions: int = 0) -> None:
+    def begin(self, sessions: int = 0, *, served: bool = True, apart: bool = False) -> None:
         """A step begins. sessions: that are present, those that still have prompts to read included.
 
         They will all want tokens soon, so it is their load that counts: their prompts are read in the better mode.
+        served: a session allows the draft service. apart: no session allows another source, so that the modes without
+        a draft service are plain decoding; these are measured apart, and begin with the draft service.
         """
+        if apart is not self._apart:
+            self._selectors, self._other_selectors = self._other_selectors, self._selectors
+            self._load, self._apart = -1, apart
+        self._served = served
         self._began = self._clock()
         self.wait.begin(self._began)
         self._present_load = _load(sessions)
@@ -88,12 +105,12 @@ class ModePolicy:
     @property
     def _selects(self) -> bool:
         """True if there is more than one mode: without a draft service there is not."""
-        return self.wait.has_drafter
+        return self.wait.has_drafter and self._served
 
     def received(self, session_id: int, *, fresh: bool) -> None:
         """As of DraftWait."""
         if not self.wait.has_drafter:
-            self._selectors, self._load = {}, -1
+            self._selectors, self._other_selectors, self._load = {}, {}, -1
         self.wait.received(session_id, fresh=fresh)
 
     def end(self, wanted: Collection[int], count: int, tokens: int, *, prompts: int = 0, steps: int = 1) -> None:
@@ -141,12 +158,12 @@ class ModePolicy:
 
     def _change_load(self, load: int) -> None:
         """Go on at another load."""
-        mode, self._load, self._typical_seconds = self.mode, load, {}
+        mode, self._load, self._typical_seconds = self._selected, load, {}
         new = load not in self._selectors
         self._start_trial(settling=_SETTLING if new else 0)
         if new:
             known = max((known for known in self._selectors if known < load), default=-1)
-            fewer, many = self._selectors.get(known), load >= _MANY or self._expensive()
+            fewer, many = self._selectors.get(known), not self._apart and (load >= _MANY or self._expensive())
             self._selectors[load] = ModeSelector(self._modes, mode, self.prefill_cost, fewer, load - known, many=many)
 
     def _measure(self, count: int, tokens: float, seconds: float, steps: int) -> None:

@@ -21,6 +21,7 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import MessageWatch
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.tree import TreeSlice
 from services.target.kernels.cpu.sampling import HeadDraftTokens
 from services.target.kernels.kv_cache import KVCache
@@ -56,6 +57,7 @@ class LocalEagleHead(ModelSource):
     estimates: what its chains cost and bring
     """
 
+    kind = SourceKind.HEAD
     min_speedup = 1.1
 
     def __init__(

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.serving.loop import MessageWatch
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.tree import TreeSlice
 from services.target.sampling.session import TargetSession
 from services.target.speculation.budget import throughput
@@ -67,10 +68,12 @@ class PromptLookup(DraftSource):
     estimate:  acceptance by match length
     """
 
+    kind = SourceKind.LOOKUP
+
     def __init__(self, planner: Planner, sessions: Mapping[int, TargetSession]) -> None:
         """As of DraftSource."""
         self.min_match = 0
-        self._matches: dict[int, int] = {}  # of the drafts of the present step, by session
+        self._matches: dict[int, int] = {}  # of the last drafts, by session
         self._judged = CachedEstimate[int](_INTERVAL)
         super().__init__(planner, sessions)
 
@@ -108,12 +111,16 @@ class PromptLookup(DraftSource):
             for (session_id, (_, chain)), count in zip(found.items(), counts, strict=True)
             if count and self._planner.reserve([self._sessions[session_id].session], count)
         }
-        self._matches = {session_id: found[session_id][0] for session_id in kept}
+        self._matches |= {session_id: found[session_id][0] for session_id in kept}
         return kept
 
     def observe(self, session_id: int, draft: TreeSlice, path: Sequence[int], *, goes_on: bool) -> None:
         """As of DraftSource."""
         self.observe_match(self._matches.pop(session_id), len(draft), len(path), goes_on=goes_on)
+
+    def closed(self, session_id: int) -> None:
+        """As of DraftSource."""
+        self._matches.pop(session_id, None)
 
     def observe_match(self, match: int, drafted: int, accepted: int, *, goes_on: bool) -> None:
         """Learn from a chain that followed a match of some length. goes_on: as of `observe`."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import MessageWatch
 from outrider.serving.session import Session
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.tree import TreeSlice
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
@@ -44,6 +45,7 @@ class QuantizedSelfDraft(ModelSource):
     head: the head that drafts for the copy, if the model has one; estimate: acceptance of the copy's draft tokens
     """
 
+    kind = SourceKind.QUANTIZED
     min_speedup = 1.05
 
     def __init__(
