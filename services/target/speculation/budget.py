@@ -35,25 +35,6 @@ def min_score(probability: float, ratio: float) -> float:
     return math.log(probability / ratio) if probability > 0.0 else -math.inf
 
 
-def throughput(
-    cost: StepCost,
-    gains: NDArray[np.float64],
-    added: NDArray[np.integer],
-    sessions: int,
-    tokens: int,
-    kv_tokens: int,
-    drafting: float | NDArray[np.floating[Any]] = 0.0,
-) -> NDArray[np.float64]:
-    """Tokens per second of a step's sessions with n different drafts: the objective of every choice.
-
-    gains: [n], draft tokens expected to be accepted; added: [n], draft tokens to verify; tokens: of the step without
-    them, prompts included; drafting: [n], seconds in which the draft tokens are made or waited for
-    """
-    seconds = cost.seconds(tokens + added, kv_tokens) - cost.prefill(tokens, sessions)
-    rates: NDArray[np.float64] = (sessions + gains) / (seconds + drafting)
-    return rates
-
-
 class Selection(NamedTuple):
     """How many of each draft's tokens to verify, and the throughput of the step with them, in tokens per second."""
 
@@ -101,8 +82,14 @@ class Budget:
         kv_tokens: int,
         drafting: float | NDArray[np.floating[Any]] = 0.0,
     ) -> NDArray[np.float64]:
-        """`throughput` with the model's own cost."""
-        return throughput(self.cost, gains, added, sessions, tokens, kv_tokens, drafting)
+        """Tokens per second of a step's sessions with n different drafts: the objective of every choice.
+
+        gains: [n], draft tokens expected to be accepted; added: [n], draft tokens to verify; tokens: of the step
+        without them, prompts included; drafting: [n], seconds in which the draft tokens are made or waited for
+        """
+        seconds = self.cost.seconds(tokens + added, kv_tokens) - self.cost.prefill(tokens, sessions)
+        rates: NDArray[np.float64] = (sessions + gains) / (seconds + drafting)
+        return rates
 
     def plain_throughput(self, sessions: int, kv_tokens: int) -> float:
         """Tokens per second of some sessions without draft tokens."""
