@@ -3,6 +3,8 @@
 1. matches     prompt lookup where its chains let the step exceed plain decoding and the model source
 2. drafts      the model source (quantized self-draft or local EAGLE head) for the other sessions, where it pays
 3. neither     plain steps, several at once where the sessions are alone
+
+A source drafts only for sessions that allow it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import MessageWatch
+from outrider.speculation.draft_source import SourceKind
+from outrider.speculation.tree import TreeSlice
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
 from services.target.sampling.session import TargetSession
@@ -57,6 +61,11 @@ class SourceChooser:
     def _sources(self) -> list[DraftSource]:
         return [self.lookup] if self.source is None else [self.lookup, self.source]
 
+    @property
+    def kinds(self) -> frozenset[SourceKind]:
+        """The target's own draft sources."""
+        return frozenset(source.kind for source in self._sources)
+
     def forget(self) -> None:
         """Drop what sessions have taught."""
         for source in self._sources:
@@ -72,19 +81,22 @@ class SourceChooser:
         for source in self._sources:
             source.closed(session_id)
 
-    def choose(self, works: Sequence[SessionWork], listen: MessageWatch, loop_seconds: float) -> Choice:
+    def choose(
+        self, works: Sequence[SessionWork], listen: MessageWatch, loop_seconds: float, *, beside_service: bool = False
+    ) -> Choice:
         """Draft for those sessions of a step that only decode.
 
         listen: how a message interrupts the drafting. loop_seconds: after which a fused loop begins no iteration; 0
-        for no loops.
+        for no loops. beside_service: sessions that allow the draft service are left to it
         """
         tokens, kv_tokens = sum(len(work.chunk) for work in works), sum(work.chunk.stop for work in works)
-        demand = Demand([work for work in works if self._serves(work)], len(works), tokens, kv_tokens)
+        served = [work for work in works if self._serves(work, beside_service=beside_service)]
+        demand = Demand(served, len(works), tokens, kv_tokens)
         source = self.source
         if source is not None and not source.pays(demand.sessions, kv_tokens) and not self.always:
             source = None
-        found: Drafts = self.lookup.draft(replace(demand, rival=source), listen) if self.looks_up else {}
-        rest = [work for work in demand.works if work.chunk.session.id not in found]
+        found: Drafts = self._look_up(demand, source, listen) if self.looks_up else {}
+        rest = [work for work in demand.works if work.chunk.session.id not in found and _allows(work, source)]
         drafted: Drafts = {}
         if rest and source is not None:
             if loop_seconds and len(works) == len(rest) == 1 and (loop := source.loop(rest[0], loop_seconds)):
@@ -96,16 +108,33 @@ class SourceChooser:
         if source is not None:
             sources |= dict.fromkeys(drafted, source)
         drafts = {**found, **drafted}
-        none = works[0].draft  # none has any yet
-        return Choice([replace(work, draft=drafts.get(work.chunk.session.id, none)) for work in works], sources)
+        return Choice([replace(work, draft=drafts.get(work.chunk.session.id, work.draft)) for work in works], sources)
 
-    def _serves(self, work: SessionWork) -> bool:
+    def _serves(self, work: SessionWork, *, beside_service: bool) -> bool:
         """True for a session that only wants its next tokens. Drafts of grammars are left to the draft service."""
         chunk = work.chunk
         session = chunk.session
-        if len(chunk) > 1 or not chunk.last or not session.max_draft_tokens:
+        if len(chunk) > 1 or not chunk.last or not session.draft_sources:
+            return False
+        if beside_service and SourceKind.DRAFT in session.draft_sources:
             return False
         return self._sessions[session.id].matcher is None and self._planner.depth(session) > 0
+
+    def _look_up(self, demand: Demand, source: ModelSource | None, listen: MessageWatch) -> Drafts:
+        """Lookups of sessions that allow them. Where the source may not draft, they are compared with plain steps."""
+        works = [work for work in demand.works if _allows(work, self.lookup)]
+        rivalled = [work for work in works if _allows(work, source)]
+        found: dict[int, TreeSlice] = {}
+        if not works or rivalled:
+            found |= self.lookup.draft(replace(demand, works=rivalled, rival=source), listen)
+        if len(rivalled) < len(works):
+            others = [work for work in works if not _allows(work, source)]
+            found |= self.lookup.draft(replace(demand, works=others), listen)
+        return found
+
+
+def _allows(work: SessionWork, source: DraftSource | None) -> bool:
+    return source is not None and source.kind in work.chunk.session.draft_sources
 
 
 def model_source(

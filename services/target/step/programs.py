@@ -34,7 +34,8 @@ class Interrupts:
 class SessionTexts:
     """The sessions' own tokens, for programs that read or extend them.
 
-    addresses: [S] int64 ("q"), addresses of their tokens, uint32, with room for those that the program commits
+    addresses: [S] int64 ("q"), addresses of their tokens, uint32, with room for those that the program commits; 0 for a
+               session that multi-step decoding does not look up
     lengths:   [S] int64 ("q"), tokens of each
     match:     the program returns once the last `match` tokens of a text occurred in it before; 0 to go on
     """

@@ -35,9 +35,9 @@ def test_the_best_path_follows_the_accepted_tokens():
 
 def test_a_plain_step_has_no_path_and_keeps_the_tree():
     watch = watch_of_a_tree()
-    assert watch.commit([10], 0) == ()
-    assert watch.commit([99], 2) == (11, 13)
-    assert watch.commit([98], 2) == ()
+    assert watch.commit([10], drafted=False) == ()
+    assert watch.commit([99], drafted=True) == (11, 13)
+    assert watch.commit([98], drafted=True) == ()
 
 
 def test_only_watched_sessions_merge_proposals():

@@ -205,8 +205,9 @@ def test_kinds_of_steps(model, copy_cost, window, count, kind):
     for _ in range(3):
         assert not engine.step().failures
     assert [type(plan) for plan in plans] == [ServiceStep, kind, kind]
-    assert plans[0].from_service
-    assert plans[1].from_service == (kind in (ServiceStep, MultiStep))
+    chooser, service = engine.speculation.chooser, engine.speculation.service
+    assert plans[0].source_of(0) is service
+    assert plans[1].source_of(0) is (service if kind in (ServiceStep, MultiStep) else chooser.source)
     if kind is MultiStep:
         assert plans[1].decoding.steps > 1
     if kind is LoopStep:

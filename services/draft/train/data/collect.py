@@ -191,7 +191,7 @@ class TargetClient:
         if frame.load.weight_version not in ("", self.info.weight_version):
             raise Unavailable(f"the target at {self.address} has new weights, {frame.load.weight_version!r}")
         bases: dict[int, int] = {}  # tokens of each session before the frame
-        for number, base, tokens, _, _, _, finish, _ in codec.commit_rows(frame.commits):
+        for number, base, tokens, _, _, _, finish, _, _ in codec.commit_rows(frame.commits):
             session = self._sessions.get(number)
             if session is None:
                 continue

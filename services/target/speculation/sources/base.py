@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from outrider.serving.loop import MessageWatch
 from outrider.serving.session import Session
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.tree import TreeSlice
 from services.target.sampling.session import TargetSession
 from services.target.speculation.planner import Planner
@@ -58,7 +59,9 @@ class Demand:
 
 
 class DraftSource(ABC):
-    """Draft tokens for one engine's sessions."""
+    """Draft tokens for one engine's sessions. kind: its name to requests and reports."""
+
+    kind: ClassVar[SourceKind]
 
     def __init__(self, planner: Planner, sessions: Mapping[int, TargetSession]) -> None:
         """sessions: those that are open, by id."""

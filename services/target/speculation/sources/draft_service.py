@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from outrider.serving.loop import MessageWatch
+from outrider.serving.session import Session
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
 from services.target.sampling.session import TargetSession
@@ -26,6 +28,8 @@ _READ_PER_TOKEN = 40
 
 class DraftService(DraftSource):
     """The draft services' part in one engine's steps."""
+
+    kind = SourceKind.DRAFT
 
     def __init__(self, planner: Planner, sessions: Mapping[int, TargetSession], vocab_size: int) -> None:
         """sessions: those that are open, by id."""
@@ -45,6 +49,10 @@ class DraftService(DraftSource):
     def closed(self, session_id: int) -> None:
         """As of DraftSource. The session's entry is still there."""
         self.calibrations.close(session_id)
+
+    def serves(self, session: Session) -> bool:
+        """True if a session allows the draft service."""
+        return self.kind in session.draft_sources
 
     def merge(self, proposal: Proposal, entry: TargetSession) -> None:
         """Merge a proposal. One with tokens that the model does not know is dropped."""
@@ -95,6 +103,8 @@ class DraftService(DraftSource):
 
     def wanted(self, entry: TargetSession) -> int:
         """Draft tokens that the next step could verify with profit, judged by this one: none, one to try, or all."""
+        if not self.serves(entry.session):
+            return 0
         most = self._planner.most(entry.session)
         calibration = self.calibrations[entry.session.id]
         if self._planner.verifies_all or min(calibration.ratio, 1.0) > self._min_probability:

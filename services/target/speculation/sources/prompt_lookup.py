@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.serving.loop import MessageWatch
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.tree import TreeSlice
 from services.target.sampling.session import TargetSession
+from services.target.speculation.budget import throughput
 from services.target.speculation.estimates.acceptance import AcceptanceEstimate
 from services.target.speculation.planner import Planner
 from services.target.speculation.sources.base import MAX_CHAIN, Demand, Drafts, DraftSource, chain_of
@@ -65,10 +67,12 @@ class PromptLookup(DraftSource):
     estimate:  acceptance by match length
     """
 
+    kind = SourceKind.LOOKUP
+
     def __init__(self, planner: Planner, sessions: Mapping[int, TargetSession]) -> None:
         """As of DraftSource."""
         self.min_match = 0
-        self._matches: dict[int, int] = {}  # of the drafts of the present step, by session
+        self._matches: dict[int, int] = {}  # of the last drafts, by session
         super().__init__(planner, sessions)
 
     def forget(self) -> None:
@@ -94,22 +98,26 @@ class PromptLookup(DraftSource):
         if not found:
             return {}
         chains = [chain for _, chain in found.values()]
-        counts, throughput = self._planner.budget.select(
+        counts, expected = self._planner.budget.select(
             chains, [1.0] * len(chains), demand.tokens, demand.kv_tokens, demand.sessions, held=0.0
         )
-        if throughput <= self._floor(demand):
+        if expected <= self._floor(demand):
             return {}
         kept = {
             session_id: chain.head(count)
             for (session_id, (_, chain)), count in zip(found.items(), counts, strict=True)
             if count and self._planner.reserve([self._sessions[session_id].session], count)
         }
-        self._matches = {session_id: found[session_id][0] for session_id in kept}
+        self._matches |= {session_id: found[session_id][0] for session_id in kept}
         return kept
 
     def observe(self, session_id: int, draft: TreeSlice, path: Sequence[int], *, goes_on: bool) -> None:
         """As of DraftSource."""
         self.observe_match(self._matches.pop(session_id), len(draft), len(path), goes_on=goes_on)
+
+    def closed(self, session_id: int) -> None:
+        """As of DraftSource."""
+        self._matches.pop(session_id, None)
 
     def observe_match(self, match: int, drafted: int, accepted: int, *, goes_on: bool) -> None:
         """Learn from a chain that followed a match of some length. goes_on: as of `observe`."""
@@ -119,8 +127,8 @@ class PromptLookup(DraftSource):
         """Decide which matches pay in a step."""
         self.estimate.fade(_FADE)
         gains = np.cumsum(np.array(self.estimate.table)[:, None] ** _LENGTHS, axis=1)  # by match and chain length
-        sessions = demand.sessions
-        throughputs = self._planner.budget.throughput(gains, _LENGTHS, sessions, sessions, demand.kv_tokens)
+        cost, sessions = self._planner.budget.cost, demand.sessions
+        throughputs = throughput(cost, gains, _LENGTHS, sessions, sessions, demand.kv_tokens)
         paying = np.flatnonzero(throughputs.max(axis=1) > self._floor(demand))
         self.min_match = MIN_MATCH + int(paying[0]) if len(paying) else 0
 

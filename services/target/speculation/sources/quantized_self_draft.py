@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 
 from outrider.serving.loop import MessageWatch
 from outrider.serving.session import Session
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.tree import TreeSlice
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
 from services.target.sampling.session import TargetSession
 from services.target.sampling.step_sampler import sampling_plan
+from services.target.speculation.budget import throughput
 from services.target.speculation.estimates.acceptance import AcceptanceEstimate
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.multi_step import interrupts, texts
@@ -40,6 +42,7 @@ class QuantizedSelfDraft(ModelSource):
     estimate: acceptance of the copy's draft tokens
     """
 
+    kind = SourceKind.QUANTIZED
     min_speedup = 1.05
 
     def __init__(self, model: Model, cache: KVCache, planner: Planner, sessions: Mapping[int, TargetSession]) -> None:
@@ -128,8 +131,8 @@ class QuantizedSelfDraft(ModelSource):
         lengths = np.arange(1, most + 1)
         gains = sessions * np.cumsum(self.acceptance**lengths)
         step, _ = self.cost.step(sessions, kv_tokens)
-        drafting, budget = lengths * step, self._planner.budget
-        return budget.throughput(gains, sessions * lengths, sessions, others + sessions, kv_tokens, drafting)
+        cost, tokens = self._planner.budget.cost, others + sessions
+        return throughput(cost, gains, sessions * lengths, sessions, tokens, kv_tokens, lengths * step)
 
     @torch.inference_mode()
     def _draft(self, works: Sequence[SessionWork], steps: int, listen: MessageWatch) -> NDArray[np.int64]:

@@ -39,10 +39,10 @@ def perfect(tmp_path_factory):
 
 def without_learning(engine, value):
     """An engine with fixed acceptance rates and a fixed value of draft tokens, so that two engines choose alike."""
-    source = engine.speculation.chooser.source
-    source.token_value = lambda *_: value
-    source.acceptance.observe = lambda *_, **__: None
-    source.acceptance.table[:] = array("f", np.linspace(0.3, 0.98, 32))
+    estimates = engine.speculation.chooser.source.estimates
+    estimates.token_value = lambda *_: value
+    estimates.acceptance.observe = lambda *_, **__: None
+    estimates.acceptance.table[:] = array("f", np.linspace(0.3, 0.98, 32))
     return engine
 
 
@@ -73,7 +73,9 @@ def test_an_iteration_verifies_the_draft_tokens_of_a_step(pair, monkeypatch, tem
             continue
         (one,) = loops[-1]
         assert one.verified == len(draft)
-        rates = [source.acceptance.rate(probability, greedy=not temperature) for probability in one.probabilities]
+        rates = [
+            source.estimates.acceptance.rate(probability, greedy=not temperature) for probability in one.probabilities
+        ]
         assert np.cumprod(rates) == pytest.approx(np.exp(draft.path_scores))
         lengths.add(one.verified)
     assert len(lengths) > (1 if token_cost < 0.2 else 0)

@@ -108,7 +108,7 @@ def test_draft_tokens_are_those_of_an_int4_model(folder, model, monkeypatch):
         engine.open(opening(1, [token], max_tokens=9))
         plan = engine.plan()
         drafts = plan.works[0].draft.tokens.tolist()
-        assert not plan.from_service
+        assert plan.source_of(1) is engine.speculation.chooser.source
         assert drafts == expected[: len(drafts)]
         assert drafts
         engine.abort()

@@ -30,10 +30,12 @@ bool occurs_earlier(const uint32_t* text, int64_t length, int64_t repeat_length)
 
 namespace {
 
-// Appends the tokens that step number `done` sampled to the sessions' texts. Returns whether one of the texts repeats.
+// Appends the tokens that step number `done` sampled to the sessions' texts, where there are any. Returns whether one of
+// the texts repeats.
 bool repeats(const MultiStep& multi_step, const int64_t* tokens, int64_t rows, int64_t done) {
   bool any = false;
   for (int64_t row = 0; multi_step.repeat_length && row < rows; ++row) {
+    if (!multi_step.texts[row]) continue;
     const int64_t length = multi_step.lengths[row] + done;
     multi_step.texts[row][length - 1] = uint32_t(tokens[row]);
     any = any || (length > multi_step.repeat_length && occurs_earlier(multi_step.texts[row], length, multi_step.repeat_length));

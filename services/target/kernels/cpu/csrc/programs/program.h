@@ -137,7 +137,7 @@ struct MultiStep {
   const int32_t* interrupt_fds;  // file descriptors; the call returns after a step once one of them is readable
   int64_t interrupt_fd_count;
   bool narrow;  // use the narrow copies of the weights: the samples are draft tokens
-  uint32_t* const* texts;  // [rows], tokens of the sessions, with room for the new ones
+  uint32_t* const* texts;  // [rows], tokens of the sessions, with room for the new ones; null for those not looked up
   const int64_t* lengths;  // [rows], their lengths
   int64_t repeat_length;  // end once the last `repeat_length` tokens of a session occur earlier in its text; 0: never
   bool draft_chain;  // of the EAGLE head: the first step's rows are committed tokens; see eagle_head.cpp
