@@ -171,7 +171,8 @@ def test_step_statistics_are_returned_on_request(client, stream):
         for name, values in choice.speculation.items():
             steps[name] += values
     assert sum(steps["accepted"]) > 0
-    for count, verified, accepted, texts, draft, former in zip(*steps.values(), strict=True):
+    for count, verified, accepted, source, texts, draft, former in zip(*steps.values(), strict=True):
+        assert source == ("draft" if verified else None)
         assert accepted <= min(count, verified)
         assert len(texts) == count
         assert draft[:accepted] == texts[:accepted], "accepted tokens are those with the highest scores"
