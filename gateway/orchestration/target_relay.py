@@ -15,7 +15,7 @@ from functools import partial
 from gateway.orchestration import feature_relay
 from gateway.orchestration.session_table import MAX_FAILURES, SessionTable
 from gateway.sessions.session import Session
-from gateway.streams.target import TargetLink, logprobs_of
+from gateway.streams.target import TargetLink
 from gateway.streams.unreadable_frames import UnreadableFrames
 from gateway.telemetry.metrics import Metrics
 from outrider.errors import InvalidRequest, Overloaded, Unavailable
@@ -58,7 +58,7 @@ class TargetRelay:
         target.update_load(frame.load)  # first, so that the load is there when a client sees the commit
         try:
             # Before drafts receive the frame, because theirs is joined with frames of other targets.
-            rows, logprobs = list(codec.commit_rows(frame.commits)), logprobs_of(frame)
+            rows, logprobs = list(codec.commit_rows(frame.commits)), _logprobs_of(frame)
         except InvalidRequest as error:
             self._unreadable.add(target, error)
             self._frame_lost(target)
@@ -217,3 +217,12 @@ class TargetRelay:
         for session in table.on_target(target):
             if not self._lost_too_often(session, "a target was lost"):
                 table.open_on_target(session, again=True)
+
+
+def _logprobs_of(frame: target_pb2.VerifyResponse) -> dict[int, list[Logprobs]]:
+    """Log-probabilities in a frame, by the index of their commit. Raises InvalidRequest."""
+    groups: dict[int, list[Logprobs]] = {}
+    if frame.HasField("logprobs"):
+        for index, group in codec.logprobs_from_pb(frame.logprobs):
+            groups.setdefault(index, []).append(group)
+    return groups

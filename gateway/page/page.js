@@ -22,7 +22,8 @@ async function checkHealth() {
     const listed = models.ok ? (await models.json()).data[0].id : "";
     at("model").textContent = listed;
     const found = await fetch("health");
-    health.textContent = found.ok ? "" : "not ready";
+    const { status } = await found.json();
+    health.textContent = { ok: "", degraded: "plain decoding: no draft service is up" }[status] ?? "not ready";
     health.classList.toggle("wrong", !found.ok);
   } catch {
     health.textContent = "cannot be reached";

@@ -32,6 +32,7 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
     """
 
     service = "draft"
+    longest_refused_wait = 15.0  # a handshake of a head transfers its fusion layer
     frame = draft_pb2.ProposeResponse
 
     def __init__(self, address: str, target_model: common_pb2.ModelInfo, tls: ClientTls | None = None) -> None:

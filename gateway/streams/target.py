@@ -12,9 +12,7 @@ from gateway.streams.batches import cut_opens, join
 from gateway.streams.features import FUSION_TIMEOUT, Features
 from gateway.streams.link import CALL_TIMEOUT, Link, Metadata, collect_files
 from outrider.errors import ConfigError
-from outrider.speculation.proposal import Logprobs
 from outrider.tls import ClientTls
-from outrider.wire import codec
 from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 
@@ -210,12 +208,3 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         """As in Link."""
         stub: Any = target_pb2_grpc.TargetServiceStub(channel)
         return stub.Verify(metadata=metadata)
-
-
-def logprobs_of(frame: target_pb2.VerifyResponse) -> dict[int, list[Logprobs]]:
-    """Log-probabilities in a frame, by the index of their commit. Raises InvalidRequest."""
-    groups: dict[int, list[Logprobs]] = {}
-    if frame.HasField("logprobs"):
-        for index, group in codec.logprobs_from_pb(frame.logprobs):
-            groups.setdefault(index, []).append(group)
-    return groups

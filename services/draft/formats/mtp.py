@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from outrider.checkpoints.checkpoint import load_json
+from outrider.config import LoadFormat
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
 from services.draft.formats.base import DraftCheckpoint
@@ -33,6 +34,7 @@ from services.draft.model.layers.config import Attention, Layer, ModelConfig, ch
 from services.draft.model.layers.heads import MtpHead
 from services.draft.model.params import Params
 from services.draft.model.weights.arrays import Put, layer_params, layer_shapes, putter
+from services.draft.model.weights.dummy import open_tensors
 from services.draft.model.weights.tensors import Tensors
 
 FeatureState = Literal["auto", "normed", "raw"]
@@ -117,6 +119,7 @@ def read_mtp(
     feature: FeatureState = "auto",
     own: FeatureState = "auto",
     several: bool = False,
+    load_format: LoadFormat = "auto",
 ) -> DraftCheckpoint:
     """The MTP layers of a checkpoint. Raises ConfigError with the part that does not fit.
 
@@ -136,7 +139,7 @@ def read_mtp(
         known_as = _renaming(layout, tensors.names)
     with Tensors(folder, known_as) as tensors:
         try:
-            return _Reader(folder, raw, tensors, target, layout, known_as, several).draft(feature, own)
+            return _Reader(folder, raw, tensors, target, layout, known_as, several, load_format).draft(feature, own)
         except KeyError as error:
             raise ConfigError(f"{folder / 'config.json'} lacks {error}") from None
 
@@ -172,6 +175,7 @@ class _Reader:
     layout: MtpLayout
     known_as: Callable[[str], str]
     several: bool
+    load_format: LoadFormat
 
     def draft(self, feature: FeatureState, own: FeatureState) -> DraftCheckpoint:
         """Raises ConfigError for a part that does not fit, KeyError for a key that config.json lacks."""
@@ -186,7 +190,7 @@ class _Reader:
             self.tensors.check_shape(name, shape)
 
         def load(dtype: Any) -> Params:
-            with Tensors(self.folder, self.known_as) as tensors:
+            with open_tensors(self.folder, self.known_as, self.load_format) as tensors:
                 return self._load(tensors, config, shapes, dtype)
 
         raw_feature = self.layout.raw_feature if feature == "auto" else feature == "raw"

@@ -15,7 +15,7 @@ _SETTLING = 2
 _UNANSWERED_TRIALS = 2  # trials after which missing proposals are a measurement, too
 _MAX_EXCESS = 4.0  # a step that takes longer than this many usual ones of its mode counts as one that takes this long
 _MANY = 2  # as of `_load`: three sessions and more
-_STEP_WEIGHT, _TRIAL_WEIGHT = 0.2, 0.1  # EMA weights of a step's time: of any mode, and of one mode
+_EMA_WEIGHT = 0.2  # of the last step in the usual time of one
 
 SERVICE_MODES = (*DRAFT_MODES, SpeculationMode.NONE)  # of a target without draft sources of its own
 MEASURING_MODES = (SpeculationMode.WAIT_FOR_DRAFT,)
@@ -130,7 +130,7 @@ class ModePolicy:
             elif count and not prompts and self._is_measurement(bool(self.wait.any_of(wanted))):
                 self._measure(count, tokens / count, seconds, steps)
         if count and not prompts:
-            new = _STEP_WEIGHT if self.step_seconds else 1.0
+            new = _EMA_WEIGHT if self.step_seconds else 1.0
             self.step_seconds += new * (computing / steps - self.step_seconds)
             self._step_tokens += new * (tokens / count / steps - self._step_tokens)
         hold = self.mode is SpeculationMode.WAIT_FOR_DRAFT
@@ -169,7 +169,7 @@ class ModePolicy:
     def _measure(self, count: int, tokens: float, seconds: float, steps: int) -> None:
         # The first step after a pause is long. A deep draft's step is, too, so that each mode has its own measure.
         usual = self._typical_seconds.get(self.mode, seconds / steps)
-        self._typical_seconds[self.mode] = usual + _TRIAL_WEIGHT * (min(seconds / steps, _MAX_EXCESS * usual) - usual)
+        self._typical_seconds[self.mode] = usual + _EMA_WEIGHT * (min(seconds / steps, _MAX_EXCESS * usual) - usual)
         if seconds > _MAX_EXCESS * steps * usual:
             seconds = steps * usual
         self._steps += steps

@@ -15,19 +15,21 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 TRIAL = 16  # measured steps of a trial; the first trials at a load are shorter, so that a losing mode ends soon
-_FIRST_TRIAL = 4
+_FIRST_TRIAL = TRIAL // 4
 _DOUBLINGS = (TRIAL // _FIRST_TRIAL).bit_length() - 1
-_SHORT_TRIAL = 8  # of a mode that is far behind
+_SHORT_TRIAL = TRIAL // 2  # of a mode that is far behind
 _FAR_BEHIND = 0.9  # of the best mode's throughput
 # A losing mode is retried when its last trial's cost is at most this share of the time since. The worse of two modes
 # with drafts waits longer where plain steps are best: it hardly wins if the better one does not.
-_COST_SHARE, _COST_SHARE_OF_WORST = 0.005, 0.00125
+_COST_SHARE = 0.005
+_COST_SHARE_OF_WORST = _COST_SHARE / 4
 _MIN_PAUSE_TRIALS = 16  # of the mode's own trials
 _MAX_PAUSE = 300.0  # seconds
 # A trial may go wrong for reasons outside its mode, such as a program that is compiled or a process that starts. So a
 # mode is given up for long only after several losses: its first pause is at most one second, or 16 trials of the
-# best mode, each further one this many times as long, up to _MAX_LOSSES.
-_FIRST_PAUSE, _PAUSE_GROWTH, _MAX_LOSSES = 1.0, 4.0, 8
+# best mode, each further one this many times as long. More losses than _MAX_LOSSES lead beyond the longest pause.
+_FIRST_PAUSE, _PAUSE_GROWTH = 1.0, 4.0
+_MAX_LOSSES = math.ceil(math.log(_MAX_PAUSE / _FIRST_PAUSE, _PAUSE_GROWTH))
 _FIRST_DELAY = 30.0  # seconds that a load lasts before drafts are tried where a trial costs about one second
 _GAIN_LOSS = 1.5  # factor by which the gain of drafts shrinks with twice as many sessions
 _MIN_GAIN = 1.02  # minimum gain of drafts: less may be noise, and costs drafters their time

@@ -6,12 +6,10 @@ from pathlib import Path
 
 from outrider.native import Library, vectors
 
-_SOURCES = Path(__file__).parent / "csrc"
-
 
 def kernels(kind: vectors.Kind | None = None) -> Library:
     """The kernels as a library. kind: as in vectors.library."""
-    return vectors.library("outrider-kernels", _SOURCES, kind, includes=(_SOURCES,))
+    return vectors.library("outrider-kernels", Path(__file__).parent / "csrc", kind)
 
 
 KERNELS = kernels()

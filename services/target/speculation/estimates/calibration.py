@@ -12,7 +12,6 @@ _DECAY = 0.97  # per step that verified draft tokens
 _DECAY_AFTER_PAUSE = 0.3  # where a drafter that was given up turns out right: it may be another one by now
 _WEIGHT = 2.0  # promised tokens that the prior counts for
 _MIN_RATIO, _MAX_RATIO = 0.01, 2.0
-_STAGGER = 7919  # a prime: neighbouring sessions try in different steps
 # Steps between tries: at first, after a try that succeeded alone, and at most.
 _FIRST_INTERVAL, _USUAL_INTERVAL, _MAX_INTERVAL = 8, 64, 128
 
@@ -27,8 +26,8 @@ class Calibration:
         self._steps = steps  # since the last evidence
 
     def for_new_session(self, session_id: int) -> Calibration:
-        """The start of a new session: the ratio and the interval of all sessions, at a phase of its own."""
-        return Calibration(self.ratio, self._interval, session_id * _STAGGER % self._interval)
+        """The start of a new session: the ratio and the interval of all sessions; neighbours try in different steps."""
+        return Calibration(self.ratio, self._interval, session_id % self._interval)
 
     @property
     def ratio(self) -> float:

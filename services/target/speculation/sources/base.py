@@ -30,7 +30,7 @@ from services.target.step.batch import SessionWork
 from services.target.step.programs import FusedLoop, LoopIteration
 
 MAX_CHAIN = 16  # draft tokens of a chain
-_INTERVAL = 16  # steps between two predictions of whether a source pays
+PREDICTION_INTERVAL = 16  # steps for which a prediction of costs and gains serves
 _PROBE_INTERVAL = 256  # steps after which a source that does not pay is used in one
 _PARENTS = np.arange(-1, MAX_CHAIN, dtype=np.int32)
 _DEPTHS = np.arange(1, MAX_CHAIN + 1, dtype=np.int32)
@@ -117,7 +117,7 @@ class ModelSource(DraftSource):
     ) -> None:
         """sessions: those that are open, by id. verifying: cost model of the verification, if not the model's own."""
         self._verifying = verifying or (lambda: planner.budget.cost)
-        self._paying = CachedEstimate[bool](_INTERVAL)  # by batch size
+        self._paying = CachedEstimate[bool](PREDICTION_INTERVAL)  # by batch size
         self._unused = 0  # consecutive steps in which it did not pay
         super().__init__(planner, sessions)
 

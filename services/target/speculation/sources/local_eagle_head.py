@@ -1,4 +1,4 @@
-"""The local EAGLE head (model/head.py) as a draft source.
+"""The local EAGLE head (model/eagle_head.py) as a draft source.
 
     root ── draft 1 ── draft 2 ── draft 3        beside a draft token, its second candidate may be verified
         └── second 1
@@ -13,8 +13,6 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,14 +28,11 @@ from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
 from services.target.model.eagle_head import EagleHead
 from services.target.sampling.session import TargetSession
-from services.target.speculation.budget import throughput
-from services.target.speculation.estimates.cached_estimate import CachedEstimate
-from services.target.speculation.estimates.calibration_bins import CalibrationBins
-from services.target.speculation.estimates.linear_cost import LinearCost
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.multi_step import interrupts, texts
 from services.target.speculation.planner import Planner
 from services.target.speculation.sources.base import MAX_CHAIN, Demand, Drafts, ModelSource, verifiable
+from services.target.speculation.sources.head_estimates import USUAL_ROWS, HeadEstimates, VerifiedChain
 from services.target.speculation.sources.head_kv import HeadKV
 from services.target.step.batch import SamplingPlan, SessionWork, build
 from services.target.step.programs import (
@@ -51,54 +46,15 @@ from services.target.step.programs import (
 
 MAX_ALTERNATIVES = 2  # draft tokens beside which a second candidate may be verified
 _TOKENS_PER_ALTERNATIVE = 4  # of a session's draft budget: of few tokens, those of the chain itself bring more
-_EMA_WEIGHT = 0.05  # of the last chain in what chains are like
-_NEXT_RATE = 0.6  # acceptance rate of a draft token of which nothing is known yet
 _MAX_ITERATIONS = 8  # of a fused loop
-_USUAL_ROWS = 4  # of a session that the head writes before it drafts; more are no measurement of drafting
-# Drafting cost before it is measured, over a plain step: fixed, and per draft token.
-_PRIOR_FIXED, _PRIOR_EACH = 0.06, 0.05
-# Chains before any evidence, of sampled sessions and of greedy ones: accepted, drafted and verified tokens.
-_PRIOR_CHAINS = ((0.5, 2.0, 2.0), (0.9, 2.5, 2.5))
-_INTERVAL = 16  # steps between two estimates of what draft tokens cost and bring
-
-
-class _Chain(NamedTuple):
-    """What is verified of a session.
-
-    probabilities: of its draft tokens; second_candidates: their probabilities, by place
-    """
-
-    probabilities: list[float]
-    second_candidates: dict[int, float]
-    greedy: bool
-
-
-@dataclass
-class ChainAverage:
-    """Recent chains of greedy or of sampled sessions: accepted, drafted and verified tokens."""
-
-    accepted: float
-    drafted: float
-    verified: float
-
-    def add_draft(self, drafted: int, verified: int) -> None:
-        """A chain was drafted, of which some tokens are verified."""
-        self.drafted += _EMA_WEIGHT * (drafted - self.drafted)
-        self.verified += _EMA_WEIGHT * (verified - self.verified)
-
-    def add_outcome(self, accepted: int) -> None:
-        """A chain was verified."""
-        self.accepted += _EMA_WEIGHT * (accepted - self.accepted)
 
 
 class LocalEagleHead(ModelSource):
     """Drafts for one engine's sessions.
 
-    head:           computes the draft tokens
-    kv:             which rows of each session the head has written
-    averages:       recent chains, of sampled sessions and of greedy ones
-    drafting_costs: by batch size, seconds by tokens of a chain
-    token_values:   what draft tokens cost and gain, by batch size
+    head:      computes the draft tokens
+    kv:        which rows of each session the head has written
+    estimates: what its chains cost and bring
     """
 
     kind = SourceKind.HEAD
@@ -115,17 +71,15 @@ class LocalEagleHead(ModelSource):
         verifying: Callable[[], StepCost] | None = None,
     ) -> None:
         """sessions: those that are open, by id. verifying: as of ModelSource."""
+        self.estimates = HeadEstimates(sessions, verifying or (lambda: planner.budget.cost))
         super().__init__(planner, sessions, verifying)
         self._device, self.head, self._cache = model.device, head, cache
         self.kv = HeadKV(prefix)
-        self.drafting_costs: dict[int, LinearCost] = {}
-        self._chains: dict[int, _Chain] = {}
-        self.token_values = CachedEstimate[DraftTokenValue](_INTERVAL)  # by batch size
+        self._chains: dict[int, VerifiedChain] = {}
 
     def forget(self) -> None:
         """As of DraftSource."""
-        self.acceptance, self.second_acceptance = CalibrationBins(), CalibrationBins()
-        self.averages = [ChainAverage(*prior) for prior in _PRIOR_CHAINS]
+        self.estimates.forget()
 
     def launched(self, works: Sequence[SessionWork]) -> None:
         """As of DraftSource."""
@@ -135,30 +89,17 @@ class LocalEagleHead(ModelSource):
         """As of DraftSource."""
         self.kv.close(session_id)
 
-    # --- acceptance ---
-
     def observe(self, session_id: int, draft: TreeSlice, path: Sequence[int], *, goes_on: bool) -> None:
         """As of DraftSource."""
         del draft  # is the chain that was kept
         chain = self._chains.pop(session_id)
         accepted_chain = sum(node < len(chain.probabilities) for node in path)
-        self._observe(chain, accepted_chain, len(path), goes_on=goes_on)
-
-    def _observe(self, chain: _Chain, accepted_chain: int, accepted: int, *, goes_on: bool) -> None:
-        """accepted_chain: accepted tokens of the chain itself; accepted: second candidates included."""
-        self.averages[chain.greedy].add_outcome(accepted)
-        for probability in chain.probabilities[:accepted_chain]:
-            self.acceptance.observe(probability, accepted=True, greedy=chain.greedy)
-        if goes_on and accepted_chain < len(chain.probabilities):
-            self.acceptance.observe(chain.probabilities[accepted_chain], accepted=False, greedy=chain.greedy)
-            if accepted_chain in chain.second_candidates:
-                right, probability = accepted > accepted_chain, chain.second_candidates[accepted_chain]
-                self.second_acceptance.observe(probability, accepted=right, greedy=chain.greedy)
+        self.estimates.observe(chain, accepted_chain, len(path), goes_on=goes_on)
 
     def observe_loop(self, session: Session, iterations: Sequence[LoopIteration], *, goes_on: bool) -> None:
         """As of ModelSource."""
         self.wrote_in_loop(session, iterations[-1].known)
-        self.observe_iterations(iterations, greedy=session.sampling.greedy, goes_on=goes_on)
+        self.estimates.observe_iterations(iterations, greedy=session.sampling.greedy, goes_on=goes_on)
         length, cost = session.length, self._verifying()
         for one in iterations:
             cost.observe(1 + one.verified, length, one.verify_seconds)
@@ -170,49 +111,9 @@ class LocalEagleHead(ModelSource):
         if known > start:
             self.kv.mark_written(Chunk(session, start, known))
 
-    def observe_iterations(self, iterations: Sequence[LoopIteration], *, greedy: bool, goes_on: bool) -> None:
-        """Learn from iterations in which the head drafted. goes_on: as of `observe_loop`."""
-        average = self.averages[greedy]
-        for number, one in enumerate(iterations, 1):
-            average.add_draft(one.drafted, one.verified)
-            second_candidates = {place: one.probabilities[place][1] for place in one.alternatives}
-            chain = _Chain([first for first, _ in one.probabilities], second_candidates, greedy)
-            self._observe(chain, one.accepted_chain, one.accepted, goes_on=goes_on or number < len(iterations))
-            if one.written <= _USUAL_ROWS:
-                self.drafting_cost(1).observe(one.drafted, one.draft_seconds)
-
-    # --- costs ---
-
     def throughput(self, sessions: int, kv_tokens: int) -> float:
         """As of ModelSource."""
-        entries = self._sessions.values()
-        greedy = sum(entry.session.sampling.greedy for entry in entries) / max(len(entries), 1)
-        accepted = drafted = verified = 0.0
-        for average, share in zip(self.averages, (1.0 - greedy, greedy), strict=True):
-            accepted += share * average.accepted
-            drafted += share * average.drafted
-            verified += share * average.verified
-        drafting = self.drafting_cost(sessions).seconds(drafted)
-        gains, added = np.array([sessions * accepted]), np.array([round(sessions * verified)])
-        return float(throughput(self._verifying(), gains, added, sessions, sessions, kv_tokens, drafting)[0])
-
-    def drafting_cost(self, sessions: int) -> LinearCost:
-        """Cost model of drafting for a batch of this size, by tokens of a chain."""
-        if sessions not in self.drafting_costs:
-            step, _ = self._verifying().step(sessions, 0)
-            self.drafting_costs[sessions] = LinearCost(_PRIOR_FIXED * step, _PRIOR_EACH * step)
-        return self.drafting_costs[sessions]
-
-    def token_value(self, works: Sequence[SessionWork], others: int = 0) -> DraftTokenValue:
-        """Costs and gains of draft tokens, as of one of the last steps. others: tokens of the step beside these."""
-        sessions, kv_tokens = len(works), sum(work.chunk.stop for work in works)
-        return self.token_values.get((sessions, others > 0), lambda: self._estimate_value(sessions, kv_tokens, others))
-
-    def _estimate_value(self, sessions: int, kv_tokens: int, others: int) -> DraftTokenValue:
-        few, more = self._verifying().seconds(others + sessions * np.array([2, 4]), kv_tokens).tolist()
-        token = 1.0 / self.throughput(sessions, kv_tokens)
-        step = self.drafting_cost(sessions).each
-        return DraftTokenValue(_NEXT_RATE * token, token, max(more - few, 0.0) / (2 * sessions), step)
+        return self.estimates.throughput(sessions, kv_tokens)
 
     # --- drafting ---
 
@@ -241,9 +142,10 @@ class LocalEagleHead(ModelSource):
     ) -> FusedLoop:
         session = work.chunk.session
         entries = [self._sessions[session.id]]
+        known, value = self.kv.missing_rows(session).chunk.start, self.estimates.token_value([work])
         head = HeadInLoop(
-            self.kv.missing_rows(session).chunk.start, depth, self._alternatives(session), self.token_value([work]),
-            self.acceptance.table, self.second_acceptance.table,
+            known, depth, self._alternatives(session), value,
+            self.estimates.acceptance.table, self.estimates.second_acceptance.table,
         )  # fmt: skip
         return FusedLoop(_MAX_ITERATIONS, interrupts(entries), texts(entries, room), seconds, room, copy, head)
 
@@ -268,13 +170,13 @@ class LocalEagleHead(ModelSource):
         most = min(self._most(works), max(self._depth(work) for work in works))
         if most < 1 or not self._reserve(works, most + MAX_ALTERNATIVES):
             return {}
-        value = self.token_value(works, others)
+        value = self.estimates.token_value(works, others)
         tokens = self.draft_tokens(works, most, value, listen)
         drafts = {}
         for place, work in enumerate(works):
             session_id = work.chunk.session.id
             draft = self._chosen(session_id, place, tokens, value)
-            average = self.averages[self._sessions[session_id].session.sampling.greedy]
+            average = self.estimates.averages[self._sessions[session_id].session.sampling.greedy]
             average.add_draft(len(tokens.tokens), len(draft))
             if len(draft):
                 drafts[session_id] = draft
@@ -325,13 +227,13 @@ class LocalEagleHead(ModelSource):
         positions = array("q", [work.chunk.session.length for work in works])
         sampling = SamplingPlan(b"".join(entry.sampling for entry in entries), array("q", [1] * len(works)), positions)
         with listen() as files:
-            program = HeadDrafting(most, interrupts(entries, files), value, self.acceptance.table)
+            program = HeadDrafting(most, interrupts(entries, files), value, self.estimates.acceptance.table)
             batch = build(missing, self._device, sampling=sampling, program=program, ahead=1)
             tokens = self.head.draft(batch, self._cache)
         for work in missing:
             self.kv.mark_written(work.chunk)
-        if len(batch) <= _USUAL_ROWS * len(works):
-            self.drafting_cost(len(works)).observe(len(tokens.tokens), time.perf_counter() - started)
+        if len(batch) <= USUAL_ROWS * len(works):
+            self.estimates.drafting_cost(len(works)).observe(len(tokens.tokens), time.perf_counter() - started)
         return tokens
 
     def _chosen(self, session_id: int, place: int, drafted: HeadDraftTokens, value: DraftTokenValue) -> TreeSlice:
@@ -346,18 +248,19 @@ class LocalEagleHead(ModelSource):
         second_candidates: dict[int, float] = {}
         second_scores: list[float] = []
         for i in range(verifiable(entry, tokens[:most])):
-            rate = self.acceptance.rate(probabilities[i][0], greedy=greedy)
+            rate = self.estimates.acceptance.rate(probabilities[i][0], greedy=greedy)
             if i and reach * rate < least:  # the first one is verified in any case: a step of one token costs as much
                 break
             if i < alternatives and drafted.second_tokens[i, place] >= 0:
-                score = reach * (1.0 - rate) * self.second_acceptance.rate(probabilities[i][1], greedy=greedy)
+                score = reach * (1.0 - rate) * self.estimates.second_acceptance.rate(probabilities[i][1], greedy=greedy)
                 if score >= least:
                     second_candidates[i] = probabilities[i][1]
                     second_scores.append(score)
             reach *= rate
             scores.append(reach)
         count = len(scores)
-        self._chains[session_id] = _Chain([first for first, _ in probabilities[:count]], second_candidates, greedy)
+        firsts = [first for first, _ in probabilities[:count]]
+        self._chains[session_id] = VerifiedChain(firsts, second_candidates, greedy)
         candidates = [int(drafted.second_tokens[i, place]) for i in second_candidates]
         return tree_of(tokens[:count], candidates, list(second_candidates), scores + second_scores)
 

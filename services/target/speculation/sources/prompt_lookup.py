@@ -16,6 +16,7 @@ from outrider.serving.loop import MessageWatch
 from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.tree import TreeSlice
 from services.target.sampling.session import TargetSession
+from services.target.speculation.budget import throughput
 from services.target.speculation.estimates.acceptance import AcceptanceEstimate
 from services.target.speculation.estimates.cached_estimate import CachedEstimate
 from services.target.speculation.planner import Planner
@@ -100,10 +101,10 @@ class PromptLookup(DraftSource):
         if not found:
             return {}
         chains = [chain for _, chain in found.values()]
-        counts, throughput = self._planner.budget.select(
+        counts, expected = self._planner.budget.select(
             chains, [1.0] * len(chains), demand.tokens, demand.kv_tokens, demand.sessions, held=0.0
         )
-        if throughput <= self._floor(demand):
+        if expected <= self._floor(demand):
             return {}
         kept = {
             session_id: chain.head(count)
@@ -136,11 +137,11 @@ class PromptLookup(DraftSource):
         return plain if demand.rival is None else max(plain, demand.rival.throughput(demand.sessions, demand.kv_tokens))
 
     def _judge(self, demand: Demand) -> int:
-        sessions, floor = demand.sessions, self._floor(demand)
+        sessions, floor, cost = demand.sessions, self._floor(demand), self._planner.budget.cost
         self.estimate.fade(_FADE)
         lengths = np.arange(1, MAX_CHAIN + 1)
         for match in range(MIN_MATCH, _MAX_MATCH + 1):
             gains = np.cumsum(self.rate(match) ** lengths)
-            if self._planner.budget.throughput(gains, lengths, sessions, sessions, demand.kv_tokens).max() > floor:
+            if throughput(cost, gains, lengths, sessions, sessions, demand.kv_tokens).max() > floor:
                 return match
         return 0

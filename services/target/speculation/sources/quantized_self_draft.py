@@ -23,6 +23,7 @@ from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
 from services.target.sampling.session import TargetSession
 from services.target.sampling.step_sampler import sampling_plan
+from services.target.speculation.budget import throughput
 from services.target.speculation.estimates.acceptance import AcceptanceEstimate
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.multi_step import interrupts, texts
@@ -127,7 +128,7 @@ class QuantizedSelfDraft(ModelSource):
                 self.cost.observe(1 + inner.verified, length, inner.verify_seconds)
             if self.head is not None:
                 drafted = [inner for inner in one.inner if inner.drafted]
-                self.head.observe_iterations(drafted, greedy=session.sampling.greedy, goes_on=True)
+                self.head.estimates.observe_iterations(drafted, greedy=session.sampling.greedy, goes_on=True)
             length += one.committed
         if self.head is not None:
             self.head.wrote_in_loop(session, iterations[-1].known)
@@ -164,8 +165,8 @@ class QuantizedSelfDraft(ModelSource):
         lengths = np.arange(1, most + 1)
         gains = sessions * np.cumsum(self.acceptance**lengths)
         drafting = lengths * self._seconds_per_token(sessions, kv_tokens)
-        budget = self._planner.budget
-        return budget.throughput(gains, sessions * lengths, sessions, others + sessions, kv_tokens, drafting)
+        cost, tokens = self._planner.budget.cost, others + sessions
+        return throughput(cost, gains, sessions * lengths, sessions, tokens, kv_tokens, drafting)
 
     def _seconds_per_token(self, sessions: int, kv_tokens: int) -> float:
         """Seconds in which the copy drafts one token for each session."""

@@ -9,6 +9,7 @@ import torch
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from outrider.paging.allocator import NULL_PAGE
+from outrider.placement.step_sizes import captured_rows
 from services.target.kernels.grouped import GroupedAttention
 from services.target.model.cuda import graphs
 from services.target.model.cuda.graphs import GraphRunner, direct
@@ -143,12 +144,12 @@ def test_captured_steps_give_the_same_text(tmp_path, backend, ordered):
 
 
 def test_sizes_follow_the_flags():
-    assert graphs.sizes(TargetConfig(max_running_requests=20)) == [1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64]
-    assert graphs.sizes(TargetConfig(cuda_graph_bs=(3, 1))) == [1, 3]
-    assert graphs.sizes(TargetConfig(cuda_graph_bs=(1, 2), speculative_num_draft_tokens=4)) == [1, 2, 4, 8]
+    assert captured_rows(TargetConfig(max_running_requests=20)) == [1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64]
+    assert captured_rows(TargetConfig(cuda_graph_bs=(3, 1))) == [1, 3]
+    assert captured_rows(TargetConfig(cuda_graph_bs=(1, 2), speculative_num_draft_tokens=4)) == [1, 2, 4, 8]
     fixed = TargetConfig(cuda_graph_max_bs=4, speculative_num_draft_tokens=16)
-    assert graphs.sizes(fixed) == [1, 2, 4, 16, 32, 64]
-    assert graphs.sizes(TargetConfig(cuda_graph_max_bs=3, disable_cuda_graph_padding=True))[:3] == [1, 2, 3]
+    assert captured_rows(fixed) == [1, 2, 4, 16, 32, 64]
+    assert captured_rows(TargetConfig(cuda_graph_max_bs=3, disable_cuda_graph_padding=True))[:3] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

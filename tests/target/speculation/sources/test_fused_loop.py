@@ -38,10 +38,10 @@ def perfect(tmp_path_factory):
 
 def without_learning(engine, value):
     """An engine with fixed acceptance rates and a fixed value of draft tokens, so that two engines choose alike."""
-    source = engine.speculation.chooser.source
-    source.token_value = lambda *_: value
-    source.acceptance.observe = source.second_acceptance.observe = lambda *_, **__: None
-    source.acceptance.table[:] = source.second_acceptance.table[:] = type(source.acceptance.table)(
+    estimates = engine.speculation.chooser.source.estimates
+    estimates.token_value = lambda *_: value
+    estimates.acceptance.observe = estimates.second_acceptance.observe = lambda *_, **__: None
+    estimates.acceptance.table[:] = estimates.second_acceptance.table[:] = type(estimates.acceptance.table)(
         "f", np.linspace(0.3, 0.98, 32)
     )
     return engine

@@ -126,9 +126,9 @@ def test_costs_and_acceptance_are_learned_from_loops(both):
     for cost in (source.cost, engine.speculation.planner.budget.cost):
         assert cost.step(1, 0)[0] < 0.5, "tiny models do not take a second"
     assert source.cost is not engine.speculation.planner.budget.cost
-    assert source.head.acceptance.tried > 72
+    assert source.head.estimates.acceptance.tried > 72
     assert source.estimate.tried > 10
-    assert source.head.drafting_cost(1).seconds(1) < 0.1
+    assert source.head.estimates.drafting_cost(1).seconds(1) < 0.1
 
 
 def test_a_perfect_head_is_accepted_by_the_copy(tmp_path):

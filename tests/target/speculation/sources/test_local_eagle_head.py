@@ -17,7 +17,7 @@ from services.target.model.loading.self_speculation import SelfSpeculationPlan, 
 from services.target.speculation.estimates.calibration_bins import CalibrationBins
 from services.target.speculation.estimates.linear_cost import LinearCost
 from services.target.speculation.estimates.step_cost import StepCost
-from services.target.speculation.sources import base, local_eagle_head
+from services.target.speculation.sources import base, head_estimates
 from tests.support.checkpoints.heads import write_head, write_pair
 from tests.support.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
 from tests.support.draft.twin import Twin
@@ -163,12 +163,12 @@ def test_chain_length_follows_probabilities_and_costs(pair):
         engine.open(opening(1, [5, 6, 7], max_tokens=60))
         engine.step()
         engine.speculation.planner.budget.cost = StepCost({1: 1e-3, 64: 1e-3 + 63 * token_cost * 1e-3})
-        source.drafting_costs = {1: LinearCost(0.0, drafting_cost * 1e-3)}
-        source.acceptance.table[:] = array("f", [rate] * 32)
-        source.averages[True].drafted = 0.0
-        source.token_values.forget()
+        source.estimates.drafting_costs = {1: LinearCost(0.0, drafting_cost * 1e-3)}
+        source.estimates.acceptance.table[:] = array("f", [rate] * 32)
+        source.estimates.averages[True].drafted = 0.0
+        source.estimates.token_values.forget()
         (work,) = engine.plan().works
-        drafted = round(source.averages[True].drafted / local_eagle_head._EMA_WEIGHT)
+        drafted = round(source.estimates.averages[True].drafted / head_estimates._EMA_WEIGHT)
         engine.abort()
         engine.step()  # reports the aborts
         return drafted, len(work.draft)
@@ -193,10 +193,10 @@ def test_a_head_that_does_not_pay_is_used_in_probes_only(pair):
         engine = drafting(model)
         engine.speculation.chooser.always = False
         engine.speculation.planner.budget.cost = StepCost({1: 1e-3, 64: 1e-3 + 63 * token_cost * 1e-3})
-        engine.speculation.chooser.source.drafting_costs = {1: LinearCost(1e-4, 1e-4)}
-        engine.speculation.chooser.source.averages = [
-            local_eagle_head.ChainAverage(0.1, 2.0, 2.0),
-            local_eagle_head.ChainAverage(2.0, 2.0, 2.0),
+        engine.speculation.chooser.source.estimates.drafting_costs = {1: LinearCost(1e-4, 1e-4)}
+        engine.speculation.chooser.source.estimates.averages = [
+            head_estimates.ChainAverage(0.1, 2.0, 2.0),
+            head_estimates.ChainAverage(2.0, 2.0, 2.0),
         ]
         engine.open(opening(1, [5, 6, 7], SamplingParams(temperature), max_tokens=400))
         engine.step()
