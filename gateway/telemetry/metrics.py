@@ -173,7 +173,7 @@ class Metrics:
         self.services = ServiceMetrics(registry)
 
     def count(
-        self, session: Session, tokens: int, verified: int, accepted: int, now: float, together: int, source: int
+        self, session: Session, tokens: int, verified: int, accepted: int, now: float, together: int, source: int = 0
     ) -> None:
         """Count a commit: one step, or several plain steps. now: by the clock of time.perf_counter.
 
