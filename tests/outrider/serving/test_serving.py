@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 
+import grpc
 import numpy as np
 import pytest
 
@@ -344,11 +345,26 @@ def test_features_for_a_slow_reader_are_dropped():
     assert [b.first for b in outbox.unsent_features] == [1, 3]
 
 
-async def frames(queue):
-    while (frame := await queue.get()) is not None:
+class StreamCall:
+    """The service's side of a stream call: reads frames from a queue, and collects what is written."""
+
+    def __init__(self, queue, outputs):
+        self.queue, self.outputs = queue, outputs
+
+    def invocation_metadata(self):
+        return ()
+
+    async def send_initial_metadata(self, metadata):
+        pass
+
+    async def read(self):
+        frame = await self.queue.get()
         if isinstance(frame, Exception):
             raise frame
-        yield frame
+        return grpc.aio.EOF if frame is None else frame
+
+    async def write(self, output):
+        self.outputs.append(output)
 
 
 @pytest.fixture
@@ -362,11 +378,6 @@ async def hub(request):
     await asyncio.to_thread(loop.stop)
 
 
-async def collect(stream, outputs):
-    async for output in stream:
-        outputs.append(output)
-
-
 def finished(outputs):
     return [c.session_id for o in outputs for c in o.commits if c.finish_reason != FinishReason.RUNNING]
 
@@ -374,7 +385,8 @@ def finished(outputs):
 async def test_each_stream_receives_output_of_its_own_sessions(hub):
     hub, _ = hub
     queues, received = [asyncio.Queue(), asyncio.Queue()], [[], []]
-    tasks = [asyncio.create_task(collect(hub.serve(frames(q)), out)) for q, out in zip(queues, received, strict=True)]
+    calls = [StreamCall(q, out) for q, out in zip(queues, received, strict=True)]
+    tasks = [asyncio.create_task(hub.answer(call, None)) for call in calls]
     queues[0].put_nowait(Message(opens=[request(1), request(2)]))
     queues[1].put_nowait(Message(opens=[request(3), request(4, prompt=(666,))]))
     await until(lambda: len(finished(received[0])) == 2 and finished(received[1]))
@@ -391,7 +403,8 @@ async def test_each_stream_receives_output_of_its_own_sessions(hub):
 async def test_all_streams_receive_a_load_that_changes_while_idle(hub):
     hub, _ = hub
     queues, received = [asyncio.Queue(), asyncio.Queue()], [[], []]
-    tasks = [asyncio.create_task(collect(hub.serve(frames(q)), out)) for q, out in zip(queues, received, strict=True)]
+    calls = [StreamCall(q, out) for q, out in zip(queues, received, strict=True)]
+    tasks = [asyncio.create_task(hub.answer(call, None)) for call in calls]
     queues[0].put_nowait(Message(opens=[request(1, max_tokens=10**9)]))
     await until(lambda: received[0] and received[0][-1].load.running_sessions == 1)
     queues[0].put_nowait(Message(closes=[1]))
@@ -406,7 +419,7 @@ async def test_all_streams_receive_a_load_that_changes_while_idle(hub):
 async def test_the_end_of_a_stream_closes_its_sessions(hub, end):
     hub, engine = hub
     queue, received = asyncio.Queue(), []
-    task = asyncio.create_task(collect(hub.serve(frames(queue)), received))
+    task = asyncio.create_task(hub.answer(StreamCall(queue, received), None))
     queue.put_nowait(Message(opens=[request(1, max_tokens=10**9), request(2, max_tokens=10**9)]))
     await until(lambda: received)
     if end == "cancel":
@@ -421,7 +434,7 @@ async def test_the_end_of_a_stream_closes_its_sessions(hub, end):
 async def test_a_last_commit_ends_a_stream_s_ownership_of_the_session(hub):
     hub, engine = hub
     queue, received = asyncio.Queue(), []
-    task = asyncio.create_task(collect(hub.serve(frames(queue)), received))
+    task = asyncio.create_task(hub.answer(StreamCall(queue, received), None))
     queue.put_nowait(Message(opens=[request(name, max_tokens=10**9) for name in (1, 2, 3)]))
     await until(lambda: received)
     last, other = (Commit(name, 2, np.array([3], np.uint32), 0, 0, 0, end)
