@@ -59,13 +59,6 @@ def quantization_arguments(choice: Quantization | None, settings: Any, device: t
     return {"quantization_config": TorchAoConfig(how[choice]()), "device_map": {"": device}}
 
 
-def check_dtype(choice: Quantization | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ConfigError if no kernels multiply quantized weights in the computation's format."""
-    if choice is not None and device.type == "cpu" and plain_format(dtype) is None:
-        name = str(dtype).removeprefix("torch.")
-        raise ConfigError(f"--quantization {choice} on a CPU has no kernels for {name}; choose --dtype bfloat16")
-
-
 def warn_about_experts(choice: Quantization | None, module: nn.Module) -> None:
     """Log a warning if a model has experts, which stay unquantized although they are most of its weights."""
     if choice is None:
