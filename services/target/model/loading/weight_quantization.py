@@ -19,7 +19,6 @@ from outrider.config import Quantization
 from outrider.errors import ConfigError
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.matrices.weights import Format
-from services.target.model.linear import plain_format
 
 log = logging.getLogger(__name__)
 
