@@ -62,13 +62,15 @@ class Processes:
 def serve(config: ServeConfig) -> int:
     """Serve until a signal. Returns the exit code. Raises ConfigError or EngineFault if a process cannot start."""
     setup_logging("serve", config.log_level, config.log_format)
-    config = choose_drafters(config)
+    given, config = config, choose_drafters(config)
     check_flags(config)
-    cores = choose_cores(config)
+    choose_cores(config)
     display = Display()
     signal.signal(signal.SIGTERM, _leave)
     try:
         prepare_models(config, display)
+        config = choose_drafters(given)  # the target's files are here now; they may hold MTP layers
+        cores = choose_cores(config)
         with socket_folder("outrider-") as runtime:
             return asyncio.run(_run(configure(config, cores, runtime), display))
     except KeyboardInterrupt:
