@@ -1,4 +1,4 @@
-"""`outrider serve` with its default flags and model: three services, and a draft service whose proposals go over gRPC."""
+"""`outrider serve` with default flags and the default model: a draft service whose proposals go over gRPC."""
 
 import os
 import signal
