@@ -112,6 +112,22 @@ def split_revision(model_path: str, revision: str | None = None) -> tuple[str, s
     return repository, own or revision
 
 
+def local_folder(model_path: str) -> Path | None:
+    """The folder of a model if it lies on this machine already; None otherwise. Downloads and converts nothing."""
+    path = Path(default_gguf() if model_path == DEFAULT_MODEL else model_path).expanduser()
+    if path.suffix == ".gguf":
+        folder = _conversion(path) if path.is_file() else path
+        return folder if folder.is_dir() else None
+    if path.is_dir() or path.is_absolute() or model_path.count("/") != 1:
+        return path if path.is_dir() else None
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model_path, local_files_only=True))
+    except Exception:  # the library's errors for a missing repository and for names that are none
+        return None
+
+
 def display_name(model_path: str) -> str:
     """The default name of a served model, without a revision."""
     if model_path == DEFAULT_MODEL:
@@ -180,10 +196,19 @@ def fingerprint(folder: Path) -> str:
     for file in weight_files(folder, torch_files=True):
         length = file.stat().st_size
         with file.open("rb") as stream:
-            (size,) = struct.unpack("<Q", stream.read(8)) if file.suffix == ".safetensors" else (0,)
+            size = header_bytes(stream, file) if file.suffix == ".safetensors" else 0
             digest.update(stream.read(size))
             _sample(digest, stream, 8 + size, length)
     return digest.hexdigest()[:16]
+
+
+def header_bytes(stream: BinaryIO, file: Path) -> int:
+    """Read the size of a safetensors file's header, in bytes. Raises ConfigError for a damaged file."""
+    head = stream.read(8)
+    size = int(struct.unpack("<Q", head)[0]) if len(head) == 8 else -1
+    if not 0 <= size <= file.stat().st_size - 8:
+        raise ConfigError(f"{file} is damaged: it has no header of a safetensors file; download it again")
+    return size
 
 
 def _sample(digest: Any, stream: BinaryIO, begin: int, end: int) -> None:
@@ -264,8 +289,13 @@ def default_gguf() -> Path:
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 
+def _conversion(gguf: Path) -> Path:
+    """The folder that a GGUF file is converted into."""
+    return cache_folder() / "models" / f"{gguf.stem}-{_content(gguf)[:12]}"
+
+
 def _converted(gguf: Path) -> Path:
-    folder = cache_folder() / "models" / f"{gguf.stem}-{_content(gguf)[:12]}"
+    folder = _conversion(gguf)
     if folder.is_dir():  # renamed into place when complete, so reading needs no lock
         return _checked(folder)
     if importlib.util.find_spec("torch") is None:

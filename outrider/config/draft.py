@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from outrider.config.common import DType, ServiceConfig, SharedOptions
+from outrider.config.common import DType, RequireDraftOptions, ServiceConfig, SharedOptions
 from outrider.config.tls import TlsOptions
 
 Algorithm = Literal["AUTO", "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "NONE"]
@@ -32,7 +32,9 @@ class DrafterOptions:
     topic: ClassVar[str] = "speculation"
 
     speculative_algorithm: Algorithm = "AUTO"
-    """Drafter. AUTO: the bundled EAGLE3 head beside NGRAM for the model that has one, else NGRAM. NONE: no drafter."""
+    """Drafter. AUTO: what the files of --speculative-draft-model-path are; without it, where the draft service has a
+    device or cores of its own, the bundled EAGLE3 head beside NGRAM or the model's MTP layers; else NGRAM. NONE: no
+    draft service."""
     speculative_draft_model_path: Annotated[str | None, tyro.conf.arg(aliases=["--speculative-draft-model"])] = None
     """Hugging Face id, local folder or GGUF file of the draft model; NGRAM needs none, NEXTN reads the target's
     checkpoint."""
@@ -187,8 +189,9 @@ class NetworkCoreOptions:
 
 @dataclass(frozen=True)
 class DraftConfig(
-    NetworkCoreOptions, DraftListenOptions, DraftTargetOptions, DraftOptions, SharedOptions, TlsOptions, ServiceConfig
-):
+    NetworkCoreOptions, DraftListenOptions, DraftTargetOptions, RequireDraftOptions, DraftOptions, SharedOptions,
+    TlsOptions, ServiceConfig,
+):  # fmt: skip
     """The draft service: proposes tokens ahead of the target (JAX)."""
 
     common: ClassVar[tuple[str, ...]] = (

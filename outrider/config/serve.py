@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import tyro
 
-from outrider.config.common import LogOptions, SharedOptions, TracingOptions
+from outrider.config.common import LogOptions, RequireDraftOptions, SharedOptions, TracingOptions
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.target import TargetOptions
@@ -53,7 +53,7 @@ class DryRunOptions:
 
 
 @dataclass(frozen=True)
-class ServeConfig(DryRunOptions, TracingOptions, LogOptions, ServiceListenOptions, MachineOptions):
+class ServeConfig(DryRunOptions, RequireDraftOptions, TracingOptions, LogOptions, ServiceListenOptions, MachineOptions):
     """Start the target service, the draft service and the gateway on this machine and restart them when they end."""
 
     common: ClassVar[tuple[str, ...]] = (

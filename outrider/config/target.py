@@ -78,13 +78,13 @@ class SelfSpeculationOptions:
     self_speculation: SelfSpeculationSource = "auto"
     """Draft source in the target process: prompt lookup alone (lookup), or with a local EAGLE-3 head (head) or a
     quantized copy of the weights (quantized), used while measurements favour it. auto: on a CPU, for models larger than
-    its caches: the head of --self-speculation-head; else a quantized copy assisted by the bundled head; for int8 and
-    int4 weights the bundled head alone; off if `serve` has a --speculative-algorithm."""
+    its caches: the head of --self-speculation-head; else a quantized copy, or for int8 and int4 weights the bundled
+    head, if any; off if `serve` has a --speculative-algorithm other than AUTO."""
     self_speculation_format: SelfSpeculationFormat = "auto"
     """Weight format of the quantized copy: int4 or int8. auto: int4."""
     self_speculation_head: Annotated[str | None, tyro.conf.arg(aliases=["--self-draft-head"])] = None
-    """Folder of an EAGLE-3 head that drafts alone, or assists the quantized copy. Default: the bundled head for `head`
-    with the default model; no head for `quantized`."""
+    """Folder of an EAGLE-3 head that drafts in the target process, instead of a quantized copy. Default: the default
+    model's bundled head."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,14 @@ class CacheOptions:
 
     topic: ClassVar[str] = "KV cache and memory"
 
-    mem_fraction_static: float = 0.5
-    """Fraction of the device's memory for weights and KV cache."""
+    mem_fraction_static: float | None = None
+    """Fraction of the device's memory for weights and KV cache. Default: what CUDA graphs, activations and a draft on
+    the same device leave; on a CPU half of the free memory, at most 65,536 tokens."""
     max_total_tokens: int | None = None
-    """Capacity of the KV cache in tokens, over all sessions. Default: what --mem-fraction-static holds."""
+    """Capacity of the KV cache in tokens, over all sessions. Default: what the memory holds."""
+    draft_headroom_bytes: int | None = None
+    """Memory of the target's device that stays free for a draft service, in bytes, without --mem-fraction-static.
+    Default: with `serve` what the draft on the same device needs, else 0."""
     page_size: int = 16
     """Tokens per KV page."""
     kv_cache_dtype: KVCacheDType = "auto"

@@ -65,7 +65,7 @@ class MtpLayout:
     outside:       names of a single layer that begin otherwise, the fusion layer first, and their replacements
     feature_first: the fusion layer reads [feature; embedding]
     norm_offset:   added to published weights of norms
-    blind_start:   the embedding at position 0 counts as zeros
+    zero_first_embedding:   the embedding at position 0 counts as zeros
     raw_feature:   the feature is the target's last state before the final norm instead of behind it
     stacked:       each layer predicts one token further from the target's states alone, never from another layer's
     """
@@ -76,14 +76,16 @@ class MtpLayout:
     outside: tuple[tuple[str, str], ...] = ()
     feature_first: bool = False
     norm_offset: float = 0.0
-    blind_start: bool = False
+    zero_first_embedding: bool = False
     raw_feature: bool = False
     stacked: bool = False
 
 
 _PREFIX = r"^(?:language_model\.)?(?:model\.)?(?:language_model\.)?"
 MTP_LAYOUTS = (
-    MtpLayout("MiMo-7B", _PREFIX + r"mtp_layers\.(\d+)\.", "input_proj.weight", feature_first=True, blind_start=True),
+    MtpLayout(
+        "MiMo-7B", _PREFIX + r"mtp_layers\.(\d+)\.", "input_proj.weight", feature_first=True, zero_first_embedding=True
+    ),
     MtpLayout("MiMo-V2", _PREFIX + r"mtp\.layers\.(\d+)\.", raw_feature=True, stacked=True),
     MtpLayout("Qwen3-Next", r"^mtp\.layers\.(\d+)\.", outside=_QWEN, norm_offset=1.0),
     MtpLayout("DeepSeek-V3", _PREFIX + r"layers\.(\d+)\."),
@@ -214,7 +216,7 @@ class _Reader:
             hidden_size=hidden,
             layers=layers,
             context=int(raw.get("max_position_embeddings", 2048)),
-            head=MtpHead(epsilon, hands_normed=own != "raw", blind_start=self.layout.blind_start),
+            head=MtpHead(epsilon, passes_normed=own != "raw", zero_first_embedding=self.layout.zero_first_embedding),
             stacked=len(layers) > 1,
             eos_token_ids=self.target.eos_token_ids,
         )

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 MODEL_CHILDREN = 4  # largest number of children that a model proposes for a node
 _MAX_NODES = 256
 _DEFAULT_DEPTH = 16
+_QUANTIZATIONS = ("int8", "fp8", "unquant")
 _MAX_NGRAM_NODES = 1 << 31  # by the width of their indices
 
 
@@ -70,6 +71,12 @@ def _check_numbers(config: DraftConfig) -> None:
         raise ConfigError(
             "--online trains the draft's weights, and --speculative-draft-load-format dummy has random ones; leave one "
             "of them out"
+        )
+    quantization = config.speculative_draft_model_quantization
+    if quantization not in (None, *_QUANTIZATIONS):
+        raise ConfigError(
+            f"--speculative-draft-model-quantization {quantization} is not supported; expected one of "
+            f"{', '.join(_QUANTIZATIONS)}"
         )
     fraction = config.draft_mem_fraction_static
     if fraction is not None and not 0.0 < fraction <= 1.0:

@@ -26,7 +26,6 @@ from services.draft.formats.target import read_target
 from services.draft.kernels.base import Paging
 from services.draft.model.layers.pallas_backend import with_cache_for
 from services.draft.model.matrices.packed import pack_params
-from services.draft.model.matrices.quantized import check_quantization
 from services.draft.model.parallel.devices import bytes_a_device, choose_devices, dtype_of, pages_that_fit
 from services.draft.model.params import Params
 from services.draft.model.programs.runner import ModelRunner
@@ -56,7 +55,6 @@ def load_model_drafter(
 
     shape: of explicit trees; children: candidates a node of adaptive ones
     """
-    check_quantization(config.speculative_draft_model_quantization)
     devices = choose_devices(config.draft_device, config.draft_tp_size)
     _cache_programs()
     origin = draft_folder(config)

@@ -70,11 +70,14 @@ def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:
     """Load a folder's model and warm up its engine. Raises ConfigError."""
     with imports_without_gc():
         from services.target.engine.engine import TargetEngine
+        from services.target.engine.step_log import StepLog
         from services.target.process.warmup import warm_up
 
     config = _for_device(config)
     engine = TargetEngine(_load(folder, config), config)
     warm_up(engine)
+    if log.isEnabledFor(logging.INFO):
+        engine.step_log = StepLog(engine.scheduler, config.decode_log_interval)
     model = engine.model
     log.info(
         "%s, %s on %s, %d pages of %d tokens",

@@ -1,8 +1,9 @@
 """--quantization: weights are quantized while loading; the computation keeps its number format.
 
 On CUDA with `torchao`: one scale a row, or a group of 128 numbers in int4; linear layers only, without the LM head. On
-the CPU with our own kernels (kernels/cpu/weights.py): int8 and int4, with the LM head in int8. Quantized checkpoints,
-which are unpacked on the CPU, may be packed again; 4-bit weights in blocks of 32 or more are reproduced exactly.
+the CPU with our own kernels (kernels/cpu/matrices/weights.py): int8 and int4, with the LM head in int8. Quantized
+checkpoints, which are unpacked on the CPU, may be packed again; 4-bit weights in blocks of 32 or more are reproduced
+exactly.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import nn
 from outrider.config import Quantization
 from outrider.errors import ConfigError
 from services.target.kernels.cpu import library
-from services.target.kernels.cpu.weights import Format
+from services.target.kernels.cpu.matrices.weights import Format
 
 log = logging.getLogger(__name__)
 
