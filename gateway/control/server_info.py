@@ -16,6 +16,7 @@ from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig
+from outrider.speculation.draft_source import SourceKind
 from outrider.wire.v1 import target_pb2
 
 
@@ -55,6 +56,7 @@ class Facts:
             "context_length": generator.max_session_tokens,
             "targets": [_service(link, health) for link in orchestrator.targets],
             "drafts": [_service(link, health) for link in orchestrator.drafts],
+            "draft_sources": self._draft_sources(generator),
             "internal_states": [
                 {
                     "avg_spec_accept_length": tally.accept_length,
@@ -64,8 +66,29 @@ class Facts:
             ],
         }
 
+    def _draft_sources(self, generator: Generator) -> dict[str, Any]:
+        """The draft service and the target's own draft sources: which of them run, and their draft tokens so far."""
+        orchestrator, counts = generator.orchestrator, generator.metrics.tally.sources
+        running = {
+            source for link in orchestrator.targets if link.up and link.info for source in link.info.draft_sources
+        }
+        if any(link.up for link in orchestrator.drafts):
+            running.add(int(SourceKind.DRAFT))
+        return {
+            kind.label: {
+                "name": kind.title,
+                "self_speculation": kind.in_target,
+                "running": int(kind) in running,
+                "verified_draft_tokens": counts.get(kind, (0, 0))[0],
+                "accepted_draft_tokens": counts.get(kind, (0, 0))[1],
+            }
+            for kind in SourceKind
+        }
+
 
 def _service(link: TargetLink | DraftLink, health: Health) -> dict[str, Any]:
     info = MessageToDict(link.info, preserving_proto_field_name=True) if link.info is not None else {}
     found = health.availability(link)
-    return {"address": link.address, "up": link.up, "state": found.state, "reason": found.reason or None, **info}
+    stream = {"stream_transport": link.transport} if link.up else {}
+    state = {"state": found.state, "reason": found.reason or None}
+    return {"address": link.address, "up": link.up, **state, **stream, **info}

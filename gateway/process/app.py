@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from gateway.admission.admission import Admission, Keys
 from gateway.api import app as rest
-from gateway.api.middleware import Edge, KeyCheck
+from gateway.api.middleware import EdgeMiddleware, KeyCheck
 from gateway.api.tracing import Traced
 from gateway.control.control import Control
 from gateway.control.server_info import Facts
@@ -41,7 +41,7 @@ from gateway.telemetry import request_log
 from gateway.telemetry.compatible_metrics import SglangMetrics, VllmMetrics
 from gateway.telemetry.metrics import Metrics
 from gateway.text.tokenizer import ModelTokenizer
-from gateway.workers.parent import oversee
+from gateway.workers.parent import supervise_workers
 from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig, parse_flags
 from outrider.errors import ConfigError, Unavailable
@@ -65,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the gateway with flags. Returns the process's exit code; 2 for flags, ports or services that do not fit."""
     config = parse_flags(GatewayConfig, argv, "outrider gateway")
     if config.gateway_workers != 1:
-        return process.run_plainly("gateway", config, lambda whole: asyncio.run(oversee(whole)), share_of_gateway)
+        run = process.run_plainly
+        return run("gateway", config, lambda whole: asyncio.run(supervise_workers(whole)), share_of_gateway)
     return process.run("gateway", config, serve, share_of_gateway)
 
 
@@ -83,14 +84,14 @@ async def serve(config: GatewayConfig, peers: Peers | None = None) -> int:
 
 async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -> int:
     stop = asyncio.create_task(_stop_or_leave().wait())
-    edge, servicer = Edge(config.max_body_bytes), GatewayServicer()
+    edge, servicer = EdgeMiddleware(config.max_body_bytes), GatewayServicer()
     listeners = Listeners(config, _with_cors(edge, config.allowed_origins), shared=peers.several)
     facade_services, metrics = facades(config.grpc_facades), Metrics()
     admission, keys = Admission(config.max_pending_requests), Keys(config)
     tests: list[asyncio.Task[Any]] = []
     tls, service_tls = config.server_tls(), config.service_tls()
     routing = Routing(config.cache_threshold, config.balance_abs_threshold, config.balance_rel_threshold)
-    targets = [TargetLink(address, service_tls) for address in config.target]
+    targets = [TargetLink(address, service_tls, config.stream_transport) for address in config.target]
     orchestrator = Orchestrator(targets, [], metrics, routing=routing)
     gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, listeners.grpc.server)
     for facade in facade_services:
@@ -110,7 +111,9 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
             orchestrator,
             ModelTokenizer(target.tokenizer_files),
             metrics,
-            name=config.served_model_name or target.info.model.model_path,
+            name=next(iter(config.served_model_name), target.info.model.model_path),
+            aliases=config.served_model_name[1:],
+            any_model=config.accept_any_model,
             vocab_size=target.info.model.vocab_size,
             max_session_tokens=target.info.max_session_tokens,
             admission=admission,
@@ -122,7 +125,7 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         if not config.disable_sglang_metrics:
             metrics.registry.register(SglangMetrics(metrics, generator.name))
         for address in config.draft:
-            orchestrator.attach_draft(DraftLink(address, target.info.model, service_tls))
+            orchestrator.attach_draft(DraftLink(address, target.info.model, service_tls, config.stream_transport))
         if not config.disable_draft_self_test:
             tests += self_test.start(generator, orchestrator)
         control = Control(orchestrator, facts)

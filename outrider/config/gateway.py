@@ -12,6 +12,7 @@ from outrider.errors import ConfigError
 ToolCallParser = Literal["auto", "none", "hermes", "qwen25", "llama3", "deepseekv3"]
 ReasoningParser = Literal["auto", "none", "deepseek-r1", "qwen3"]
 GrpcFacade = Literal["vllm", "sglang"]
+StreamTransport = Literal["grpc", "socket", "auto"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class EndpointOptions:
     """Gateway processes that share both ports."""
     connect_timeout: float = 600.0
     """Maximum time to wait for the services at start-up, in seconds."""
+    stream_transport: StreamTransport = "grpc"
+    """Transport of the frames between gateway and services. grpc: bidirectional gRPC streams; socket: a Unix domain
+    socket beside each stream, for services that listen on unix:/path of this machine; auto: socket where there is one,
+    else grpc."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,12 @@ class ApiOptions:
 
     topic: ClassVar[str] = "API"
 
-    served_model_name: str | None = None
-    """Name of the model in requests and answers. Default: the model path."""
+    served_model_name: tuple[str, ...] = ()
+    """Names of the model in requests; an answer has the name that its request has, or the first one. Default: the model
+    path."""
+    accept_any_model: bool = False
+    """Answer requests that name another model, too, as SGLang does. By default they get 404, as from OpenAI and
+    vLLM."""
     tool_call_parser: ToolCallParser = "auto"
     """Format in which the model writes tool calls. auto: found in the chat template."""
     reasoning_parser: ReasoningParser = "auto"
@@ -120,6 +129,8 @@ class GatewayOptions(TlsOptions, ReportOptions, ApiOptions, AdmissionOptions, Ap
                 raise ConfigError(f"{flag} {port} is no port; choose one from 1 to 65535")
         if self.port == self.grpc_port:
             raise ConfigError(f"--port and --grpc-port are both {self.port}; choose another for one of them")
+        if not all(name.strip() for name in self.served_model_name):
+            raise ConfigError("--served-model-name is empty; is a variable of the shell not set?")
         keys = {"--api-key": self.api_key, "--admin-api-key": (self.admin_api_key,)}
         for flag, values in keys.items():
             if any(value is not None and (not value or value != value.strip()) for value in values):

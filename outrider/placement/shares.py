@@ -42,12 +42,11 @@ def share_of_draft(config: DraftConfig) -> DraftConfig:
     if config.cores != AUTO_CORES:
         return config
     own_place = draft_has_own_place(_plan(), draft_device=config.draft_device)
-    config = resolve_drafter(config, config.model_path, own_place=own_place)
-    algorithm = config.speculative_algorithm
-    plan = _plan(algorithm)
-    shape = draft_tree(config, algorithm, plan)
+    drafter = resolve_drafter(config, config.model_path, own_place=own_place)
+    plan = _plan(drafter.speculative_algorithm)
+    shape = draft_tree(config, drafter, plan)
     own: dict[str, Any] = {} if shape is None else shape.flags()
     return replace(
-        config, cores=format_cores(plan.draft), niceness=config.niceness or draft_niceness(config, algorithm, plan),
+        config, cores=format_cores(plan.draft), niceness=config.niceness or draft_niceness(config, drafter, plan),
         network_cores=config.network_cores or (format_cores(plan.network) if plan.shared else None), **own,
     )  # fmt: skip

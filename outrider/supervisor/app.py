@@ -14,6 +14,7 @@ The system serves without its draft service, which loads its own checkpoint, aga
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +30,7 @@ from outrider.config import (
     DraftConfig,
     DraftOptions,
     GatewayConfig,
+    GatewayOptions,
     ProcessConfig,
     ServeConfig,
     TargetConfig,
@@ -43,9 +45,12 @@ from outrider.process.ports import host_and_port, socket_folder, take_port
 from outrider.process.python_command import python_command
 from outrider.supervisor.display import Display, first_curl
 from outrider.supervisor.draft_watch import DRAFT_BACKOFF, DraftWatch
-from outrider.supervisor.drafter_choice import choose_drafters
+from outrider.supervisor.memory import share_device
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, stop_and_kill_events, supervise
+from outrider.supervisor.resolution import resolve_config, target_on_cpu
 from outrider.telemetry import setup_logging
+
+log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5  # between two updates of the start-up's progress
 
@@ -59,17 +64,24 @@ class Processes:
     gateway: GatewayConfig
 
 
-def serve(config: ServeConfig) -> int:
-    """Serve until a signal. Returns the exit code. Raises ConfigError or EngineFault if a process cannot start."""
+def serve(config: ServeConfig, notes: Sequence[str] = ()) -> int:
+    """Serve until a signal. Returns the exit code. Raises ConfigError or EngineFault if a process cannot start.
+
+    notes: about the command line, which are logged
+    """
     setup_logging("serve", config.log_level, config.log_format)
-    given, config = config, choose_drafters(config)
+    for note in notes:
+        log.warning("%s", note)
+    given, config = config, resolve_config(config)
     check_flags(config)
     choose_cores(config)
     display = Display()
     signal.signal(signal.SIGTERM, _leave)
     try:
+        absent = checkpoint.local_folder(config.target.model_path) is None
         prepare_models(config, display)
-        config = choose_drafters(given)  # the target's files are here now; they may hold MTP layers
+        if absent:  # the target's files are here now; they may hold MTP layers
+            config = resolve_config(given)
         cores = choose_cores(config)
         with socket_folder("outrider-") as runtime:
             return asyncio.run(_run(configure(config, cores, runtime), display))
@@ -80,7 +92,13 @@ def serve(config: ServeConfig) -> int:
 
 
 def check_flags(config: ServeConfig) -> None:
-    """Raise ConfigError for flags that would fail only after the models are loaded."""
+    """Raise ConfigError for flags that would fail only after the models are loaded, and for ports in use."""
+    check_values(config)
+    check_ports(config.gateway)
+
+
+def check_values(config: ServeConfig) -> None:
+    """Raise ConfigError for flags that do not fit together."""
     draft, gateway = config.draft, config.gateway
     own_model = draft.speculative_algorithm in MODEL_ALGORITHMS
     own_model = own_model and draft.speculative_algorithm not in BUILT_IN_ALGORITHMS
@@ -93,6 +111,10 @@ def check_flags(config: ServeConfig) -> None:
     tree_shape(config.shared, draft.speculative_algorithm)
     gateway.server_tls()
     gateway.check()
+
+
+def check_ports(gateway: GatewayOptions) -> None:
+    """Raise ConfigError for a port of the gateway that is in use."""
     for flag, port in (("--port", gateway.port), ("--grpc-port", gateway.grpc_port)):
         take_port(gateway.host, port, flag).close()
 
@@ -105,17 +127,23 @@ def prepare_models(config: ServeConfig, display: Display) -> None:
     own_draft = config.draft.speculative_algorithm in MODEL_ALGORITHMS and draft is not None and draft != target
     if config.require_draft and own_draft and draft is not None:
         display.line(f"preparing {checkpoint.display_name(draft)}")
-        other = checkpoint.resolve(draft, torch_files=True)
+        options = config.draft
+        other = checkpoint.resolve_draft(
+            draft, options.speculative_draft_model_revision, options.speculative_draft_load_format
+        )
         if config.draft.speculative_algorithm == "STANDALONE":  # other drafters use the target's tokens
             check_same(of_checkpoint(other, draft), of_checkpoint(folder, target))
 
 
 def draft_quantization(config: ServeConfig) -> str | None:
-    """Quantization of the draft model: by default that of the target, as in SGLang, but at least 8 bits."""
+    """Quantization of the draft model: by default that of the target, as in SGLang, but at least 8 bits.
+
+    On a CPU, which has no kernels for fp8, it is int8.
+    """
     chosen, target = config.draft.speculative_draft_model_quantization, config.target.quantization
     if chosen is not None or target is None or config.draft.speculative_algorithm not in MODEL_ALGORITHMS:
         return chosen
-    return "int8" if target == "int4" else target
+    return "int8" if target == "int4" or (target == "fp8" and target_on_cpu(config)) else target
 
 
 def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
@@ -132,15 +160,16 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
     draft = None
     if config.draft.speculative_algorithm != "NONE":
         own = asdict(config.draft) | {"speculative_draft_model_quantization": draft_quantization(config)}
-        if shape is None and (suited := draft_tree(flags, algorithm, cores)) is not None:
+        if shape is None and (suited := draft_tree(flags, config.draft, cores)) is not None:
             shared |= suited.flags()
         draft = DraftConfig(
             **own, **shared, **observed, cores=format_cores(cores.draft),
-            niceness=draft_niceness(flags, algorithm, cores),
+            niceness=draft_niceness(flags, config.draft, cores),
             network_cores=format_cores(cores.network) if cores.shared else None,
             model_path=config.target.model_path if _draft_reads_target(config.draft) else None,
             listen=config.listen_draft or f"unix:{runtime}/draft.sock", require_draft=config.require_draft,
         )  # fmt: skip
+    target, draft = share_device(target, draft)
     gateway = GatewayConfig(
         **asdict(config.gateway), **observed, cores=format_cores(cores.gateway),
         target=(target.listen,), draft=(draft.listen,) if draft else (), require_draft=config.require_draft,
@@ -226,7 +255,7 @@ def summary(processes: Processes) -> list[tuple[str, str]]:
     return [
         ("REST", f"{base_url(gateway)}/v1"),
         ("gRPC", host_and_port(gateway.host, gateway.grpc_port)),
-        ("model", gateway.served_model_name or checkpoint.display_name(target.model_path)),
+        ("model", ", ".join(gateway.served_model_name) or checkpoint.display_name(target.model_path)),
         ("drafter", drafter),
         ("cores", cores),
     ]

@@ -31,7 +31,7 @@ from services.draft.model.params import Params
 from services.draft.model.programs.runner import ModelRunner
 from services.draft.online.options import options_of
 from services.draft.online.swap import WeightFormat
-from services.draft.process.checkpoints import describe_model, draft_path, read_draft, vocab_limit, with_map_of
+from services.draft.process.checkpoints import describe_model, draft_folder, read_draft, vocab_limit, with_map_of
 from services.draft.process.weights import choose_backend, chosen_quantization, place_weights
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def load_model_drafter(
     """
     devices = choose_devices(config.draft_device, config.draft_tp_size)
     _cache_programs()
-    origin = checkpoint.resolve(draft_path(config), torch_files=True)
+    origin = draft_folder(config)
     folder, draft, vocabulary, online = _read(origin, config)
     facts = describe_model(folder, vocabulary, config, draft.config, dtype_of(config, devices[0])[1])
     draft = with_map_of(config, draft)
@@ -65,6 +65,8 @@ def load_model_drafter(
     drafter = _drafter(draft, config, runner, prefix, _CHUNK.get(devices[0].platform, _DEFAULT_CHUNK), online)
     if draft.shares and online is None:
         drafter.shared_weights = _shared_weights(drafter, origin, config, devices)
+    if config.precompile_bs_paddings is not None:
+        drafter.set_batch_sizes(config.precompile_bs_paddings)
     if shape is not None:
         drafter.set_tree_shape(shape)
     allocator = prefix.allocator

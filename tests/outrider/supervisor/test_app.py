@@ -71,7 +71,8 @@ def test_a_head_receives_the_path_of_its_target(tmp_path):
     [
         ([], None),
         (["--quantization", "int8"], "int8"),
-        (["--quantization", "fp8"], "fp8"),
+        (["--quantization", "fp8", "--device", "cuda"], "fp8"),
+        (["--quantization", "fp8", "--device", "cpu"], "int8"),
         (["--quantization", "int4"], "int8"),
         (["--quantization", "int8", "--speculative-draft-model-quantization", "unquant"], "unquant"),
         (["--quantization", "int8", "--speculative-draft-model-quantization", "fp8"], "fp8"),
