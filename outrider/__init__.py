@@ -3,7 +3,7 @@
 import os
 
 __version__ = "0.1.0"
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 # gRPC reads this once, when it is imported. With its EventEngine, a frame that arrives passes two threads of a pool
 # before the thread that waits for it; without, the waiting thread reads the socket itself (docs/decisions/0028).

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from outrider import PROTOCOL_VERSION
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, StepOutput
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.proposal import Commit, FinishReason, Proposal, extend_hash, path_hash
 from outrider.transport.rpc import serve_engine
 from outrider.wire import codec
@@ -110,7 +111,9 @@ class LockstepTarget(LockstepEngine):
             tokens = session.advance(min(2, session.end - base))
             done = session.length == session.end
             reason = FinishReason.LENGTH if done else FinishReason.RUNNING
-            commits.append(Commit(session_id, base, tokens, session.hash, NODES, len(tokens) - 1, reason))
+            commits.append(
+                Commit(session_id, base, tokens, session.hash, NODES, len(tokens) - 1, reason, source=SourceKind.DRAFT)
+            )
             if done:
                 del self.sessions[session_id]
         self.ready.clear()

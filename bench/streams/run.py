@@ -65,7 +65,7 @@ def system(folder: str, engines_ms: float = 0.0) -> Iterator[System]:
     try:
         for _ in range(_STARTUP_POLLS):
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200:
+                if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).json()["status"] == "ok":
                     break
             time.sleep(_STARTUP_INTERVAL)
         yield System({role: process.pid for role, process in processes.items()}, addresses, port, grpc_port)

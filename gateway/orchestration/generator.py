@@ -51,16 +51,21 @@ class Generator:
         admission: Admission | None = None,
         timeout: float | None = None,
         defaults: SamplingDefaults = OPENAI,
+        aliases: Sequence[str] = (),
+        any_model: bool = False,
     ) -> None:
-        """name: of the served model. max_session_tokens: of prompt and answer, until targets have reported theirs.
+        """name: of the served model; aliases: its other names; any_model: serve requests that name another model, too.
 
-        timeout: of every answer, in seconds. defaults: sampling parameters for requests that omit them
+        max_session_tokens: of prompt and answer, until targets have reported theirs. timeout: of every answer, in
+        seconds. defaults: sampling parameters for requests that omit them
         """
         self.admission = admission or Admission()
         self.orchestrator = orchestrator
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.name = name
+        self.names = (name, *aliases)
+        self._any_model = any_model
         self.defaults = defaults
         self.vocab_size = vocab_size
         self._timeout = timeout
@@ -202,9 +207,21 @@ class Generator:
     # --- checks ---
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound unless the name is the served model's, "default" or absent."""
-        if name not in (None, "", "default", self.name):
-            raise ModelNotFound(f"the model `{name}` is not served here; ask for `{self.name}`", param="model")
+        """Raise ModelNotFound unless a request's name is one of the served model's, "default" or absent."""
+        if not (self._any_model or name in (None, "", "default", *self.names)):
+            raise self.not_found(str(name))
+
+    def answered_as(self, name: str | None) -> str:
+        """The model's name in an answer: that of the request; the first one if it has none, or "default"."""
+        return self.name if name is None or name in ("", "default") else name
+
+    def not_found(self, name: str) -> ModelNotFound:
+        """The error for a name that is not served."""
+        served = " or ".join(f"`{one}`" for one in self.names)
+        return ModelNotFound(
+            f"the model `{name}` is not served here; ask for {served}, or start the gateway with --accept-any-model",
+            param="model",
+        )
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raise InvalidRequest for a token id outside the vocabulary. param: field of the request, for the error."""

@@ -34,6 +34,7 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
 
     service = "draft"
     method = "/outrider.wire.v1.DraftService/Propose"
+    longest_refused_wait = 15.0  # a handshake of a head transfers its fusion layer
     frame = draft_pb2.ProposeResponse
     features_are = "sent"
 

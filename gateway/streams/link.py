@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -19,6 +20,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from gateway.streams.availability import READY, Availability, ReplicaState, after
 from gateway.streams.traffic import Count, Direction, Traffic
 from outrider import PROTOCOL_VERSION
 from outrider.config import StreamTransport
@@ -31,6 +33,7 @@ from outrider.wire.v1 import common_pb2
 log = logging.getLogger(__name__)
 
 _MIN_WAIT, _MAX_WAIT = 0.1, 2.0  # seconds between attempts
+_JITTER = 0.2  # of a wait, so that gateways do not reconnect all at once
 _MAX_DELAY = 0.5  # seconds for which messages that are not urgent are gathered
 _STABLE_AFTER = 2.0  # seconds after which a stream counts as working
 CALL_TIMEOUT = 10.0  # seconds for each call of a handshake
@@ -78,12 +81,14 @@ class Link(ABC, Generic[Info, Frame]):
 
     session_count: sessions that are open there, counted by the placement
     load: the engine's last report. info: facts from the handshake. refusal: why the replica does not fit
-    channel: while it is up or about to be. transport: of the stream's frames, grpc or socket; empty before the first
+    channel: while it is up or about to be. on_change: called after `up` or `availability` changed
+    transport: of the stream's frames, grpc or socket; empty before the first
     traffic: counts of frames, which links share
     """
 
     service: str
     method: str  # full name of the stream's method
+    longest_refused_wait = _MAX_WAIT  # seconds between attempts while the replica does not fit
     frame: type[Any]  # message type of incoming frames
     features_are: Direction  # in which frames hidden states travel
 
@@ -102,8 +107,10 @@ class Link(ABC, Generic[Info, Frame]):
         self.channel: grpc.aio.Channel | None = None
         self.on_up: Callable[[], None] = lambda: None
         self.on_down: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         self.on_frame: Callable[[Frame], Awaitable[None]] = _ignore  # frames are processed one after the other
         self.outgoing = FrameSignal()
+        self._absence = Availability(ReplicaState.UNREACHABLE, "not connected yet")
         self._settled = asyncio.Event()  # up, or refused
         self._last_error: str | None = None  # gRPC's last reason for a failed connection
         self._task: asyncio.Task[None] | None = None
@@ -113,6 +120,11 @@ class Link(ABC, Generic[Info, Frame]):
     def max_sessions(self) -> int:
         """Sessions that the replica runs together; 0 while unknown."""
         return int(getattr(self.info, "max_running_sessions", 0))
+
+    @property
+    def availability(self) -> Availability:
+        """Whether the replica is used; the reason of the last failed attempt if it is not."""
+        return READY if self.up else self._absence
 
     # --- parts that differ by service ---
 
@@ -192,7 +204,7 @@ class Link(ABC, Generic[Info, Frame]):
     async def _run(self) -> None:
         wait = _MIN_WAIT
         while True:
-            opened = math.inf
+            opened, longest = math.inf, _MAX_WAIT
             try:
                 async with self.open_channel() as channel:
                     self.channel = channel
@@ -207,20 +219,32 @@ class Link(ABC, Generic[Info, Frame]):
                     log.error("%s", error.message)
                 self.refusal = error
                 self._settled.set()
-                wait = _MAX_WAIT
+                longest = self.longest_refused_wait
+                self._absent(Availability(ReplicaState.REFUSED, error.message))
             except grpc.aio.AioRpcError as error:
-                log.debug("%s at %s: %s", self.service, self.address, error.details())
+                self._absent(after(error))
             except Unavailable as error:
-                log.debug("%s at %s: %s", self.service, self.address, error.message)
+                self._absent(Availability(ReplicaState.STARTING, error.message))
             except OutriderError as error:
                 log.warning("%s at %s: %s", self.service, self.address, error.message)
-            except Exception:  # a bug must not end the link
+                self._absent(Availability(ReplicaState.FAILED, error.message))
+            except Exception as error:  # a bug must not end the link
                 log.exception("a frame of the %s at %s could not be processed", self.service, self.address)
+                self._absent(Availability(ReplicaState.FAILED, f"{type(error).__name__}: {error}"))
+            else:
+                self._absent(Availability(ReplicaState.UNREACHABLE, "its stream was lost"))
             finally:
                 self._lost()
             # Attempts slow down while streams end soon after they open.
-            wait = _MIN_WAIT if time.monotonic() - opened > _STABLE_AFTER else min(2 * wait, _MAX_WAIT)
-            await asyncio.sleep(wait)
+            wait = _MIN_WAIT if time.monotonic() - opened > _STABLE_AFTER else min(2 * wait, longest)
+            await asyncio.sleep(wait * random.uniform(1 - _JITTER, 1 + _JITTER))
+
+    def _absent(self, absence: Availability) -> None:
+        """The replica is not used, for this reason."""
+        if absence != self._absence:
+            level = logging.WARNING if absence.state is ReplicaState.FAILED else logging.DEBUG
+            log.log(level, "the %s at %s: %s", self.service, self.address, absence.reason)
+        self._absence = absence
 
     def _lost(self) -> None:
         self.clear()
@@ -232,6 +256,7 @@ class Link(ABC, Generic[Info, Frame]):
                 self.on_down()
             except Exception:  # a bug here must not end the link either
                 log.exception("some sessions of the %s at %s could not be moved", self.service, self.address)
+        self.on_change()
 
     async def _stream(self, channel: grpc.aio.Channel) -> None:
         call = await self.start_call(channel)
@@ -242,6 +267,7 @@ class Link(ABC, Generic[Info, Frame]):
         log.info("connected to the %s at %s", self.service, self.address)
         self._settled.set()
         self.on_up()
+        self.on_change()
         writer = asyncio.create_task(self._write(call))
         try:
             while (content := await call.read()) is not grpc.aio.EOF:

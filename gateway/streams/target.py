@@ -13,9 +13,7 @@ from gateway.streams.features import FUSION_TIMEOUT, Features
 from gateway.streams.link import CALL_TIMEOUT, Link, collect_files
 from outrider.config import StreamTransport
 from outrider.errors import ConfigError
-from outrider.speculation.proposal import Logprobs
 from outrider.tls import ClientTls
-from outrider.wire import codec
 from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 
@@ -208,12 +206,3 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
                 raise
             raise ConfigError(f"the target at {self.address} cannot serve the drafter: {error.details()}") from None
         self.features.add(features.spec.spec_id)
-
-
-def logprobs_of(frame: target_pb2.VerifyResponse) -> dict[int, list[Logprobs]]:
-    """Log-probabilities in a frame, by the index of their commit. Raises InvalidRequest."""
-    groups: dict[int, list[Logprobs]] = {}
-    if frame.HasField("logprobs"):
-        for index, group in codec.logprobs_from_pb(frame.logprobs):
-            groups.setdefault(index, []).append(group)
-    return groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from outrider.config.common import ServiceConfig, check_minimum
+from outrider.config.common import RequireDraftOptions, ServiceConfig, check_minimum
 from outrider.config.tls import ServiceTlsOptions, TlsOptions
 from outrider.errors import ConfigError
 
@@ -76,8 +76,12 @@ class ApiOptions:
 
     topic: ClassVar[str] = "API"
 
-    served_model_name: str | None = None
-    """Name of the model in requests and answers. Default: the model path."""
+    served_model_name: tuple[str, ...] = ()
+    """Names of the model in requests; an answer has the name that its request has, or the first one. Default: the model
+    path."""
+    accept_any_model: bool = False
+    """Answer requests that name another model, too, as SGLang does. By default they get 404, as from OpenAI and
+    vLLM."""
     tool_call_parser: ToolCallParser = "auto"
     """Format in which the model writes tool calls. auto: found in the chat template."""
     reasoning_parser: ReasoningParser = "auto"
@@ -125,6 +129,8 @@ class GatewayOptions(TlsOptions, ReportOptions, ApiOptions, AdmissionOptions, Ap
                 raise ConfigError(f"{flag} {port} is no port; choose one from 1 to 65535")
         if self.port == self.grpc_port:
             raise ConfigError(f"--port and --grpc-port are both {self.port}; choose another for one of them")
+        if not all(name.strip() for name in self.served_model_name):
+            raise ConfigError("--served-model-name is empty; is a variable of the shell not set?")
         keys = {"--api-key": self.api_key, "--admin-api-key": (self.admin_api_key,)}
         for flag, values in keys.items():
             if any(value is not None and (not value or value != value.strip()) for value in values):
@@ -142,6 +148,8 @@ class ServiceAddressOptions:
     draft: tuple[str, ...] = ()
     """Addresses of draft services; of several kinds, a session goes to the first one with a free slot. Default: none,
     plain decoding."""
+    draft_report: str | None = None
+    """File in which a supervisor writes why the draft service is down. Default: none."""
     health_listen: str | None = None
     """Address of an additional gRPC port for health checks alone, without TLS. Default: none."""
 
@@ -161,7 +169,9 @@ class BalanceOptions:
 
 
 @dataclass(frozen=True)
-class GatewayConfig(BalanceOptions, ServiceAddressOptions, GatewayOptions, ServiceTlsOptions, ServiceConfig):
+class GatewayConfig(
+    BalanceOptions, RequireDraftOptions, ServiceAddressOptions, GatewayOptions, ServiceTlsOptions, ServiceConfig
+):
     """The gateway: REST and gRPC for clients, streams to the services."""
 
     common: ClassVar[tuple[str, ...]] = (

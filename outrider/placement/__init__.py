@@ -1,1 +1,1 @@
-"""Division of the machine: CPU cores of each process, and the shape of draft trees that fits them."""
+"""Division of the machine: CPU cores and device memory of each process, and the shape of draft trees that fits them."""

@@ -108,7 +108,7 @@ async def _reply(
         requests,
         options,
         request_id=request_id,
-        model=generator.name,
+        model=generator.answered_as(body.model),
         fingerprint=facts.fingerprint,
         candidates=candidates,
         choices=body.choices,

@@ -12,7 +12,6 @@ from starlette.responses import PlainTextResponse, Response
 from gateway.control.server_info import Facts
 from gateway.orchestration.generator import Generator
 from gateway.telemetry import exposition
-from outrider.errors import ModelNotFound
 
 
 def install(app: FastAPI, generator: Generator, facts: Facts) -> None:
@@ -21,14 +20,16 @@ def install(app: FastAPI, generator: Generator, facts: Facts) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return _json({"object": "list", "data": [_model(generator, started)]})
+        return _json({"object": "list", "data": [_model(generator, name, started) for name in generator.names]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         # A name may be a path; routers on the way may have removed its first slash.
-        if name.strip("/") not in (generator.name.strip("/"), "default"):
-            raise ModelNotFound(f"the model `{name}` is not served here; ask for `{generator.name}`", param="model")
-        return _json(_model(generator, started))
+        known = {one.strip("/"): one for one in ("default", *generator.names)}
+        found = known.get(name.strip("/"))
+        if found is None:
+            raise generator.not_found(name)
+        return _json(_model(generator, generator.answered_as(found), started))
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -46,9 +47,9 @@ def install(app: FastAPI, generator: Generator, facts: Facts) -> None:
         return _json({"version": facts.version})
 
 
-def _model(generator: Generator, created: int) -> dict[str, Any]:
+def _model(generator: Generator, name: str, created: int) -> dict[str, Any]:
     return {
-        "id": generator.name,
+        "id": name,
         "object": "model",
         "created": created,
         "owned_by": "outrider",

@@ -32,7 +32,7 @@ def install(app: FastAPI, generator: Generator, facts: Facts, conversations: Con
             wanted,
             generator.tokenizer.pieces,
             request_id=request_id,
-            model=generator.name,
+            model=generator.answered_as(body.model),
             detail=facts.config.per_request_spec_decode_metrics,
         )
         generations = await generator.start_all([(wanted, request_id)])

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from outrider.checkpoints.checkpoint import load_json
+from outrider.config import LoadFormat
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
 from services.draft.formats.base import DraftCheckpoint
@@ -33,6 +34,7 @@ from services.draft.model.layers.config import Attention, Layer, ModelConfig, ch
 from services.draft.model.layers.heads import MtpHead
 from services.draft.model.params import Params
 from services.draft.model.weights.arrays import Put, layer_params, layer_shapes, putter
+from services.draft.model.weights.dummy import open_tensors
 from services.draft.model.weights.tensors import Tensors
 
 FeatureState = Literal["auto", "normed", "raw"]
@@ -63,7 +65,7 @@ class MtpLayout:
     outside:       names of a single layer that begin otherwise, the fusion layer first, and their replacements
     feature_first: the fusion layer reads [feature; embedding]
     norm_offset:   added to published weights of norms
-    blind_start:   the embedding at position 0 counts as zeros
+    zero_first_embedding:   the embedding at position 0 counts as zeros
     raw_feature:   the feature is the target's last state before the final norm instead of behind it
     stacked:       each layer predicts one token further from the target's states alone, never from another layer's
     """
@@ -74,14 +76,16 @@ class MtpLayout:
     outside: tuple[tuple[str, str], ...] = ()
     feature_first: bool = False
     norm_offset: float = 0.0
-    blind_start: bool = False
+    zero_first_embedding: bool = False
     raw_feature: bool = False
     stacked: bool = False
 
 
 _PREFIX = r"^(?:language_model\.)?(?:model\.)?(?:language_model\.)?"
 MTP_LAYOUTS = (
-    MtpLayout("MiMo-7B", _PREFIX + r"mtp_layers\.(\d+)\.", "input_proj.weight", feature_first=True, blind_start=True),
+    MtpLayout(
+        "MiMo-7B", _PREFIX + r"mtp_layers\.(\d+)\.", "input_proj.weight", feature_first=True, zero_first_embedding=True
+    ),
     MtpLayout("MiMo-V2", _PREFIX + r"mtp\.layers\.(\d+)\.", raw_feature=True, stacked=True),
     MtpLayout("Qwen3-Next", r"^mtp\.layers\.(\d+)\.", outside=_QWEN, norm_offset=1.0),
     MtpLayout("DeepSeek-V3", _PREFIX + r"layers\.(\d+)\."),
@@ -115,6 +119,7 @@ def read_mtp(
     feature: FeatureState = "auto",
     own: FeatureState = "auto",
     several: bool = False,
+    load_format: LoadFormat = "auto",
 ) -> DraftCheckpoint:
     """The MTP layers of a checkpoint. Raises ConfigError with the part that does not fit.
 
@@ -134,7 +139,7 @@ def read_mtp(
         known_as = _renaming(layout, tensors.names)
     with Tensors(folder, known_as) as tensors:
         try:
-            return _Reader(folder, raw, tensors, target, layout, known_as, several).draft(feature, own)
+            return _Reader(folder, raw, tensors, target, layout, known_as, several, load_format).draft(feature, own)
         except KeyError as error:
             raise ConfigError(f"{folder / 'config.json'} lacks {error}") from None
 
@@ -170,6 +175,7 @@ class _Reader:
     layout: MtpLayout
     known_as: Callable[[str], str]
     several: bool
+    load_format: LoadFormat
 
     def draft(self, feature: FeatureState, own: FeatureState) -> DraftCheckpoint:
         """Raises ConfigError for a part that does not fit, KeyError for a key that config.json lacks."""
@@ -184,7 +190,7 @@ class _Reader:
             self.tensors.check_shape(name, shape)
 
         def load(dtype: Any) -> Params:
-            with Tensors(self.folder, self.known_as) as tensors:
+            with open_tensors(self.folder, self.known_as, self.load_format) as tensors:
                 return self._load(tensors, config, shapes, dtype)
 
         raw_feature = self.layout.raw_feature if feature == "auto" else feature == "raw"
@@ -210,7 +216,7 @@ class _Reader:
             hidden_size=hidden,
             layers=layers,
             context=int(raw.get("max_position_embeddings", 2048)),
-            head=MtpHead(epsilon, hands_normed=own != "raw", blind_start=self.layout.blind_start),
+            head=MtpHead(epsilon, passes_normed=own != "raw", zero_first_embedding=self.layout.zero_first_embedding),
             stacked=len(layers) > 1,
             eos_token_ids=self.target.eos_token_ids,
         )

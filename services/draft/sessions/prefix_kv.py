@@ -27,9 +27,10 @@ from numpy.typing import NDArray
 
 from outrider.paging.prefix import PrefixCache, SharedTable
 from outrider.paging.table import PageTable
+from outrider.placement.memory import SCRATCH_SLOTS
 from outrider.speculation.tree import ROOT
 
-SCRATCH_SLOTS = 64
+__all__ = ["SCRATCH_SLOTS", "PrefixKV"]
 
 
 class PrefixKV:

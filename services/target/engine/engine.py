@@ -33,10 +33,11 @@ from outrider.tracing import Tracing
 from services.target.engine import commits, spans
 from services.target.engine.in_flight import InFlightStep, expecting, needs_only_length
 from services.target.engine.limits import check_limits, open_modes, scheduling, thresholds
+from services.target.engine.memory import plan_memory
 from services.target.engine.sessions import OpenSessions
 from services.target.engine.settlement import Settlement
+from services.target.engine.step_log import StepLog
 from services.target.features.features import Features
-from services.target.kernels.pools import pages_that_fit
 from services.target.model.base import Model
 from services.target.sampling.session import TargetSession
 from services.target.sampling.step_sampler import StepSampler
@@ -63,8 +64,7 @@ class TargetEngine(Engine):
         """modes: speculation modes to choose among. Raises ConfigError for limits that cannot be met."""
         check_limits(config)
         self.model = model
-        fraction = config.mem_fraction_static
-        pages = pages_that_fit(model.token_bytes, config.page_size, config.max_total_tokens, fraction, model.device)
+        pages = plan_memory(model, config).pages
         self.cache = model.new_cache(pages, config.page_size)
         prefix = PrefixCache(PageAllocator(pages, config.page_size), enabled=not config.disable_radix_cache)
         self.scheduler = Scheduler(prefix, scheduling(config, model.vocab_size, model.device))
@@ -83,6 +83,7 @@ class TargetEngine(Engine):
         self._in_flight: InFlightStep | None = None
         self._pending = StepOutput()  # of sessions that were ended, or of a step that was collected, between two steps
         self.tracing: Tracing | None = None  # receives spans of sessions
+        self.step_log: StepLog | None = None  # writes lines about steps
         self.weight_version = config.weight_version
         self._step_tokens = 0
         self._collected = 0.0  # when the last step was collected, by the clock
@@ -165,7 +166,7 @@ class TargetEngine(Engine):
         return self._in_flight is not None
 
     @property
-    def patience(self) -> float:
+    def draft_wait(self) -> float:
         """Seconds for which the next step may still be held for proposals, where that pays."""
         return 0.0 if self._in_flight else self.speculation.policy.wait.remaining
 
@@ -180,7 +181,7 @@ class TargetEngine(Engine):
             pending, self._pending = self._pending, StepOutput()
             return replace(pending, load=replace(self.load(), weight_version=pending.load.weight_version), urgent=True)
         present = self.scheduler.running + self.scheduler.waiting
-        self.speculation.policy.begin(min(present, self.scheduler.limits.max_running))
+        self.speculation.begin(min(present, self.scheduler.limits.max_running))
         output = StepOutput(failures=self.sessions.begin())
         step, self._in_flight = self._in_flight, None
         if step is not None:
@@ -215,6 +216,8 @@ class TargetEngine(Engine):
     def check(self) -> None:
         """Audit the pages. Raises EngineFault."""
         self.scheduler.check()
+        if self.step_log is not None and self.idle:
+            self.step_log.pause()
 
     # --- 1. plan ---
 
@@ -264,8 +267,11 @@ class TargetEngine(Engine):
 
     def _collect(self, step: InFlightStep, output: StepOutput) -> None:
         works, samples = step.read(self.sessions.by_id, self._in_flight)
+        before = len(output.commits)
         accepted = self._settlement.settle(step.plan, works, samples, output)
         now = time.perf_counter()
+        if self.step_log is not None:
+            self.step_log.note(works, output.commits[before:], samples.model_steps, step.started, now)
         waited = max(step.started - self._collected, 0.0)
         seconds = (now - max(step.started, self._collected)) / samples.steps
         step.plan.finish(works, accepted, Timing(waited, seconds, samples.model_steps))

@@ -10,6 +10,7 @@ import torch
 
 from outrider.config import TargetConfig, check_minimum
 from outrider.errors import ConfigError
+from outrider.placement.step_sizes import DEFAULT_CHUNK
 from outrider.serving.scheduler import Limits
 from outrider.speculation.acceptance import Thresholds
 from services.target.model.base import Model
@@ -19,16 +20,14 @@ from services.target.speculation.mode_selector import DRAFT_MODES, SpeculationMo
 
 log = logging.getLogger(__name__)
 
-# Tokens of a step without a flag. A chunk delays the sessions that decode, so it is as short as it can be
-# without making long prompts slower: this many tokens keep a CPU busy, a GPU needs more.
-_CHUNK = {"cpu": 128, "cuda": 2048}
-
 _LEAST = {
     "page_size": 1,
     "max_running_requests": 1,
     "max_prefill_tokens": 1,
     "max_queued_requests": 0,
     "coalesce_seconds": 0,
+    "decode_log_interval": 1,
+    "draft_headroom_bytes": 0,
     "max_total_tokens": 1,
     "speculative_num_steps": 0,
     "speculative_eagle_topk": 1,
@@ -42,8 +41,9 @@ def check_limits(config: TargetConfig) -> None:
     if chunk is not None and chunk < 1 and chunk != -1:
         raise ConfigError(f"--chunked-prefill-size must be 1 or more, or -1 for no cutting, not {chunk}")
     check_minimum(config, _LEAST)
-    if not 0.0 < config.mem_fraction_static <= 1.0:
-        raise ConfigError(f"--mem-fraction-static must lie in (0, 1], not {config.mem_fraction_static}")
+    fraction = config.mem_fraction_static
+    if fraction is not None and not 0.0 < fraction <= 1.0:
+        raise ConfigError(f"--mem-fraction-static must lie in (0, 1], not {fraction}")
 
 
 def thresholds(config: TargetConfig) -> Thresholds:
@@ -59,7 +59,7 @@ def thresholds(config: TargetConfig) -> Thresholds:
 
 def scheduling(config: TargetConfig, vocab_size: int, device: torch.device) -> Limits:
     """Limits of a step and of the queue. A chunk is never shorter than the roots of all sessions together."""
-    chunk = config.chunked_prefill_size or _CHUNK[device.type]
+    chunk = config.chunked_prefill_size or DEFAULT_CHUNK[device.type]
     return Limits(
         config.max_running_requests,
         None if chunk < 0 else max(chunk, config.max_running_requests),

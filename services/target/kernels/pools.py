@@ -1,4 +1,4 @@
-"""Pools of the paged KV cache: their shapes, number formats and sizes, and reading rows from them.
+"""Pools of the paged KV cache: their shapes and number formats, and reading rows from them.
 
     pool  [pages + 1, page_size, kv_heads, head_dim]     page 0 is NULL_PAGE; slot = page * page_size + offset
 
@@ -8,7 +8,6 @@ without a scale, rounded to nearest; numbers beyond the format's range become it
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,9 +17,6 @@ from torch import Tensor
 
 from outrider.config import KVCacheDType
 from outrider.errors import ConfigError
-
-# On a CPU the memory fraction would reserve gigabytes that sessions rarely fill; this limits the default, in tokens.
-_MAX_CPU_TOKENS = 64 * 1024
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _DTYPES: dict[KVCacheDType, torch.dtype] = {
@@ -69,11 +65,6 @@ class CachePools(Protocol):
     values: list[Tensor]
     states: Tensor | None
 
-    @property
-    def mover(self) -> object | None:
-        """The compiled code that moves rows; None if there is none."""
-        ...
-
 
 def stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert rows to the format of a pool."""
@@ -111,27 +102,3 @@ def pick_cache_dtype(flag: KVCacheDType, computed: torch.dtype, device: torch.de
 def token_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
     """Bytes of a token in all layers."""
     return sum(shape.numbers for shape in shapes) * dtype.itemsize
-
-
-def pages_that_fit(
-    bytes_per_token: int, page_size: int, max_total_tokens: int | None, memory_fraction: float, device: torch.device
-) -> int:
-    """Number of usable pages: max_total_tokens if given, else what the memory fraction holds beside the weights.
-
-    Raises ConfigError if not even one page fits.
-    """
-    if max_total_tokens is not None:
-        pages = max_total_tokens // page_size
-    elif device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        pages = int(free - (1.0 - memory_fraction) * total) // (bytes_per_token * page_size)
-    else:
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        tokens = min(int(memory_fraction * available) // bytes_per_token, _MAX_CPU_TOKENS)
-        pages = tokens // page_size
-    if pages < 1:
-        raise ConfigError(
-            f"the KV cache has no room for a page of {page_size} tokens ({bytes_per_token * page_size} bytes); "
-            "raise --max-total-tokens or --mem-fraction-static, or lower --page-size"
-        )
-    return pages

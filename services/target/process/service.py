@@ -18,6 +18,7 @@ from outrider.serving.loop import EngineLoop
 from outrider.transport.rpc import GrpcServer, statuses
 from outrider.transport.stream import StreamHub
 from outrider.wire.features import feature_spec_from_pb
+from outrider.wire.opens import source_to_pb
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 
 if TYPE_CHECKING:  # PyTorch is not needed to answer
@@ -76,6 +77,7 @@ def describe(folder: Path, engine: TargetEngine, config: TargetConfig) -> Facts:
         weight_version=engine.weight_version,
         kv_cache_dtype=str(model.cache_dtype).removeprefix("torch."),
         first_fingerprint=fingerprint,
+        draft_sources=[source_to_pb(source) for source in sorted(engine.speculation.allowed.own)],
     )
     return Facts(folder, info)
 

@@ -179,7 +179,7 @@ class Gateway:
 
     def healthy(self):
         with contextlib.suppress(httpx.TransportError):
-            return self.client.get("/health").status_code == 200
+            return self.client.get("/health").json()["status"] == "ok"  # the draft is up, too
         assert self.process.poll() is None, self.log.read_text()
         return False
 

@@ -16,11 +16,11 @@ from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
 from services.target.kernels.cpu import library
-from services.target.kernels.cpu.attention import NativeAttention
+from services.target.kernels.cpu.attention.paged import NativeAttention
 from services.target.kernels.dispatch import plan
 from services.target.kernels.grouped import GroupedAttention
 from services.target.kernels.kv_cache import KVCache
-from services.target.kernels.pools import LayerShape, pages_that_fit
+from services.target.kernels.pools import LayerShape
 from services.target.kernels.reference import paged_attention
 from services.target.step.batch import SessionWork, build
 from services.target.step.layout import tree_mask
@@ -268,12 +268,3 @@ def test_compiled_moves_are_the_plain_ones(dtype):
             cache.move(torch.from_numpy(sources), torch.from_numpy(destinations))
         for mine, true in zip((*compiled.keys, *compiled.values), (*plain.keys, *plain.values), strict=True):
             assert torch.equal(mine.view(torch.uint8), true.view(torch.uint8))
-
-
-def test_pool_size_follows_the_flag_and_refuses_nothing_at_all():
-    from outrider.errors import ConfigError
-
-    assert pages_that_fit(100, 16, 1000, 0.5, CPU) == 62
-    assert pages_that_fit(1, 16, None, 0.5, CPU) == 4096
-    with pytest.raises(ConfigError, match="max-total-tokens"):
-        pages_that_fit(100, 64, 63, 0.5, CPU)

@@ -156,7 +156,7 @@ async def test_calls_before_the_model_is_loaded_are_unavailable():
     await server.stop(None)
 
 
-def test_a_port_in_use_is_said_before_the_model_is_loaded(folder):
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(folder):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -185,3 +185,28 @@ def test_unknown_flags_end_with_code_2():
     with pytest.raises(SystemExit) as error:
         main(["--pagesize", "3"])
     assert error.value.code == 2
+
+
+async def _generate(address):
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = (await connected(channel)).Verify()
+        request = opening(1, [5, 6, 7], max_tokens=30)
+        await call.write(codec.verify_request_to_pb(Message(opens=[request])))
+        async for response in call:
+            message = codec.verify_response_from_pb(response)
+            if any(commit.finish_reason for commit in message.commits):
+                return
+
+
+@pytest.mark.parametrize("level", ["info", "warning"])
+def test_a_target_logs_its_steps_and_its_memory_unless_the_level_is_higher(folder, tmp_path, level):
+    address = f"unix:{tmp_path}/target.sock"
+    flags = ["--decode-log-interval", "5", "--log-level", level, "--max-total-tokens", "4096", "--cores", "0"]
+    process = start("--model-path", str(folder), "--listen", address, *flags)
+    try:
+        asyncio.run(_generate(address))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=30)
+    lines = ["memory of cpu: ", "Prefill batch. #new-seq: 1, #new-token: 3, ", "Decode batch. #running-req: "]
+    assert [line in log for line in lines] == [level == "info"] * 3, log

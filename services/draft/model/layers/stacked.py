@@ -17,41 +17,26 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from services.draft.kernels.base import Context, Paging
-from services.draft.model.layers.attention import Step
-from services.draft.model.layers.config import ModelConfig
-from services.draft.model.layers.decoder import Rows, decoder_layer, embed
+from services.draft.model.layers.decoder import Forward, embed
 from services.draft.model.layers.heads import Inputs
-from services.draft.model.layers.kv_cache import Pools, keep_features
+from services.draft.model.layers.kv_cache import Pools
 from services.draft.model.matrices.products import lookup
-from services.draft.model.params import Params
 
 
-def stacked_states(
-    params: Params,
-    config: ModelConfig,
-    pools: Pools,
-    rows: Rows,
-    context: Context,
-    moves: jax.Array,
-    paging: Paging,
-) -> tuple[jax.Array, Pools]:
+def stacked_states(forward: Forward) -> tuple[jax.Array, Pools]:
     """As decoder.hidden_states. params["joins"]: each layer's head. The pool of features holds the target's alone."""
+    rows, head, joins = forward.rows, forward.config.head, forward.params["joins"]
     features = rows.features
     assert features is not None, "stacked layers read features"
     assert features.layers is not None, "stacked rows name the layer that predicts"
-    assert pools.features is not None, "a feature-based head has a pool of features"
-    embedding = embed(params, rows.tokens)
-    given = features.rows.astype(embedding.dtype).reshape(-1, features.rows.shape[-1])
-    kept = keep_features(pools.features, moves, rows.slots.reshape(-1), given, paging.backend)
-    step = Step(rows.positions, rows.slots, context, moves)
+    embedding = embed(forward.params, rows.tokens)
+    kept = forward.keep_features(features.rows.astype(embedding.dtype))
     states: list[jax.Array] = []
     written: list[jax.Array] = []
-    for i, (description, layer, pool) in enumerate(zip(config.layers, params["layers"], pools.layers, strict=True)):
-        inputs = Inputs(embedding, rows.positions, lookup(kept, features.sources[..., i]))
-        x, _ = config.head.join(params["joins"][i], inputs)
-        x, filled = decoder_layer(description, paging, layer, x, None, pool, step)
-        states.append(config.head.finish(params["joins"][i], x)[0])
+    for index, join in enumerate(joins):
+        inputs = Inputs(embedding, rows.positions, lookup(kept, features.sources[..., index]))
+        x, filled = forward.layer(index, head.join(join, inputs)[0])
+        states.append(head.finish(join, x)[0])
         written.append(filled)
     chosen = jnp.take_along_axis(jnp.stack(states), features.layers[None, ..., None], axis=0)[0]
     return chosen, Pools(written, kept)

@@ -10,13 +10,10 @@ import jax.numpy as jnp
 
 from outrider.config import DraftConfig
 from outrider.errors import ConfigError
+from outrider.placement.memory import SCRATCH_SLOTS, draft_cache_tokens
 from services.draft.kernels.cpu import library
-from services.draft.sessions.prefix_kv import SCRATCH_SLOTS
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-# By default the KV cache takes this fraction of the memory, up to this many tokens.
-_MEMORY_FRACTION = 0.1
-_DEFAULT_TOKENS = 65_536
 
 
 def choose_devices(device: str, count: int, flag: str = "--draft-device") -> list[jax.Device]:
@@ -81,16 +78,12 @@ def pages_that_fit(config: DraftConfig, context: int, token_bytes: int, weights:
 
     context: tokens of a session; token_bytes, weights: bytes a token in the cache and the weights take on the device
     """
-    scratch = SCRATCH_SLOTS * config.max_running_requests
-    tokens, part = config.draft_max_total_tokens, config.draft_mem_fraction_static
-    if tokens is None:
-        wanted = context * config.max_running_requests + scratch
-        if part is None:
-            wanted = min(wanted, _DEFAULT_TOKENS + scratch)
-            room = int(memory_bytes(device) * _MEMORY_FRACTION)
-        else:
-            room = int(memory_bytes(device) * part) - weights
-        tokens = min(wanted, room // token_bytes)
+    part, running = config.draft_mem_fraction_static, config.max_running_requests
+    if config.draft_max_total_tokens is not None or part is None:
+        tokens = draft_cache_tokens(context, running, token_bytes, memory_bytes(device), config.draft_max_total_tokens)
+    else:
+        room = int(memory_bytes(device) * part) - weights
+        tokens = min((context + SCRATCH_SLOTS) * running, room // token_bytes)
     pages = tokens // config.draft_page_size
     least = -(-SCRATCH_SLOTS // config.draft_page_size) + 1
     if pages >= least:

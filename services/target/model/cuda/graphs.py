@@ -20,6 +20,7 @@ from torch import Tensor
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
+from outrider.placement.step_sizes import captured_rows
 from services.target.kernels.dispatch import Attention, Planner
 from services.target.kernels.grouped import GroupedAttention
 from services.target.kernels.kv_cache import KVCache
@@ -34,12 +35,6 @@ if TYPE_CHECKING:  # Triton may be missing
 
 log = logging.getLogger(__name__)
 
-# Default numbers of rows; above them every eighth number.
-_SMALL = (1, 2, 4, 8, 12)
-_EVERY = 8
-_MOST_ROWS = 512
-# Most verified rows of a step if no flag fixes them; see engine/engine.py.
-_ADAPTIVE_ROWS = 64
 _MOST_PAGES = 1 << 18
 
 Replay = Callable[[], Outputs]
@@ -131,14 +126,14 @@ class _Step:
         """Attention with tables at fixed addresses, if the runner's attention has any; a trial run finds the kinds."""
         made: list[Attention] = []
 
-        def noting(batch: Batch) -> Attention:
+        def recording(batch: Batch) -> Attention:
             attention: Any = self._runner.planner(batch)
             if hasattr(attention, "extent"):
                 attention.extent = self._extent
             made.append(attention)
             return made[-1]
 
-        self._runner.run(batch, self._cache, noting)
+        self._runner.run(batch, self._cache, recording)
         kinds = getattr(made[0], "kinds", None)
         if kinds is None:
             return None
@@ -251,14 +246,12 @@ def wrap(runner: ModuleRunner, config: TargetConfig, device: torch.device) -> Ru
             raise ConfigError(f"{flag} must be 1 or more, not {value}")
         if config.disable_cuda_graph:
             raise ConfigError(f"{flag} and --disable-cuda-graph exclude one another; leave one out")
-        if device.type != "cuda":
-            raise ConfigError(f"{flag} needs a CUDA device, not {device}; leave it out")
         if config.attention_backend == "torch_native":
-            raise ConfigError(f"{flag} needs --attention-backend triton; torch_native cannot be captured")
+            log.warning("%s has no effect: --attention-backend torch_native cannot be captured", flag)
     if config.torch_compile_max_bs < 1:
         raise ConfigError(f"--torch-compile-max-bs must be 1 or more, not {config.torch_compile_max_bs}")
     captured = device.type == "cuda" and not config.disable_cuda_graph and runner.planner is not GroupedAttention
-    rows, padding = sizes(config), not config.disable_cuda_graph_padding
+    rows, padding = captured_rows(config), not config.disable_cuda_graph_padding
     if config.enable_torch_compile and not runner.compilable:
         log.info("--enable-torch-compile has nothing to compile: the model runs with fused kernels")
     elif config.enable_torch_compile:
@@ -269,22 +262,3 @@ def wrap(runner: ModuleRunner, config: TargetConfig, device: torch.device) -> Ru
         if not captured:  # compiled programs need fixed sizes, too
             return GraphRunner(runner, [count for count in rows if count <= most], direct, padding=padding)
     return GraphRunner(runner, rows, CudaCapturer(), padding=padding) if captured else runner
-
-
-def sizes(config: TargetConfig) -> list[int]:
-    """Rows of the steps to capture: one a session without draft tokens, or the fixed number of a flag."""
-    most = config.cuda_graph_max_bs or config.max_running_requests
-    if config.cuda_graph_bs is not None:
-        sessions = [count for count in config.cuda_graph_bs if count <= (config.cuda_graph_max_bs or count)]
-    elif config.disable_cuda_graph_padding:
-        sessions = list(range(1, most + 1))
-    else:
-        sessions = [*(size for size in _SMALL if size < most), *range(_EVERY * 2, most, _EVERY), most]
-    fixed = config.fixed_tokens_per_session
-    if fixed is not None:
-        rows = [*sessions, *(count * fixed for count in sessions)]
-    elif config.cuda_graph_bs is None:
-        rows = [*sessions, *range(_EVERY * 2, _ADAPTIVE_ROWS + 1, _EVERY)]
-    else:
-        rows = sessions
-    return sorted({count for count in rows if count <= _MOST_ROWS})

@@ -17,13 +17,11 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from outrider.checkpoints import checkpoint
+from outrider.checkpoints.sizes import is_mtp_tensor
 from outrider.errors import ConfigError
 from outrider.text.special import special_tokens
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-# Tensors of layers that draft (multi-token prediction), under the names of their checkpoints.
-_DRAFTING = re.compile(r"^(model\.)?mtp(_layers)?\.")
 # Divisors of an activation's output in AWQ checkpoints of models without a weight to fold them into, as StarCoder2.
 _DIVIDED = re.compile(r"\.(act|gelu_impl)\.(scales|weight)$")
 
@@ -78,15 +76,9 @@ def tokenizer_eos(folder: Path) -> int | None:
 
 def unexpected(names: Iterable[str], settings: Any) -> list[str]:
     """The unused tensors, without those of multi-token-prediction layers, which follow the model's own layers."""
-    layers = settings.get_text_config().num_hidden_layers
-    drafting = getattr(settings.get_text_config(), "num_nextn_predict_layers", None) or 0
-
-    def is_drafting(name: str) -> bool:
-        number = _LAYER_NUMBER.search(name)
-        behind = number is not None and layers <= int(number[1]) < layers + max(drafting, 1)
-        return behind or _DRAFTING.search(name) is not None
-
-    return sorted(name for name in names if not is_drafting(name))
+    text = settings.get_text_config()
+    drafting = getattr(text, "num_nextn_predict_layers", None) or 0
+    return sorted(name for name in names if not is_mtp_tensor(name, text.num_hidden_layers, drafting))
 
 
 def check_spare(folder: Path, spare: Iterable[str]) -> None:
@@ -141,12 +133,12 @@ def _check_kind(folder: Path, settings: Any, remote: bool) -> None:
 def _check_layers(folder: Path, settings: Any) -> None:
     text = settings.get_text_config()
     kinds = list(getattr(text, "layer_types", None) or ())
-    strange = sorted(set(kinds) - set(_LAYER_TYPES))
-    if strange:
-        count = sum(kind in strange for kind in kinds)
+    unsupported = sorted(set(kinds) - set(_LAYER_TYPES))
+    if unsupported:
+        count = sum(kind in unsupported for kind in kinds)
         raise ConfigError(
-            f"{folder}: {count} of {len(kinds)} layers are of type {', '.join(strange)}, which is not supported: only "
-            "full and sliding-window attention can verify a tree of drafts; choose a model with these alone"
+            f"{folder}: {count} of {len(kinds)} layers are of type {', '.join(unsupported)}, which is not supported: "
+            "only full and sliding-window attention can verify a tree of drafts; choose a model with these alone"
         )
     if getattr(text, "num_kv_shared_layers", 0):
         raise ConfigError(

@@ -1,0 +1,156 @@
+"""The memory plan of `outrider serve`, before a process runs: what a draft on the target's device needs, and the rest.
+
+    share_device(target, draft)   their configurations, with the flags by which they share a device
+    plan_of(target, draft)        the target's plan, as its log will have it but for what only loading shows
+
+Both read config.json and the headers of weight files on this machine; neither downloads, converts nor loads anything.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import replace
+
+from outrider.checkpoints import checkpoint
+from outrider.checkpoints.sizes import CheckpointSizes
+from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, MODEL_ALGORITHMS, DraftConfig, TargetConfig
+from outrider.errors import ConfigError
+from outrider.placement.devices import free_host_memory, gpu_memory, has_gpu
+from outrider.placement.memory import (
+    HEAD_HEADROOM,
+    STANDALONE_HEADROOM,
+    DraftHeadroom,
+    MemoryPlan,
+    draft_cache_tokens,
+    draft_headroom,
+    plan_device,
+    plan_host,
+)
+from outrider.placement.step_sizes import step_sizes
+
+_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_JAX_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+_GPU_NAMES = ("cuda", "gpu")
+
+
+def plan_of(target: TargetConfig, draft: DraftConfig | None, total: int | None = None) -> MemoryPlan | None:
+    """The memory plan of the target; None where its checkpoint, or its GPU's memory, is not known on this machine.
+
+    The configurations are those of `share_device`. total: memory of the target's device, for another machine than this
+    one; default as the driver reports it. Raises ConfigError if the KV cache has no room.
+    """
+    sizes = _sizes(target.model_path)
+    if sizes is None:
+        return None
+    gpus = target_gpus(target) if total is None else range(target.tp_size)
+    itemsize = _ITEMSIZES.get(target.dtype) or sizes.itemsize or 2
+    numbers = 1 if target.kv_cache_dtype.startswith("fp8") else itemsize
+    token_bytes = sizes.token_bytes(numbers, latent=target.tp_size == 1)
+    limits = {"max_total_tokens": target.max_total_tokens, "page_size": target.page_size}
+    if not gpus:
+        weights = sizes.weights(itemsize, target.quantization)
+        free = max(0, free_host_memory() - weights)
+        return plan_host(free, token_bytes, fraction=target.mem_fraction_static, **limits)
+    total = gpu_memory(gpus[0]) if total is None else total
+    if total is None:
+        return None
+    return plan_device(
+        total,
+        sizes.weights(itemsize, target.quantization) // target.tp_size,
+        -(-token_bytes // target.tp_size),
+        working=step_sizes(target, sizes.hidden, sizes.vocab).working_bytes(itemsize),
+        draft=target.draft_headroom_bytes
+        if target.draft_headroom_bytes is not None
+        else headroom_of(target, draft).bytes,
+        fraction=target.mem_fraction_static,
+        **limits,
+    )
+
+
+def share_device(target: TargetConfig, draft: DraftConfig | None) -> tuple[TargetConfig, DraftConfig | None]:
+    """The configurations of both services, with room for the draft if it is on the target's device.
+
+    Flags that the user has set stay: --draft-headroom-bytes, --draft-max-total-tokens, --draft-mem-fraction-static.
+    """
+    need = headroom_of(target, draft)
+    if draft is None or not need.bytes:
+        return target, draft
+    if target.draft_headroom_bytes is None:
+        target = replace(target, draft_headroom_bytes=need.bytes)
+    if draft.draft_max_total_tokens is None and draft.draft_mem_fraction_static is None:
+        draft = replace(draft, draft_max_total_tokens=need.tokens)
+    return target, draft
+
+
+def headroom_of(target: TargetConfig, draft: DraftConfig | None) -> DraftHeadroom:
+    """What a draft service takes of the target's device; nothing on a device of its own, and for NGRAM."""
+    if draft is None or draft.speculative_algorithm not in MODEL_ALGORITHMS:
+        return DraftHeadroom()
+    gpus = draft_gpus(draft)
+    if not set(gpus) & set(target_gpus(target)):
+        return DraftHeadroom()
+    total = gpu_memory(gpus[0])
+    if draft.draft_mem_fraction_static is not None and total is not None:
+        return DraftHeadroom(int(total * draft.draft_mem_fraction_static))
+    return _need(target, draft, total)
+
+
+def _need(target: TargetConfig, draft: DraftConfig, total: int | None) -> DraftHeadroom:
+    """As `headroom_of`, from the draft's checkpoint; 2 or 6 GiB where that is not on this machine.
+
+    total: memory of the draft's device, if it is known
+    """
+    algorithm, shards = draft.speculative_algorithm, draft.draft_tp_size
+    budget = STANDALONE_HEADROOM if algorithm == "STANDALONE" else HEAD_HEADROOM
+    itemsize = _ITEMSIZES.get(draft.draft_dtype, 2)
+    quantization = draft.speculative_draft_model_quantization
+    theirs = _sizes(target.model_path)
+    own = theirs if draft.speculative_draft_model_path is None else _sizes(draft.speculative_draft_model_path)
+    if own is None or (algorithm in FED_ALGORITHMS and theirs is None):
+        return DraftHeadroom(budget)
+    built_in = own == theirs and algorithm in BUILT_IN_ALGORITHMS
+    weights = own.mtp_weights(itemsize, quantization) if built_in else own.weights(itemsize, quantization)
+    fed = theirs is not None and algorithm in FED_ALGORITHMS
+    if theirs is not None and fed:
+        weights += theirs.shared_weights(itemsize, head=algorithm != "EAGLE3")
+    layers = int(own.config.get("num_nextn_predict_layers") or 1) if built_in else None
+    token_bytes = own.token_bytes(itemsize, layers) + (own.hidden * itemsize if fed else 0)  # and the states it reads
+    chosen = draft.draft_max_total_tokens
+    wanted = draft_cache_tokens(own.context, draft.max_running_requests, token_bytes, total, chosen)
+    return draft_headroom(budget, weights // shards, token_bytes, wanted, fixed=chosen is not None)
+
+
+def target_gpus(target: TargetConfig) -> range:
+    """Numbers of the GPUs that the target uses; empty on a CPU."""
+    return _gpus(target.device, target.tp_size) if target.device != "auto" or has_gpu() else range(0)
+
+
+def draft_gpus(draft: DraftConfig) -> range:
+    """Numbers of the GPUs that a draft model uses; empty on CPUs and TPUs. auto: GPUs, if JAX has its plugin."""
+    if draft.draft_device != "auto":
+        return _gpus(draft.draft_device, draft.draft_tp_size)
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    plugin = any(importlib.util.find_spec(name) is not None for name in _JAX_PLUGINS)
+    allowed = not platforms or any(name in platforms.split(",") for name in _GPU_NAMES)
+    return _gpus("cuda", draft.draft_tp_size) if has_gpu() and plugin and allowed else range(0)
+
+
+def _gpus(device: str, count: int) -> range:
+    kind, _, index = device.partition(":")
+    if kind not in (*_GPU_NAMES, "auto"):
+        return range(0)
+    first = int(index) if index.isdigit() else 0
+    return range(first, first + count)
+
+
+def _sizes(model_path: str) -> CheckpointSizes | None:
+    """Sizes of a checkpoint that lies on this machine."""
+    try:
+        folder = checkpoint.local_folder(model_path)
+        if folder is None:
+            return None
+        sizes = CheckpointSizes(folder)
+        return sizes if sizes.config and sizes.tensors else None
+    except (ConfigError, OSError, ValueError):  # starting the service will report it
+        return None

@@ -1,0 +1,173 @@
+"""The memory plan before a process runs: from config.json and the headers of weight files, which have no content."""
+
+import json
+import struct
+
+import pytest
+
+from outrider.checkpoints.sizes import CheckpointSizes
+from outrider.config import ServeConfig, parse_flags
+from outrider.placement.cores import CorePlan
+from outrider.placement.memory import GIB, HEAD_HEADROOM, STANDALONE_HEADROOM
+from outrider.supervisor import memory
+from outrider.supervisor.app import configure
+from tests.support.checkpoints.heads import eagle3, write_head
+from tests.support.tiny import write_model
+
+CARD = 80 * 10**9
+CORES = CorePlan((0, 1), (2,), (3,))
+
+
+def write_header(folder, config, tensors):
+    """A checkpoint whose weight file has a header, and zeros that take no room on the disk."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    header, end = {}, 0
+    for name, shape in tensors.items():
+        size = 2
+        for length in shape:
+            size *= length
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    packed = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(packed)) + packed)
+        file.truncate(8 + len(packed) + end)
+    return folder
+
+
+def write_qwen(folder, hidden, inner, layers, heads, vocab=151_936):
+    """Config and header of a dense Qwen3 with heads of 128 and 8 key-value heads."""
+    config = {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16", "hidden_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128,
+        "intermediate_size": inner, "vocab_size": vocab, "max_position_embeddings": 40_960,
+    }  # fmt: skip
+    tensors = {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
+    for i in range(layers):
+        part = f"model.layers.{i}."
+        tensors |= {
+            f"{part}self_attn.q_proj.weight": (heads * 128, hidden), f"{part}self_attn.k_proj.weight": (1024, hidden),
+            f"{part}self_attn.v_proj.weight": (1024, hidden), f"{part}self_attn.o_proj.weight": (hidden, heads * 128),
+            f"{part}mlp.gate_proj.weight": (inner, hidden), f"{part}mlp.up_proj.weight": (inner, hidden),
+            f"{part}mlp.down_proj.weight": (hidden, inner),
+        }  # fmt: skip
+    return write_header(folder, config, tensors)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    return write_qwen(tmp_path_factory.mktemp("large") / "model", 5120, 25_600, 64, 64)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return write_qwen(tmp_path_factory.mktemp("small") / "model", 1024, 3072, 28, 16)
+
+
+@pytest.fixture
+def one_card(monkeypatch):
+    """A machine with one GPU, for PyTorch and for JAX."""
+    monkeypatch.setattr(memory, "has_gpu", lambda: True)
+    monkeypatch.setattr(memory, "gpu_memory", lambda _=0: CARD)
+    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+
+
+def made(tmp_path, *flags):
+    return configure(parse_flags(ServeConfig, flags, "outrider serve"), CORES, tmp_path)
+
+
+def test_a_32b_checkpoint_fits_on_80_gb_beside_a_small_draft(one_card, tmp_path, large, small):
+    flags = ["--model", str(large), "--speculative-algorithm", "STANDALONE", "--speculative-draft-model", str(small)]
+    processes = made(tmp_path, *flags)
+    plan = memory.plan_of(processes.target, processes.draft)
+    assert 64 * 10**9 < plan.weights < 66 * 10**9
+    assert plan.token_bytes == 64 * 2 * 8 * 128 * 2
+    # The draft's cache would like 64k tokens of 114,688 bytes, 7.5 GB.
+    assert STANDALONE_HEADROOM - 114_688 < plan.draft <= STANDALONE_HEADROOM
+    assert 8192 < processes.draft.draft_max_total_tokens < 65_536
+    assert plan.tokens > 4096
+    assert processes.target.draft_headroom_bytes == plan.draft
+
+
+def test_a_draft_on_another_device_needs_no_headroom(one_card, tmp_path, large, small):
+    draft = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model", str(small)]
+    for flags in (["--draft-device", "cuda:1"], ["--draft-device", "cpu"], ["--draft-device", "tpu"]):
+        processes = made(tmp_path, "--model", str(large), *draft, *flags)
+        assert memory.headroom_of(processes.target, processes.draft).bytes == 0
+        assert processes.target.draft_headroom_bytes is processes.draft.draft_max_total_tokens is None
+    on_first = made(tmp_path, "--model", str(large), *draft, "--device", "cuda:1", "--draft-device", "cuda:1")
+    assert memory.headroom_of(on_first.target, on_first.draft).bytes > 0
+    ngram = made(tmp_path, "--model", str(large), "--speculative-algorithm", "NGRAM")
+    assert memory.headroom_of(ngram.target, ngram.draft).bytes == 0
+
+
+def test_without_a_jax_plugin_the_draft_runs_on_the_cpu(one_card, monkeypatch, tmp_path, large, small):
+    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: None)
+    flags = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model", str(small)]
+    processes = made(tmp_path, "--model", str(large), *flags)
+    assert memory.headroom_of(processes.target, processes.draft).bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "headroom"),
+    [("STANDALONE", STANDALONE_HEADROOM), ("EAGLE", HEAD_HEADROOM), ("EAGLE3", HEAD_HEADROOM)],
+)
+def test_an_unknown_draft_gets_the_documented_headroom(one_card, tmp_path, large, algorithm, headroom):
+    flags = ["--speculative-algorithm", algorithm, "--speculative-draft-model", "/nowhere/draft"]
+    processes = made(tmp_path, "--model", str(large), *flags)
+    assert memory.headroom_of(processes.target, processes.draft).bytes == headroom
+
+
+def test_flags_of_the_draft_limit_its_headroom(one_card, tmp_path, large, small):
+    flags = ["--model", str(large), "--speculative-algorithm", "STANDALONE", "--speculative-draft-model", str(small)]
+
+    def headroom(*more):
+        processes = made(tmp_path, *flags, *more)
+        return memory.headroom_of(processes.target, processes.draft).bytes
+
+    assert headroom("--draft-mem-fraction-static", "0.05") == CARD // 20
+    assert headroom("--draft-max-total-tokens", "1000") < headroom() - GIB
+    assert headroom("--draft-max-total-tokens", "100000") > headroom() + GIB
+    assert made(tmp_path, *flags, "--draft-max-total-tokens", "1000").draft.draft_max_total_tokens == 1000
+    int8 = made(tmp_path, *flags, "--speculative-draft-model-quantization", "int8")
+    assert int8.draft.draft_max_total_tokens > made(tmp_path, *flags).draft.draft_max_total_tokens
+    processes = made(tmp_path, *flags, "--draft-headroom-bytes", "5")
+    assert memory.plan_of(processes.target, processes.draft).draft == 5
+
+
+def test_a_head_needs_the_targets_embedding_too(one_card, tmp_path, large):
+    target = write_model(tmp_path / "target", num_hidden_layers=5)
+    head = write_head(tmp_path / "head", *eagle3(target))
+    flags = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model", str(head)]
+    flags += ["--draft-max-total-tokens", "1000"]
+    near, far = (made(tmp_path, "--model", str(path), *flags) for path in (target, large))
+    difference = memory.headroom_of(far.target, far.draft).bytes - memory.headroom_of(near.target, near.draft).bytes
+    assert difference == 2 * (151_936 * 5120 - 320 * 48)  # of bfloat16
+
+
+def test_sizes_match_what_transformers_loads(tmp_path):
+    import transformers
+
+    folder = write_model(tmp_path, "qwen3", num_hidden_layers=3)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    sizes = CheckpointSizes(folder)
+    assert sizes.weights() == sum(parameter.nbytes for parameter in model.parameters())
+    assert sizes.weights(2) * 2 == sizes.weights()
+    assert sizes.token_bytes(4) == 3 * 2 * 2 * 16 * 4
+    assert sizes.weights(4, "int8") < sizes.weights() / 2
+
+
+def test_a_machine_without_the_checkpoint_has_no_plan(one_card, tmp_path):
+    processes = made(tmp_path, "--model", "/nowhere/model")
+    assert memory.plan_of(processes.target, processes.draft) is None
+
+
+def test_a_cpu_has_a_plan_of_its_free_memory(monkeypatch, tmp_path, small):
+    monkeypatch.setattr(memory, "has_gpu", lambda: False)
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 24 * GIB)
+    processes = made(tmp_path, "--model", str(small))
+    assert memory.plan_of(processes.target, processes.draft).tokens == 65_536
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 2 * GIB)
+    assert 2048 < memory.plan_of(processes.target, processes.draft).tokens < 8192
