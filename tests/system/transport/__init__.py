@@ -1,0 +1,1 @@
+"""The whole system over the transports of its streams."""
