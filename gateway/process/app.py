@@ -34,6 +34,7 @@ from gateway.orchestration.orchestrator import Orchestrator
 from gateway.orchestration.sampling_defaults import FILE, OPENAI, SamplingDefaults, of_model
 from gateway.pools.pool import Routing
 from gateway.process.listeners import Listeners
+from gateway.streams.availability import ReplicaState
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import OtherWeights, TargetLink
 from gateway.telemetry import request_log
@@ -291,5 +292,8 @@ async def _connect_draft(link: DraftLink, required: float | None) -> None:
         return
     try:
         await link.wait_up(_WARN_AFTER)
-    except (Unavailable, ConfigError) as error:  # the link logs why a draft does not fit, and goes on trying
-        log.warning("%s; text is decoded plainly until it is up", error.message)
+    except (Unavailable, ConfigError) as error:  # the link goes on trying
+        # Of a draft that answers, the link has logged the reason.
+        silent = link.availability.state in (ReplicaState.UNREACHABLE, ReplicaState.STARTING)
+        what = error.message if silent else f"the {link.service} at {link.address} is not used"
+        log.warning("%s; text is decoded plainly until it is up", what)
