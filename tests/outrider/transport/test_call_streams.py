@@ -94,7 +94,7 @@ async def test_a_failed_write_ends_its_stream_and_closes_its_sessions(when):
         context.waiting.pop().set_exception(asyncio.CancelledError())
         streams.publish(commit(1))
     assert ended == [None]
-    assert [message.closes for message in streams._engine.messages] == [[], [1, 2]]
+    assert [message.closes for message in streams._engine.messages] == [(), [1, 2]]
     streams.publish(commit(1))
     streams.end(stream)
     assert ended == [None]
