@@ -188,10 +188,9 @@ class _Target(target_pb2_grpc.TargetServiceServicer):
         """The tokenizer."""
         yield target_pb2.GetTokenizerResponse(file_name="tokenizer.json", content=_tokenizer())
 
-    async def Verify(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+    async def Verify(self, request_iterator: Any, context: Any) -> None:  # noqa: ARG002, N802
         """The stream."""
-        async for frame in self._hub.answer(request_iterator, context, target_pb2.VerifyRequest):
-            yield frame
+        await self._hub.answer(context, target_pb2.VerifyRequest)
 
 
 class _Draft(draft_pb2_grpc.DraftServiceServicer):
@@ -205,10 +204,9 @@ class _Draft(draft_pb2_grpc.DraftServiceServicer):
             protocol_version=PROTOCOL_VERSION, drafters=[self._name], max_running_sessions=1024
         )
 
-    async def Propose(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+    async def Propose(self, request_iterator: Any, context: Any) -> None:  # noqa: ARG002, N802
         """The stream."""
-        async for frame in self._hub.answer(request_iterator, context, draft_pb2.ProposeRequest):
-            yield frame
+        await self._hub.answer(context, draft_pb2.ProposeRequest)
 
 
 def serve_draft(engine: Callable[[], Engine], address: str, name: str) -> int:

@@ -89,4 +89,6 @@ class Facts:
 def _service(link: TargetLink | DraftLink, health: Health) -> dict[str, Any]:
     info = MessageToDict(link.info, preserving_proto_field_name=True) if link.info is not None else {}
     found = health.availability(link)
-    return {"address": link.address, "up": link.up, "state": found.state, "reason": found.reason or None, **info}
+    stream = {"stream_transport": link.transport} if link.up else {}
+    state = {"state": found.state, "reason": found.reason or None}
+    return {"address": link.address, "up": link.up, **state, **stream, **info}

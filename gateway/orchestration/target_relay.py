@@ -48,6 +48,7 @@ class TargetRelay:
         """Add a target."""
         self._table.placement.add(target)
         self._unreadable.attach(target)
+        target.traffic = self._metrics.traffic
         target.on_up = partial(self._up, target)
         target.on_down = partial(self._down, target)
         target.on_frame = partial(self._receive, target)

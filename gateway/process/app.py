@@ -34,6 +34,7 @@ from gateway.orchestration.orchestrator import Orchestrator
 from gateway.orchestration.sampling_defaults import FILE, OPENAI, SamplingDefaults, of_model
 from gateway.pools.pool import Routing
 from gateway.process.listeners import Listeners
+from gateway.streams.availability import ReplicaState
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import OtherWeights, TargetLink
 from gateway.telemetry import request_log
@@ -90,7 +91,7 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
     tests: list[asyncio.Task[Any]] = []
     tls, service_tls = config.server_tls(), config.service_tls()
     routing = Routing(config.cache_threshold, config.balance_abs_threshold, config.balance_rel_threshold)
-    targets = [TargetLink(address, service_tls) for address in config.target]
+    targets = [TargetLink(address, service_tls, config.stream_transport) for address in config.target]
     orchestrator = Orchestrator(targets, [], metrics, routing=routing)
     gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, listeners.grpc.server)
     for facade in facade_services:
@@ -124,7 +125,7 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         if not config.disable_sglang_metrics:
             metrics.registry.register(SglangMetrics(metrics, generator.name))
         for address in config.draft:
-            orchestrator.attach_draft(DraftLink(address, target.info.model, service_tls))
+            orchestrator.attach_draft(DraftLink(address, target.info.model, service_tls, config.stream_transport))
         if not config.disable_draft_self_test:
             tests += self_test.start(generator, orchestrator)
         control = Control(orchestrator, facts)
@@ -291,5 +292,8 @@ async def _connect_draft(link: DraftLink, required: float | None) -> None:
         return
     try:
         await link.wait_up(_WARN_AFTER)
-    except (Unavailable, ConfigError) as error:  # the link logs why a draft does not fit, and goes on trying
-        log.warning("%s; text is decoded plainly until it is up", error.message)
+    except (Unavailable, ConfigError) as error:  # the link goes on trying
+        # Of a draft that answers, the link has logged the reason.
+        silent = link.availability.state in (ReplicaState.UNREACHABLE, ReplicaState.STARTING)
+        what = error.message if silent else f"the {link.service} at {link.address} is not used"
+        log.warning("%s; text is decoded plainly until it is up", what)

@@ -21,10 +21,12 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from gateway.streams.availability import READY, Availability, ReplicaState, after
+from gateway.streams.traffic import Count, Direction, Traffic
 from outrider import PROTOCOL_VERSION
+from outrider.config import StreamTransport
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.tls import ClientTls, explain_tls_failure, open_channel
-from outrider.transport.frame_socket import SocketCall, connect_beside
+from outrider.transport.frame_socket import SocketCall, connect_beside, message_of, socket_beside
 from outrider.transport.rpc import CHANNEL_OPTIONS
 from outrider.wire.v1 import common_pb2
 
@@ -80,15 +82,23 @@ class Link(ABC, Generic[Info, Frame]):
     session_count: sessions that are open there, counted by the placement
     load: the engine's last report. info: facts from the handshake. refusal: why the replica does not fit
     channel: while it is up or about to be. on_change: called after `up` or `availability` changed
+    transport: of the stream's frames, grpc or socket; empty before the first
+    traffic: counts of frames, which links share
     """
 
     service: str
+    method: str  # full name of the stream's method
     longest_refused_wait = _MAX_WAIT  # seconds between attempts while the replica does not fit
     frame: type[Any]  # message type of incoming frames
+    features_are: Direction  # in which frames hidden states travel
 
-    def __init__(self, address: str, tls: ClientTls | None = None) -> None:
+    def __init__(self, address: str, tls: ClientTls | None = None, transport: StreamTransport = "grpc") -> None:
+        """transport: what frames may use."""
         self.address = address
         self._tls = tls
+        self._allowed_transport = transport
+        self.transport = ""
+        self.traffic = Traffic()
         self.up = False
         self.session_count = 0
         self.load: common_pb2.EngineLoad | None = None
@@ -124,10 +134,6 @@ class Link(ABC, Generic[Info, Frame]):
 
     async def prepare(self, channel: grpc.aio.Channel) -> None:
         """Make the calls that must precede the stream. The replica is serving by now."""
-
-    @abstractmethod
-    def open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
-        """The stream call."""
 
     @abstractmethod
     def take_frame(self) -> Any:
@@ -254,6 +260,8 @@ class Link(ABC, Generic[Info, Frame]):
 
     async def _stream(self, channel: grpc.aio.Channel) -> None:
         call = await self.start_call(channel)
+        self._features = self.traffic.count("features", self.features_are, self.transport)
+        received = self.traffic.count(self.service, "received", self.transport)
         self.clear()
         self.up = True
         log.info("connected to the %s at %s", self.service, self.address)
@@ -262,7 +270,9 @@ class Link(ABC, Generic[Info, Frame]):
         self.on_change()
         writer = asyncio.create_task(self._write(call))
         try:
-            while (frame := await call.read()) is not grpc.aio.EOF:
+            while (content := await call.read()) is not grpc.aio.EOF:
+                frame = message_of(self.frame, content)
+                self._count(received, frame, len(content))
                 await self.on_frame(frame)
         finally:
             writer.cancel()
@@ -271,21 +281,42 @@ class Link(ABC, Generic[Info, Frame]):
             await asyncio.gather(writer, return_exceptions=True)
 
     async def start_call(self, channel: grpc.aio.Channel) -> Any:
-        """Open the stream; its frames bypass gRPC over a Unix socket if the service runs on this machine."""
-        key = await connect_beside(self.address)
-        if key is None:
-            return self.open_stream(channel, ())
-        return SocketCall(self.open_stream(channel, key.metadata), key.connection, self.frame)
+        """Open the stream, whose frames are bytes. Raises ConfigError if they must use a socket and there is none."""
+        key = None if self._allowed_transport == "grpc" else await connect_beside(self.address)
+        if key is not None:
+            self.transport = "socket"
+            return SocketCall(self.open_stream(channel, key.metadata), key.connection)
+        if self._allowed_transport == "socket":
+            beside = socket_beside(self.address)
+            where = "its address is no Unix domain socket" if beside is None else f"no process listens at {beside}"
+            raise ConfigError(
+                f"--stream-transport socket: the {self.service} at {self.address} cannot be reached that way, because "
+                f"{where}; choose grpc or auto, or let the service listen on unix:/PATH of this machine"
+            )
+        self.transport = "grpc"
+        return self.open_stream(channel, ())
+
+    def open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
+        """The stream call; it reads and writes bytes."""
+        return channel.stream_stream(self.method)(metadata=metadata)
 
     async def _write(self, call: Any) -> None:
-        outgoing = self.outgoing
+        outgoing, sent = self.outgoing, self.traffic.count(self.service, "sent", self.transport)
         while True:
             await outgoing.wait()
             outgoing.clear()
+            frame = self.take_frame()
+            content = frame.SerializeToString()
             try:
-                await call.write(self.take_frame())
+                await call.write(content)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the reader receives the reason
+            self._count(sent, frame, len(content))
+
+    def _count(self, count: Count, frame: Any, size: int) -> None:
+        count.add(size)
+        if self.features_are == ("received" if isinstance(frame, self.frame) else "sent") and frame.features.rows:
+            self._features.add(len(frame.features.rows))
 
 
 async def _ignore(_: Any) -> None:

@@ -16,7 +16,9 @@ from prometheus_client.registry import Collector
 
 from gateway.sessions.session import Session
 from gateway.sessions.step_stats import SourceCounts, add_counts
+from gateway.streams.traffic import Traffic
 from gateway.telemetry.service_metrics import ServiceMetrics
+from gateway.telemetry.stream_metrics import TrafficCollector
 from outrider.speculation.draft_source import SourceKind
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -171,6 +173,8 @@ class Metrics:
             "request_accept_length", "Tokens per step of a request, bonus token included.", _LENGTHS
         )
         self.services = ServiceMetrics(registry)
+        self.traffic = Traffic()
+        registry.register(TrafficCollector(self.traffic))
 
     def count(
         self, session: Session, tokens: int, verified: int, accepted: int, now: float, together: int, source: int = 0

@@ -196,10 +196,19 @@ def fingerprint(folder: Path) -> str:
     for file in weight_files(folder, torch_files=True):
         length = file.stat().st_size
         with file.open("rb") as stream:
-            (size,) = struct.unpack("<Q", stream.read(8)) if file.suffix == ".safetensors" else (0,)
+            size = header_bytes(stream, file) if file.suffix == ".safetensors" else 0
             digest.update(stream.read(size))
             _sample(digest, stream, 8 + size, length)
     return digest.hexdigest()[:16]
+
+
+def header_bytes(stream: BinaryIO, file: Path) -> int:
+    """Read the size of a safetensors file's header, in bytes. Raises ConfigError for a damaged file."""
+    head = stream.read(8)
+    size = int(struct.unpack("<Q", head)[0]) if len(head) == 8 else -1
+    if not 0 <= size <= file.stat().st_size - 8:
+        raise ConfigError(f"{file} is damaged: it has no header of a safetensors file; download it again")
+    return size
 
 
 def _sample(digest: Any, stream: BinaryIO, begin: int, end: int) -> None:

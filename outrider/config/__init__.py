@@ -22,7 +22,7 @@ from outrider.config.draft import (
     LoadFormat,
 )
 from outrider.config.flags import flag_classes, parse_flags, read_flags
-from outrider.config.gateway import GatewayConfig, GatewayOptions, ReasoningParser, ToolCallParser
+from outrider.config.gateway import GatewayConfig, GatewayOptions, ReasoningParser, StreamTransport, ToolCallParser
 from outrider.config.serve import ServeConfig
 from outrider.config.target import KVCacheDType, Quantization, SchedulePolicy, TargetConfig, check_device
 from outrider.config.tls import ServiceTlsOptions
@@ -52,6 +52,7 @@ __all__ = [
     "ServeConfig",
     "ServiceTlsOptions",
     "SharedOptions",
+    "StreamTransport",
     "TargetConfig",
     "ToolCallParser",
     "TrainConfig",

@@ -32,8 +32,9 @@ class DrafterOptions:
     topic: ClassVar[str] = "speculation"
 
     speculative_algorithm: Algorithm = "AUTO"
-    """Drafter. AUTO: the bundled EAGLE3 head beside NGRAM, for the model that has one and where the draft service has a
-    device or cores of its own; else NGRAM. NONE: no draft service."""
+    """Drafter. AUTO: what the files of --speculative-draft-model-path are; without it, where the draft service has a
+    device or cores of its own, the bundled EAGLE3 head beside NGRAM or the model's MTP layers; else NGRAM. NONE: no
+    draft service."""
     speculative_draft_model_path: Annotated[str | None, tyro.conf.arg(aliases=["--speculative-draft-model"])] = None
     """Hugging Face id, local folder or GGUF file of the draft model; NGRAM needs none, NEXTN reads the target's
     checkpoint."""

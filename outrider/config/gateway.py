@@ -12,6 +12,7 @@ from outrider.errors import ConfigError
 ToolCallParser = Literal["auto", "none", "hermes", "qwen25", "llama3", "deepseekv3"]
 ReasoningParser = Literal["auto", "none", "deepseek-r1", "qwen3"]
 GrpcFacade = Literal["vllm", "sglang"]
+StreamTransport = Literal["grpc", "socket", "auto"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class EndpointOptions:
     """Gateway processes that share both ports."""
     connect_timeout: float = 600.0
     """Maximum time to wait for the services at start-up, in seconds."""
+    stream_transport: StreamTransport = "grpc"
+    """Transport of the frames between gateway and services. grpc: bidirectional gRPC streams; socket: a Unix domain
+    socket beside each stream, for services that listen on unix:/path of this machine; auto: socket where there is one,
+    else grpc."""
 
 
 @dataclass(frozen=True)

@@ -78,13 +78,13 @@ class SelfSpeculationOptions:
     self_speculation: SelfSpeculationSource = "auto"
     """Draft source in the target process: prompt lookup alone (lookup), or with a local EAGLE-3 head (head) or a
     quantized copy of the weights (quantized), used while measurements favour it. auto: on a CPU, for models larger than
-    its caches: the head of --self-speculation-head; else a quantized copy assisted by the bundled head; for int8 and
-    int4 weights the bundled head alone; off if `serve` has a --speculative-algorithm other than AUTO."""
+    its caches: the head of --self-speculation-head; else a quantized copy, or for int8 and int4 weights the bundled
+    head, if any; off if `serve` has a --speculative-algorithm other than AUTO."""
     self_speculation_format: SelfSpeculationFormat = "auto"
     """Weight format of the quantized copy: int4 or int8. auto: int4."""
     self_speculation_head: Annotated[str | None, tyro.conf.arg(aliases=["--self-draft-head"])] = None
-    """Folder of an EAGLE-3 head that drafts alone, or assists the quantized copy. Default: the bundled head for `head`
-    with the default model; no head for `quantized`."""
+    """Folder of an EAGLE-3 head that drafts in the target process, instead of a quantized copy. Default: the default
+    model's bundled head."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeVar
 
-from outrider.config import DEFAULT_MODEL, DraftOptions
+from outrider.checkpoints.drafts import has_mtp_layers, kind_of_draft, local_folder
+from outrider.config import DEFAULT_MODEL, Algorithm, DraftOptions
 from outrider.config.draft import DraftCacheOptions, DraftModelOptions, OnlineOptions
 from outrider.errors import ConfigError
 
@@ -27,7 +28,7 @@ def resolve_drafter(options: Options, model_path: str | None, *, own_place: bool
     """The same options with AUTO replaced by a drafter, and EAGLE3 without a draft model by the bundled head.
 
     model_path: of the target. own_place: the draft service has a device or CPU cores that the target does not use.
-    Raises ConfigError for a draft model without an algorithm.
+    Raises ConfigError for a draft model that is not on this machine and has no algorithm.
     """
     if options.speculative_algorithm == "AUTO":
         options = _automatic(options, model_path, own_place)
@@ -40,16 +41,33 @@ def resolve_drafter(options: Options, model_path: str | None, *, own_place: bool
 def _automatic(options: Options, model_path: str | None, own_place: bool) -> Options:
     """The drafter for AUTO. Every choice proposes; only --speculative-algorithm NONE starts no draft service.
 
-    A model's head drafts best, but each of its steps takes as long as a part of the target's. It is chosen where it
-    computes on a device or on cores of its own, or where flags of a draft model ask for one. On the target's cores
-    NGRAM drafts: a lookup takes microseconds, and at rest it uses no core.
+    A draft model that a flag names is used wherever it computes; its files say which algorithm reads it. A model's own
+    head drafts best, but each of its steps takes as long as a part of the target's. It is chosen where it computes on a
+    device or on cores of its own, or where flags of a draft model ask for one. On the target's cores NGRAM drafts: a
+    lookup takes microseconds, and at rest it uses no core.
     """
     if options.speculative_draft_model_path is not None:
-        raise ConfigError("--speculative-draft-model-path needs --speculative-algorithm; name the algorithm, too")
-    if has_bundled_head(model_path) and (own_place or _asks_for_model(options)):
-        # N-grams find repeated text, which a head does not.
-        return replace(options, speculative_algorithm="EAGLE3", speculative_ngram_beside=True)
+        return replace(options, speculative_algorithm=_algorithm_of(options.speculative_draft_model_path))
+    if own_place or _asks_for_model(options):
+        if has_bundled_head(model_path):
+            # N-grams find repeated text, which a head does not.
+            return replace(options, speculative_algorithm="EAGLE3", speculative_ngram_beside=True)
+        if (folder := local_folder(model_path)) is not None and has_mtp_layers(folder):
+            return replace(options, speculative_algorithm="NEXTN")
     return replace(options, speculative_algorithm="NGRAM")
+
+
+def _algorithm_of(draft_model_path: str) -> Algorithm:
+    """The algorithm of a draft model. Raises ConfigError if its files are not on this machine."""
+    if draft_model_path.endswith(".gguf"):
+        return "STANDALONE"
+    folder = local_folder(draft_model_path)
+    if folder is None:
+        raise ConfigError(
+            f"--speculative-draft-model-path {draft_model_path} is not on this machine, so its algorithm is unknown; "
+            "name it with --speculative-algorithm"
+        )
+    return kind_of_draft(folder)
 
 
 def _asks_for_model(options: DraftOptions) -> bool:

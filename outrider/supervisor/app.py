@@ -72,13 +72,17 @@ def serve(config: ServeConfig, notes: Sequence[str] = ()) -> int:
     setup_logging("serve", config.log_level, config.log_format)
     for note in notes:
         log.warning("%s", note)
-    config = resolve_config(config)
+    given, config = config, resolve_config(config)
     check_flags(config)
-    cores = choose_cores(config)
+    choose_cores(config)
     display = Display()
     signal.signal(signal.SIGTERM, _leave)
     try:
+        absent = checkpoint.local_folder(config.target.model_path) is None
         prepare_models(config, display)
+        if absent:  # the target's files are here now; they may hold MTP layers
+            config = resolve_config(given)
+        cores = choose_cores(config)
         with socket_folder("outrider-") as runtime:
             return asyncio.run(_run(configure(config, cores, runtime), display))
     except KeyboardInterrupt:

@@ -41,8 +41,13 @@ class Setting:
     value: Any
     source: Source
 
+    @property
+    def words(self) -> str:
+        """The value as text."""
+        return _words(self.value)
+
     def __str__(self) -> str:
-        return f"{self.flag} {_words(self.value)}"
+        return f"{self.flag} {self.words}"
 
 
 @dataclass(frozen=True)
@@ -85,35 +90,42 @@ def make_plan(config: ServeConfig, notes: Sequence[str] = ()) -> Plan:
         level: [r.getMessage() for r in records if (r.levelno >= logging.WARNING) == level] for level in (True, False)
     }
     given = _given(config)
-    configs: dict[str, ProcessConfig] = {"target": made.target, "gateway": made.gateway}
+    configs: list[tuple[str, str, ProcessConfig]] = [("target", _target_device(resolved), made.target)]
     if made.draft is not None:
-        configs["draft"] = made.draft
-    devices = {"target": _target_device(resolved), "draft": _draft_device(made.draft), "gateway": "CPU"}
+        configs.append(("draft", _draft_device(made.draft), made.draft))
+    configs.append(("gateway", "CPU", made.gateway))
     processes = {
-        name: ProcessPlan(
-            devices[name], configs[name].cores or "all", _settings(configs[name], given), _argv(configs[name])
-        )
-        for name in ("target", "draft", "gateway")
-        if name in configs
+        name: ProcessPlan(device, one.cores or "all", _settings(one, given), _argv(one))
+        for name, device, one in configs
     }
     warnings = [*notes, *said[True], *_cpu_notes(resolved), *_missing_files(made), *_used_ports(made.gateway)]
     return Plan(processes, _memory(made), said[False], warnings)
 
 
+class _Collector(logging.Handler):
+    """Collects log records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record."""
+        self.records.append(record)
+
+
 @contextlib.contextmanager
 def _captured() -> Iterator[list[logging.LogRecord]]:
     """Collect the log records of this package in place of writing them."""
-    records: list[logging.LogRecord] = []
-    logger, handler = logging.getLogger("outrider"), logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
+    logger, collector = logging.getLogger("outrider"), _Collector()
     before = logger.level, logger.propagate
-    logger.addHandler(handler)
+    logger.addHandler(collector)
     logger.setLevel(logging.INFO)
     logger.propagate = False
     try:
-        yield records
+        yield collector.records
     finally:
-        logger.removeHandler(handler)
+        logger.removeHandler(collector)
         logger.setLevel(before[0])
         logger.propagate = before[1]
 
@@ -174,8 +186,8 @@ def _target_device(config: ServeConfig) -> str:
     return f"{device}; {target.tp_size} tensor-parallel {'processes' if on_cpu else 'devices'}"
 
 
-def _draft_device(draft: DraftConfig | None) -> str:
-    if draft is None or draft.speculative_algorithm == "NGRAM":
+def _draft_device(draft: DraftConfig) -> str:
+    if draft.speculative_algorithm == "NGRAM":
         return "CPU"
     device = draft.draft_device
     device = "the first kind that JAX finds: TPU, GPU, CPU (--draft-device auto)" if device == "auto" else device

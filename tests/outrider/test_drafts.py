@@ -55,5 +55,5 @@ def test_explicit_flags_are_kept(head):
 
 
 def test_a_named_draft_model_needs_its_algorithm(head):
-    with pytest.raises(ConfigError, match="needs --speculative-algorithm"):
+    with pytest.raises(ConfigError, match="name it with --speculative-algorithm"):
         chosen("default", speculative_draft_model_path="mine")

@@ -106,9 +106,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self,
         request_iterator: AsyncIterator[draft_pb2.ProposeRequest],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[draft_pb2.ProposeResponse]:
+    ) -> None:
         """One gateway's stream of sessions."""
+        del request_iterator  # frames are read and written through the context
         async with statuses(context):
             self._built()
-            async for frame in self._hub.answer(request_iterator, context, draft_pb2.ProposeRequest):
-                yield frame
+            await self._hub.answer(context, draft_pb2.ProposeRequest)

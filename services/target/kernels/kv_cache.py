@@ -90,12 +90,6 @@ class KVCache:
             rows = indexable(pool).flatten(0, 1)
             rows.index_copy_(0, destinations, rows.index_select(0, sources))
 
-    @property
-    def mover(self) -> object | None:
-        """The compiled code that moves rows; None if there is none."""
-        mover: object | None = self._mover
-        return mover
-
     def move_paths(self, moves: Tensor) -> None:
         """Copy rows of many sessions between slots in every layer. moves: [2, S, D] int64, sources and destinations.
 

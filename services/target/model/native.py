@@ -71,7 +71,7 @@ class ProgramRunner:
 
         number_format: of the weights; None: the model's own. positions: most tokens of a session;
         pools: dtype of the KV cache. copied: the format of a narrow copy of the weights, for drafting steps.
-        prompt_lookup: as in Model. head: the local EAGLE head.
+        prompt_lookup: as in Model. head: the local EAGLE head; not beside a copy.
         """
         own = plain_format(module.dtype)
         assert own is not None, "other formats have an unsupported_reason"
@@ -88,7 +88,7 @@ class ProgramRunner:
         if head is not None:
             depth = len(module.model.layers)
             self.head = EagleHead(head, self.program, self.threads, table, pools, depth, positions)
-            self.draft_bytes = self.draft_bytes if self.copied else self.head.bytes
+            self.draft_bytes = self.head.bytes
 
     @property
     def drafts(self) -> bool:

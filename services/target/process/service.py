@@ -250,9 +250,9 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self,
         request_iterator: AsyncIterator[target_pb2.VerifyRequest],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[target_pb2.VerifyResponse]:
+    ) -> None:
         """One gateway's stream of sessions."""
+        del request_iterator  # frames are read and written through the context
         async with statuses(context):
             self._loaded()
-            async for frame in self._hub.answer(request_iterator, context, target_pb2.VerifyRequest):
-                yield frame
+            await self._hub.answer(context, target_pb2.VerifyRequest)

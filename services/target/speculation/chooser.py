@@ -142,5 +142,5 @@ def model_source(
 ) -> ModelSource | None:
     """The model source of a model's sessions, if it has one."""
     if model.copied:
-        return QuantizedSelfDraft(model, cache, prefix, planner, sessions)
+        return QuantizedSelfDraft(model, cache, planner, sessions)
     return None if model.head is None else LocalEagleHead(model, model.head, cache, prefix, planner, sessions)

@@ -368,4 +368,4 @@ def test_flags_that_do_not_fit(model):
 def test_chain_length_follows_the_steps(caplog):
     limits = tree_limits(config(speculative_num_steps=3, speculative_eagle_topk=1, speculative_num_draft_tokens=8))
     assert limits.shape == TreeShape(3, 1, 4)
-    assert "--speculative-num-draft-tokens is 4" in caplog.text
+    assert "--speculative-num-draft-tokens 8 becomes 4" in caplog.text

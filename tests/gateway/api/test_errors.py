@@ -487,7 +487,7 @@ def test_a_body_that_grows_too_large_after_valid_json_is_not_processed(gateway, 
 
 async def test_a_disconnect_is_reported_after_a_body_that_is_too_large():
     messages = [{"type": "http.request", "body": b"12345678", "more_body": True}, {"type": "http.disconnect"}]
-    heard, sent = [], []
+    received, sent = [], []
 
     async def receive():
         return messages.pop(0)
@@ -498,13 +498,13 @@ async def test_a_disconnect_is_reported_after_a_body_that_is_too_large():
     async def app(scope, receive, send):
         with pytest.raises(HTTPException):
             await receive()
-        heard.append(await receive())
+        received.append(await receive())
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
     edge = EdgeMiddleware(max_body_bytes=7)
     edge.app = app
     await edge({"type": "http", "path": "/", "headers": []}, receive, send)
-    assert heard == [{"type": "http.disconnect"}]
+    assert received == [{"type": "http.disconnect"}]
     assert sent[0]["status"] == 413
 
 

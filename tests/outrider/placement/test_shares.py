@@ -63,14 +63,14 @@ def test_explicit_flags_override_the_share(monkeypatch):
     )
     share = shares.share_of_draft(explicit)
     assert (share.cores, share.niceness, share.network_cores) == ("1", 7, "0")
-    with pytest.raises(ConfigError, match="needs --speculative-algorithm"):
+    with pytest.raises(ConfigError, match="name it with --speculative-algorithm"):
         shares.share_of_draft(DraftConfig(cores="auto", speculative_draft_model_path="x"))
 
 
 def test_a_process_reports_cores_missing_from_its_share(monkeypatch, capsys):
     monkeypatch.setattr(app.gc, "set_threshold", lambda *_: None)
     assert app.main(["--cores", "auto", "--speculative-draft-model-path", "x"]) == 2
-    assert capsys.readouterr().err.startswith("error: --speculative-draft-model-path needs --speculative-algorithm")
+    assert capsys.readouterr().err.startswith("error: --speculative-draft-model-path x is not on this machine")
 
 
 def test_the_last_cores_flag_applies():

@@ -3,7 +3,9 @@
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from outrider.config import ServeConfig
 from outrider.drafts import DEFAULT_HEAD
@@ -59,6 +61,26 @@ def test_every_machine_has_a_drafter(monkeypatch, number):
     assert chosen(target={"model_path": "some/model"}) == ("NGRAM", "auto")
 
 
+@pytest.fixture
+def model_with_mtp(tmp_path):
+    """A target's folder with an MTP layer, by the names of its tensors."""
+    folder = tmp_path / "target"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({"model.layers.61.eh_proj.weight": np.zeros((1, 1))}, folder / "model.safetensors")
+    return str(folder)
+
+
+def test_a_model_with_mtp_layers_drafts_with_them_on_cores_of_their_own(monkeypatch, model_with_mtp):
+    assert chosen(target={"model_path": model_with_mtp}) == ("NGRAM", "auto")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert chosen(target={"model_path": model_with_mtp}) == ("NEXTN", "auto")
+
+
+def test_a_draft_model_that_is_named_is_used_on_every_machine():
+    assert chosen(draft={"speculative_draft_model_path": str(DEFAULT_HEAD)}) == ("EAGLE3", "auto")
+
+
 def test_a_draft_with_cores_of_its_own_has_the_head():
     assert chosen(cores_target="0", cores_draft="1") == ("EAGLE3", "auto")
 
@@ -92,6 +114,6 @@ def test_the_bundled_head_is_found_by_its_algorithm():
     check_flags(config)
 
 
-def test_a_draft_model_needs_its_algorithm():
-    with pytest.raises(ConfigError, match="needs --speculative-algorithm"):
+def test_a_draft_model_that_is_not_here_needs_its_algorithm():
+    with pytest.raises(ConfigError, match="name it with --speculative-algorithm"):
         chosen(draft={"speculative_draft_model_path": "some/draft"})

@@ -22,7 +22,8 @@ def open_tensors(folder: Path, known_as: Callable[[str], str] = str, load_format
     """The tensors of a draft checkpoint. load_format: --speculative-draft-load-format. Raises ConfigError."""
     if load_format == "dummy":
         return DummyTensors(folder, known_as)
-    return Tensors(folder, known_as, torch_files=load_format != "safetensors", safetensors=load_format != "pt")
+    files = weight_files(folder, torch_files=load_format != "safetensors", safetensors=load_format != "pt")
+    return Tensors(folder, known_as, files)
 
 
 def has_weights(folder: Path) -> bool:
@@ -42,8 +43,7 @@ class DummyTensors(Tensors):
     def __init__(self, folder: Path, known_as: Callable[[str], str] = str) -> None:
         """known_as: as of `Tensors`."""
         self.invented = not has_weights(folder)
-        if not self.invented:
-            super().__init__(folder, known_as)
+        super().__init__(folder, known_as, [] if self.invented else None)
 
     def check(self, what: str, expected: Shapes, ignored: Iterable[str] = (), within: str = "") -> None:
         """As of `Tensors`; without files nothing is checked."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,16 +33,14 @@ class Tensors:
 
     invented = False
 
-    def __init__(
-        self, folder: Path, known_as: Callable[[str], str] = str, *, torch_files: bool = True, safetensors: bool = True
-    ) -> None:
-        """known_as: maps a name in the files to the name that readers use. torch_files, safetensors: as of
-        `weight_files`. Raises ConfigError.
+    def __init__(self, folder: Path, known_as: Callable[[str], str] = str, files: Sequence[Path] | None = None) -> None:
+        """known_as: maps a name in the files to the name that readers use. files: default all weight files of the
+        folder. Raises ConfigError.
         """
         self.folder = folder
         self._files: list[Any] = []
         self._places: dict[str, tuple[Mapping[str, Any] | Any, str, Path]] = {}
-        for file in weight_files(folder, torch_files=torch_files, safetensors=safetensors):
+        for file in weight_files(folder, torch_files=True) if files is None else files:
             opened = _open(file)
             self._files.append(opened)
             for name in opened.keys():  # noqa: SIM118  (safe_open is no mapping)

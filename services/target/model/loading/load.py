@@ -25,11 +25,7 @@ from services.target.model.deterministic.batch_invariance import check as check_
 from services.target.model.loading import positions, quantized, self_check, shards, support
 from services.target.model.loading.probe import check_window, pass_a_token
 from services.target.model.loading.runners import choose_runner
-from services.target.model.loading.weight_quantization import (
-    check_dtype,
-    quantization_arguments,
-    warn_about_experts,
-)
+from services.target.model.loading.weight_quantization import quantization_arguments, warn_about_experts
 from services.target.step.upload import use_device
 
 log = logging.getLogger(__name__)
@@ -52,7 +48,6 @@ def load(folder: Path, config: TargetConfig) -> Model:
     how = quantization_arguments(config.quantization, settings, device)
     how |= shards.split(folder, settings, config.tp_size) | quantized.prepare(settings, device)
     dtype = pick_dtype(config.dtype, settings, device)
-    check_dtype(config.quantization, dtype, device)
     module = _read_weights(folder, settings, dtype, remote, how)
     module.to(device).eval().requires_grad_(False)
     warn_about_experts(config.quantization, module)

@@ -19,7 +19,6 @@ from outrider.config import Quantization
 from outrider.errors import ConfigError
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.matrices.weights import Format
-from services.target.model.linear import plain_format
 
 log = logging.getLogger(__name__)
 
@@ -57,13 +56,6 @@ def quantization_arguments(choice: Quantization | None, settings: Any, device: t
 
     how = {"fp8": ao.Float8WeightOnlyConfig, "int8": ao.Int8WeightOnlyConfig, "int4": ao.Int4WeightOnlyConfig}
     return {"quantization_config": TorchAoConfig(how[choice]()), "device_map": {"": device}}
-
-
-def check_dtype(choice: Quantization | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ConfigError if no kernels multiply quantized weights in the computation's format."""
-    if choice is not None and device.type == "cpu" and plain_format(dtype) is None:
-        name = str(dtype).removeprefix("torch.")
-        raise ConfigError(f"--quantization {choice} on a CPU has no kernels for {name}; choose --dtype bfloat16")
 
 
 def warn_about_experts(choice: Quantization | None, module: nn.Module) -> None:

@@ -27,7 +27,7 @@ class Calibration:
 
     def for_new_session(self, session_id: int) -> Calibration:
         """The start of a new session: the ratio and the interval of all sessions; neighbours try in different steps."""
-        return Calibration(self.ratio, self._interval, session_id % self._interval)
+        return Calibration(self.ratio, self._interval, -session_id % self._interval)  # the first ones try soon
 
     @property
     def ratio(self) -> float:

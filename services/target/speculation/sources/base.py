@@ -12,25 +12,23 @@ target's. It writes into the cache where the verification writes next: nothing o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.serving.loop import MessageWatch
 from outrider.serving.session import Session
 from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.tree import TreeSlice
 from services.target.sampling.session import TargetSession
-from services.target.speculation.estimates.cached_estimate import CachedEstimate
-from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.planner import Planner
 from services.target.step.batch import SessionWork
 from services.target.step.programs import FusedLoop, LoopIteration
 
 MAX_CHAIN = 16  # draft tokens of a chain
-PREDICTION_INTERVAL = 16  # steps for which a prediction of costs and gains serves
 _PROBE_INTERVAL = 256  # steps after which a source that does not pay is used in one
 _PARENTS = np.arange(-1, MAX_CHAIN, dtype=np.int32)
 _DEPTHS = np.arange(1, MAX_CHAIN + 1, dtype=np.int32)
@@ -109,15 +107,8 @@ class ModelSource(DraftSource):
 
     min_speedup: ClassVar[float]
 
-    def __init__(
-        self,
-        planner: Planner,
-        sessions: Mapping[int, TargetSession],
-        verifying: Callable[[], StepCost] | None = None,
-    ) -> None:
-        """sessions: those that are open, by id. verifying: cost model of the verification, if not the model's own."""
-        self._verifying = verifying or (lambda: planner.budget.cost)
-        self._paying = CachedEstimate[bool](PREDICTION_INTERVAL)  # by batch size
+    def __init__(self, planner: Planner, sessions: Mapping[int, TargetSession]) -> None:
+        """As of DraftSource."""
         self._unused = 0  # consecutive steps in which it did not pay
         super().__init__(planner, sessions)
 
@@ -126,13 +117,10 @@ class ModelSource(DraftSource):
 
         Texts change, and what is not used is not measured.
         """
-        pays = self._paying.get(sessions, lambda: self._predict(sessions, kv_tokens))
+        plain = self._planner.budget.plain_throughput(sessions, kv_tokens)
+        pays = self.throughput(sessions, kv_tokens) > self.min_speedup * plain
         self._unused = 0 if pays or self._unused >= _PROBE_INTERVAL else self._unused + 1
         return not self._unused
-
-    def _predict(self, sessions: int, kv_tokens: int) -> bool:
-        plain = sessions / self._verifying().step(sessions, kv_tokens)[0]
-        return self.throughput(sessions, kv_tokens) > self.min_speedup * plain
 
     @abstractmethod
     def throughput(self, sessions: int, kv_tokens: int) -> float:
@@ -163,8 +151,12 @@ def chain_of(entry: TargetSession, tokens: list[int], rate: float) -> TreeSlice:
     rate: acceptance rate of each token if its predecessors are accepted
     """
     count = verifiable(entry, tokens)
-    scores = np.log(np.float32(rate)) * _DEPTHS[:count]
-    return TreeSlice(np.array(tokens[:count], np.uint32), _PARENTS[:count], _DEPTHS[:count], scores)
+    return scored_chain(tokens[:count], np.log(np.float32(rate)) * _DEPTHS[:count])
+
+
+def scored_chain(tokens: list[int], scores: NDArray[np.float32]) -> TreeSlice:
+    """A draft chain. scores: [n], logs of the path probabilities."""
+    return TreeSlice(np.array(tokens, np.uint32), _PARENTS[: len(tokens)], _DEPTHS[: len(tokens)], scores)
 
 
 def verifiable(entry: TargetSession, tokens: Sequence[int]) -> int:

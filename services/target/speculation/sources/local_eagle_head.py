@@ -1,7 +1,4 @@
-"""The local EAGLE head (model/eagle_head.py) as a draft source.
-
-    root ── draft 1 ── draft 2 ── draft 3        beside a draft token, its second candidate may be verified
-        └── second 1
+"""The local EAGLE head (model/eagle_head.py) as a draft source: it drafts a chain for each session.
 
 The head gives each draft token a probability. The acceptance rate at each probability is measured, and chains are
 drafted and verified as far as the tokens that they promise are worth their cost.
@@ -12,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -28,24 +25,14 @@ from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
 from services.target.model.eagle_head import EagleHead
 from services.target.sampling.session import TargetSession
-from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.multi_step import interrupts, texts
 from services.target.speculation.planner import Planner
-from services.target.speculation.sources.base import MAX_CHAIN, Demand, Drafts, ModelSource, verifiable
-from services.target.speculation.sources.head_estimates import USUAL_ROWS, HeadEstimates, VerifiedChain
+from services.target.speculation.sources.base import MAX_CHAIN, Demand, Drafts, ModelSource, scored_chain, verifiable
+from services.target.speculation.sources.head_estimates import USUAL_ROWS, HeadEstimates
 from services.target.speculation.sources.head_kv import HeadKV
 from services.target.step.batch import SamplingPlan, SessionWork, build
-from services.target.step.programs import (
-    CopyInLoop,
-    DraftTokenValue,
-    FusedLoop,
-    HeadDrafting,
-    HeadInLoop,
-    LoopIteration,
-)
+from services.target.step.programs import DraftTokenValue, FusedLoop, HeadDrafting, HeadInLoop, LoopIteration
 
-MAX_ALTERNATIVES = 2  # draft tokens beside which a second candidate may be verified
-_TOKENS_PER_ALTERNATIVE = 4  # of a session's draft budget: of few tokens, those of the chain itself bring more
 _MAX_ITERATIONS = 8  # of a fused loop
 
 
@@ -68,14 +55,13 @@ class LocalEagleHead(ModelSource):
         prefix: PrefixCache,
         planner: Planner,
         sessions: Mapping[int, TargetSession],
-        verifying: Callable[[], StepCost] | None = None,
     ) -> None:
-        """sessions: those that are open, by id. verifying: as of ModelSource."""
-        self.estimates = HeadEstimates(sessions, verifying or (lambda: planner.budget.cost))
-        super().__init__(planner, sessions, verifying)
+        """sessions: those that are open, by id."""
+        self.estimates = HeadEstimates(planner, sessions)
+        super().__init__(planner, sessions)
         self._device, self.head, self._cache = model.device, head, cache
         self.kv = HeadKV(prefix)
-        self._chains: dict[int, VerifiedChain] = {}
+        self._probabilities: dict[int, list[float]] = {}  # of the last draft tokens, by session
 
     def forget(self) -> None:
         """As of DraftSource."""
@@ -91,25 +77,20 @@ class LocalEagleHead(ModelSource):
 
     def observe(self, session_id: int, draft: TreeSlice, path: Sequence[int], *, goes_on: bool) -> None:
         """As of DraftSource."""
-        del draft  # is the chain that was kept
-        chain = self._chains.pop(session_id)
-        accepted_chain = sum(node < len(chain.probabilities) for node in path)
-        self.estimates.observe(chain, accepted_chain, len(path), goes_on=goes_on)
+        del draft
+        greedy = self._sessions[session_id].session.sampling.greedy
+        self.estimates.observe(self._probabilities.pop(session_id), len(path), greedy=greedy, goes_on=goes_on)
 
     def observe_loop(self, session: Session, iterations: Sequence[LoopIteration], *, goes_on: bool) -> None:
         """As of ModelSource."""
-        self.wrote_in_loop(session, iterations[-1].known)
+        start, known = self.kv.missing_rows(session).chunk.start, iterations[-1].known
+        if known > start:
+            self.kv.mark_written(Chunk(session, start, known))
         self.estimates.observe_iterations(iterations, greedy=session.sampling.greedy, goes_on=goes_on)
-        length, cost = session.length, self._verifying()
+        length, cost = session.length, self._planner.budget.cost
         for one in iterations:
             cost.observe(1 + one.verified, length, one.verify_seconds)
             length += one.committed
-
-    def wrote_in_loop(self, session: Session, known: int) -> None:
-        """A fused loop has written the head's rows of a session up to a row."""
-        start = self.kv.missing_rows(session).chunk.start
-        if known > start:
-            self.kv.mark_written(Chunk(session, start, known))
 
     def throughput(self, sessions: int, kv_tokens: int) -> float:
         """As of ModelSource."""
@@ -122,53 +103,29 @@ class LocalEagleHead(ModelSource):
         depth = self._depth(work)
         if depth < 1 or len(self.kv.missing_rows(work.chunk.session).chunk) > self._max_rows:
             return None
-        room = min(self._planner.room(work.chunk.session), _MAX_ITERATIONS * (depth + 1))
-        if not self._reserve([work], room + MAX_ALTERNATIVES):
-            return None
-        return self._loop(work, depth, seconds, room)
-
-    def loop_with_copy(self, work: SessionWork, copy: CopyInLoop, seconds: float, room: int) -> FusedLoop | None:
-        """A loop in which the head drafts for a copy, if that is predicted to be faster; None if not.
-
-        Some rows may be written before. There are pages for `MAX_ALTERNATIVES` tokens more than the room.
-        """
-        depth = min(self._depth(work), copy.longest - 1)
-        if depth < 1 or not self.pays(1, work.chunk.stop) or not self._caught_up([work]):
-            return None
-        return self._loop(work, depth, seconds, room, copy)
-
-    def _loop(
-        self, work: SessionWork, depth: int, seconds: float, room: int, copy: CopyInLoop | None = None
-    ) -> FusedLoop:
         session = work.chunk.session
+        room = min(self._planner.room(session), _MAX_ITERATIONS * (depth + 1))
+        if not self._reserve([work], room):
+            return None
         entries = [self._sessions[session.id]]
-        known, value = self.kv.missing_rows(session).chunk.start, self.estimates.token_value([work])
-        head = HeadInLoop(
-            known, depth, self._alternatives(session), value,
-            self.estimates.acceptance.table, self.estimates.second_acceptance.table,
-        )  # fmt: skip
-        return FusedLoop(_MAX_ITERATIONS, interrupts(entries), texts(entries, room), seconds, room, copy, head)
+        known = self.kv.missing_rows(session).chunk.start
+        head = HeadInLoop(known, self.estimates.token_value([work]), self.estimates.acceptance.table)
+        return FusedLoop(_MAX_ITERATIONS, interrupts(entries), texts(entries, room), seconds, room, depth, head)
 
     def _depth(self, work: SessionWork) -> int:
         """Most draft tokens of a chain for one session."""
         session = work.chunk.session
-        if session.length < 2:
-            return 0
-        return min(self._most([work]), self._planner.most(session) - self._alternatives(session))
-
-    def _alternatives(self, session: Session) -> int:
-        """Draft tokens of a session beside which a second candidate may be verified."""
-        return min(MAX_ALTERNATIVES, self._planner.most(session) // _TOKENS_PER_ALTERNATIVE)
+        return min(self._most([work]), self._planner.most(session)) if session.length > 1 else 0
 
     def draft(self, demand: Demand, listen: MessageWatch) -> Drafts:
         """As of ModelSource."""
-        self._chains.clear()
+        self._probabilities.clear()
         others = demand.tokens - len(demand.works)
         works = self._caught_up([work for work in demand.works if work.chunk.session.length > 1])
         if not works:
             return {}
         most = min(self._most(works), max(self._depth(work) for work in works))
-        if most < 1 or not self._reserve(works, most + MAX_ALTERNATIVES):
+        if most < 1 or not self._reserve(works, most):
             return {}
         value = self.estimates.token_value(works, others)
         tokens = self.draft_tokens(works, most, value, listen)
@@ -241,35 +198,13 @@ class LocalEagleHead(ModelSource):
         entry = self._sessions[session_id]
         greedy = entry.session.sampling.greedy
         tokens, probabilities = drafted.tokens[:, place].tolist(), drafted.probabilities[:, place].tolist()
-        alternatives = self._alternatives(entry.session)
-        most = self._planner.most(entry.session) - alternatives
         least, reach = value.row / value.token, 1.0
         scores: list[float] = []
-        second_candidates: dict[int, float] = {}
-        second_scores: list[float] = []
-        for i in range(verifiable(entry, tokens[:most])):
-            rate = self.estimates.acceptance.rate(probabilities[i][0], greedy=greedy)
-            if i and reach * rate < least:  # the first one is verified in any case: a step of one token costs as much
+        for probability in probabilities[: verifiable(entry, tokens[: self._planner.most(entry.session)])]:
+            reach *= self.estimates.acceptance.rate(probability, greedy=greedy)
+            if scores and reach < least:  # the first one is always verified: a step of one token costs as much
                 break
-            if i < alternatives and drafted.second_tokens[i, place] >= 0:
-                score = reach * (1.0 - rate) * self.estimates.second_acceptance.rate(probabilities[i][1], greedy=greedy)
-                if score >= least:
-                    second_candidates[i] = probabilities[i][1]
-                    second_scores.append(score)
-            reach *= rate
             scores.append(reach)
         count = len(scores)
-        firsts = [first for first, _ in probabilities[:count]]
-        self._chains[session_id] = VerifiedChain(firsts, second_candidates, greedy)
-        candidates = [int(drafted.second_tokens[i, place]) for i in second_candidates]
-        return tree_of(tokens[:count], candidates, list(second_candidates), scores + second_scores)
-
-
-def tree_of(chain: list[int], candidates: list[int], places: list[int], scores: list[float]) -> TreeSlice:
-    """A chain with second candidates beside it. places: of the chain's tokens that they stand beside.
-
-    scores: path probabilities, of the chain, then of the candidates
-    """
-    parents = [*range(-1, len(chain) - 1), *(place - 1 for place in places)]
-    above = np.array(parents, np.int32)  # the place of a chain's token is its depth, counted from 0
-    return TreeSlice(np.array(chain + candidates, np.uint32), above, above + 2, np.log(np.array(scores, np.float32)))
+        self._probabilities[session_id] = probabilities[:count]
+        return scored_chain(tokens[:count], np.log(np.array(scores, np.float32)))

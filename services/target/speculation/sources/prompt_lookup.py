@@ -18,7 +18,6 @@ from outrider.speculation.tree import TreeSlice
 from services.target.sampling.session import TargetSession
 from services.target.speculation.budget import throughput
 from services.target.speculation.estimates.acceptance import AcceptanceEstimate
-from services.target.speculation.estimates.cached_estimate import CachedEstimate
 from services.target.speculation.planner import Planner
 from services.target.speculation.sources.base import MAX_CHAIN, Demand, Drafts, DraftSource, chain_of
 
@@ -26,13 +25,13 @@ MIN_MATCH = 2  # tokens
 _MAX_MATCH = 12  # the acceptance rate does not rise with longer matches
 _MAX_PLACES = 8  # the latest earlier occurrences that are compared
 _DECAY = 0.99  # of a match length's evidence, per chain
-_FADE = 0.98  # of all evidence with time, so that a lookup that did not pay is tried again
+_FADE = 0.9997  # of all evidence, per step, so that a lookup that did not pay is tried again
 _WEIGHT = 4.0  # draft tokens that the priors count for
-_INTERVAL = 64  # steps between two judgements of which matches pay
 # Minimum predicted speedup over plain decoding; a lookup ends multi-step decoding for the whole batch. Eight sessions
 # in int8 at temperature 1 had 0.97 times the throughput of plain steps with 1.02, 0.99 with 1.08 and 1.00 with 1.15.
 _MIN_SPEEDUP = 1.1
 _PRIORS = np.linspace(0.5, 0.9, _MAX_MATCH - MIN_MATCH + 1).tolist()  # by match length, from MIN_MATCH on
+_LENGTHS = np.arange(1, MAX_CHAIN + 1)  # of chains
 
 
 def find(tokens: NDArray[np.uint32], most: int) -> tuple[int, NDArray[np.uint32]]:
@@ -74,13 +73,11 @@ class PromptLookup(DraftSource):
         """As of DraftSource."""
         self.min_match = 0
         self._matches: dict[int, int] = {}  # of the last drafts, by session
-        self._judged = CachedEstimate[int](_INTERVAL)
         super().__init__(planner, sessions)
 
     def forget(self) -> None:
         """As of DraftSource."""
         self.estimate = AcceptanceEstimate(_PRIORS, _WEIGHT, _DECAY)
-        self._judged.forget()
 
     def rate(self, match: int) -> float:
         """Acceptance rate of a token whose predecessors are accepted, by match length."""
@@ -127,21 +124,15 @@ class PromptLookup(DraftSource):
         self.estimate.observe(accepted + (goes_on and accepted < drafted), accepted, match - MIN_MATCH)
 
     def judge(self, demand: Demand) -> None:
-        """Decide which matches pay, if that was not decided lately for this batch size, with or without a rival."""
-        key = demand.sessions, demand.rival is not None
-        self.min_match = self._judged.get(key, lambda: self._judge(demand))
+        """Decide which matches pay in a step."""
+        self.estimate.fade(_FADE)
+        gains = np.cumsum(np.array(self.estimate.table)[:, None] ** _LENGTHS, axis=1)  # by match and chain length
+        cost, sessions = self._planner.budget.cost, demand.sessions
+        throughputs = throughput(cost, gains, _LENGTHS, sessions, sessions, demand.kv_tokens)
+        paying = np.flatnonzero(throughputs.max(axis=1) > self._floor(demand))
+        self.min_match = MIN_MATCH + int(paying[0]) if len(paying) else 0
 
     def _floor(self, demand: Demand) -> float:
         """Throughput that a step with lookups must exceed, in tokens per second."""
         plain = _MIN_SPEEDUP * self._planner.budget.plain_throughput(demand.sessions, demand.kv_tokens)
         return plain if demand.rival is None else max(plain, demand.rival.throughput(demand.sessions, demand.kv_tokens))
-
-    def _judge(self, demand: Demand) -> int:
-        sessions, floor, cost = demand.sessions, self._floor(demand), self._planner.budget.cost
-        self.estimate.fade(_FADE)
-        lengths = np.arange(1, MAX_CHAIN + 1)
-        for match in range(MIN_MATCH, _MAX_MATCH + 1):
-            gains = np.cumsum(self.rate(match) ** lengths)
-            if throughput(cost, gains, lengths, sessions, sessions, demand.kv_tokens).max() > floor:
-                return match
-        return 0

@@ -221,10 +221,9 @@ def test_weights_are_left_alone_without_the_flag(monkeypatch):
 
 @needs_kernels
 @pytest.mark.parametrize("choice", ["int8", "int4"])
-def test_a_number_format_that_the_kernels_have_not_is_refused(choice, tmp_path):
-    folder = write_model(tmp_path)
-    with pytest.raises(ConfigError, match=f"--quantization {choice} .*float16; choose --dtype bfloat16"):
-        load(folder, TargetConfig(device="cpu", dtype="float16", quantization=choice))
+def test_float16_with_narrower_weights_is_bfloat16_on_a_cpu(choice, tmp_path):
+    model = load(write_model(tmp_path), TargetConfig(device="cpu", dtype="float16", quantization=choice))
+    assert model.dtype == torch.bfloat16
 
 
 @needs_kernels

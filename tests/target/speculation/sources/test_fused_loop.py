@@ -1,5 +1,6 @@
 """The fused speculation loop of a local EAGLE head: the same draft tokens and texts as steps one by one."""
 
+from array import array
 from dataclasses import replace
 
 import numpy as np
@@ -40,17 +41,15 @@ def without_learning(engine, value):
     """An engine with fixed acceptance rates and a fixed value of draft tokens, so that two engines choose alike."""
     estimates = engine.speculation.chooser.source.estimates
     estimates.token_value = lambda *_: value
-    estimates.acceptance.observe = estimates.second_acceptance.observe = lambda *_, **__: None
-    estimates.acceptance.table[:] = estimates.second_acceptance.table[:] = type(estimates.acceptance.table)(
-        "f", np.linspace(0.3, 0.98, 32)
-    )
+    estimates.acceptance.observe = lambda *_, **__: None
+    estimates.acceptance.table[:] = array("f", np.linspace(0.3, 0.98, 32))
     return engine
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("token_cost", [0.001, 0.03, 0.2])
 def test_an_iteration_verifies_the_draft_tokens_of_a_step(pair, monkeypatch, temperature, token_cost):
-    """Chains and second candidates, iteration by iteration, beside an engine that drafts before each step."""
+    """Chains, iteration by iteration, beside an engine that drafts before each step."""
     monkeypatch.setattr(local_eagle_head, "_MAX_ITERATIONS", 1)
     target, folder, _ = pair
     model, value = with_head(target, folder), DraftTokenValue(0.6, 1.0, token_cost, 0.01)
@@ -58,7 +57,7 @@ def test_an_iteration_verifies_the_draft_tokens_of_a_step(pair, monkeypatch, tem
         without_learning(drafting(model, **flags), value) for flags in ({}, {"coalesce_seconds": LONG})
     )
     request = opening(1, [5, 6, 7, 8], SamplingParams(temperature, seed=3), max_tokens=120)
-    loops, shapes = recorded_iterations(looping), set()
+    loops, lengths = recorded_iterations(looping), set()
     for engine in (stepping, looping):
         engine.open(request)
         engine.step()
@@ -73,11 +72,13 @@ def test_an_iteration_verifies_the_draft_tokens_of_a_step(pair, monkeypatch, tem
         if draft is None:  # one token is left, so that there is no room for draft tokens
             continue
         (one,) = loops[-1]
-        chain = int((draft.parents == np.arange(-1, len(draft) - 1)).cumprod().sum())
-        assert (one.chain, len(one.alternatives)) == (chain, len(draft) - chain)
-        assert [place - 1 for place in one.alternatives] == draft.parents[chain:].tolist()
-        shapes.add((one.chain, len(one.alternatives)))
-    assert len(shapes) > (1 if token_cost < 0.2 else 0)
+        assert one.verified == len(draft)
+        rates = [
+            source.estimates.acceptance.rate(probability, greedy=not temperature) for probability in one.probabilities
+        ]
+        assert np.cumprod(rates) == pytest.approx(np.exp(draft.path_scores))
+        lengths.add(one.verified)
+    assert len(lengths) > (1 if token_cost < 0.2 else 0)
     assert looping.idle
 
 

@@ -139,15 +139,15 @@ def test_texts_equal_plain_decoding_in_other_number_formats(tmp_path, flags):
     assert found.accepted > 180, "the perfect head is accepted"
 
 
-def test_probabilities_of_second_candidates_stay_within_bounds(tmp_path):
+def test_probabilities_stay_within_bounds(tmp_path):
     target = write_cyclic_target(tmp_path / "target", sharpness=4.0)
     engine = drafting(with_head(target, write_perfect_eagle3(tmp_path / "head", target)))
     source, calls = engine.speculation.chooser.source, []
     draft = source.draft_tokens
     source.draft_tokens = lambda *args: calls.append(draft(*args)) or calls[-1]
     run(engine, [opening(1, [int(CYCLE[3])] * 20, max_tokens=60)])
-    probabilities = np.concatenate([one.probabilities.reshape(-1, 2) for one in calls])
-    assert (probabilities[:, 0] > 1 - 1e-6).any(), "no probability is left for second candidates"
+    probabilities = np.concatenate([one.probabilities.ravel() for one in calls])
+    assert (probabilities > 1 - 1e-6).any()
     assert ((probabilities >= 0) & (probabilities <= 1)).all()
 
 
@@ -166,7 +166,6 @@ def test_chain_length_follows_probabilities_and_costs(pair):
         source.estimates.drafting_costs = {1: LinearCost(0.0, drafting_cost * 1e-3)}
         source.estimates.acceptance.table[:] = array("f", [rate] * 32)
         source.estimates.averages[True].drafted = 0.0
-        source.estimates.token_values.forget()
         (work,) = engine.plan().works
         drafted = round(source.estimates.averages[True].drafted / head_estimates._EMA_WEIGHT)
         engine.abort()
@@ -177,10 +176,9 @@ def test_chain_length_follows_probabilities_and_costs(pair):
     assert shape(0.99, 0.01, 0.01)[1] > 8
     drafted, verified = shape(0.5, 0.01, 0.05)
     assert 2 <= drafted <= 5
-    assert drafted <= verified <= drafted + 2
+    assert drafted >= verified > 0
     assert shape(0.5, 0.01, 0.9)[0] == 1
-    drafted, verified = shape(0.01, 0.5, 0.01)
-    assert drafted == 1 <= verified <= 2, "a draft token that was made is verified"
+    assert shape(0.01, 0.5, 0.01) == (1, 1), "a draft token that was made is verified"
 
 
 def test_a_head_that_does_not_pay_is_used_in_probes_only(pair):
@@ -309,13 +307,11 @@ def test_the_sources_that_auto_chooses():
         return plan_self_speculation(TargetConfig(device="cpu", **flags), large, None)
 
     assert chosen(quantization="int8") == chosen(quantization="int4") == SelfSpeculationPlan(True, None, DEFAULT_HEAD)
-    assert chosen(dtype="bfloat16") == SelfSpeculationPlan(True, Format.INT4, DEFAULT_HEAD)
+    assert chosen(dtype="bfloat16") == SelfSpeculationPlan(True, Format.INT4), "a copy drafts without the bundled head"
+    assert chosen(dtype="bfloat16", self_speculation_format="int8") == SelfSpeculationPlan(True, Format.INT8)
     assert chosen(
         dtype="bfloat16", self_speculation="quantized", self_speculation_format="int8"
     ) == SelfSpeculationPlan(True, Format.INT8)
-    assert chosen(
-        self_speculation="quantized", self_speculation_format="int8", self_speculation_head="folder"
-    ) == SelfSpeculationPlan(True, Format.INT8, Path("folder"))
     assert chosen(self_speculation_head="folder") == SelfSpeculationPlan(True, None, Path("folder"))
     assert chosen(dtype="bfloat16", model_path="another") == SelfSpeculationPlan(True, Format.INT4)
     assert chosen(self_speculation="head").head == DEFAULT_HEAD
@@ -335,8 +331,9 @@ def test_flags_of_the_head(pair, tmp_path):
     assert load_model(target, self_speculation_head=str(folder)).head is not None, (
         "--self-speculation-head selects the head"
     )
-    with pytest.raises(ConfigError, match="--self-speculation-head is not for"):
-        load_model(target, self_speculation="lookup", self_speculation_head=str(folder))
+    for source in ("lookup", "quantized"):
+        with pytest.raises(ConfigError, match=f"--self-speculation-head is not for --self-speculation {source}"):
+            load_model(target, self_speculation=source, self_speculation_head=str(folder))
     with pytest.raises(ConfigError, match=r"name a folder with --self-speculation-head$"):
         load_model(target, self_speculation="head")
     with pytest.raises(ConfigError, match=r"--self-speculation head: .*leave it out"):

@@ -134,7 +134,7 @@ def test_lookups_that_are_rejected_stop_and_are_retried_later(model):
         for _ in range(200):
             lookup.observe_match(match, 8, 0, goes_on=True)
     engine.speculation.planner.budget.cost = StepCost({1: 1e-3, 64: 8e-3})
-    assert min_match(engine, 2, 100) == 0, "another batch size is judged anew"
+    assert min_match(engine, 2, 100) == 0, "each step judges anew"
     judged = 0
     while not min_match(engine, 2, 100):
         judged += 1

@@ -11,17 +11,17 @@ from services.target.kernels.cpu import library
 
 
 class Mover:
-    """Moves rows of pools whose addresses do not change. pools, row_bytes: C arrays of length `count`."""
+    """Moves rows of pools whose addresses do not change."""
 
     def __init__(self, pools: Sequence[Tensor]) -> None:
         """pools: [pages, page_size, kv_heads, head_dim] each."""
         assert all(pool.is_contiguous() for pool in pools), "kernels walk through memory in order"
-        self.count = len(pools)
-        self.pools = (ctypes.c_void_p * self.count)(*(pool.data_ptr() for pool in pools))
-        self.row_bytes = (ctypes.c_int64 * self.count)(*(pool[0, 0].nbytes for pool in pools))
+        self._count = len(pools)
+        self._pools = (ctypes.c_void_p * self._count)(*(pool.data_ptr() for pool in pools))
+        self._row_bytes = (ctypes.c_int64 * self._count)(*(pool[0, 0].nbytes for pool in pools))
         self._move = library.load().outrider_move_rows
 
     def move(self, sources: Tensor, destinations: Tensor) -> None:
         """Move rows in order, as `KVCache.move`."""
         sources, destinations = sources.contiguous(), destinations.contiguous()
-        self._move(self.pools, self.row_bytes, self.count, sources.data_ptr(), destinations.data_ptr(), len(sources))
+        self._move(self._pools, self._row_bytes, self._count, sources.data_ptr(), destinations.data_ptr(), len(sources))

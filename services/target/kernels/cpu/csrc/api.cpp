@@ -215,7 +215,7 @@ int64_t outrider_program_run(Program* program, const BatchView* batch, const voi
   return 1;
 }
 
-// The fused speculation loop; see fused_loop.h. logits: [kChain + max_second_choices + 1, vocab]
+// The fused speculation loop; see fused_loop.h. logits: [kChain + 1, vocab]
 int64_t outrider_program_fused_loop(Program* program, Program* head, const void* const* keys, const void* const* values,
                                 void* states, int64_t state_width, float* logits, const FusedLoop* loop) {
   Call call{};

@@ -71,21 +71,12 @@ def multi_step_argument(program: MultiStepDecoding | CopyDrafting | HeadDrafting
     return ctypes.byref(argument)
 
 
-def loop_results(
-    outer: ctypes.Array[library.LoopIteration], count: int, inner: ctypes.Array[library.LoopIteration]
-) -> Sequence[LoopIteration]:
-    """The first `count` iterations of a fused loop.
-
-    inner: iterations of the narrow copy, those of one outer iteration after another
-    """
-    rest = iter(inner)
-    return [_loop_result(one, [_loop_result(next(rest)) for _ in range(one.inner)]) for one in outer[:count]]
-
-
-def _loop_result(one: library.LoopIteration, inner: Sequence[LoopIteration] = ()) -> LoopIteration:
-    second_choices = [place for place in range(one.chain) if one.second_choices >> place & 1]
-    probabilities = [(pair[0], pair[1]) for pair in one.probabilities[: one.chain]]
-    return LoopIteration(
-        one.written, one.draft_tokens, one.chain, second_choices, one.chain_accepted, one.accepted, one.committed,
-        one.drafting, one.verifying, probabilities, one.head_tokens, inner,
-    )  # fmt: skip
+def loop_results(results: ctypes.Array[library.LoopIteration], count: int) -> Sequence[LoopIteration]:
+    """The first `count` iterations of a fused loop."""
+    return [
+        LoopIteration(
+            one.written, one.draft_tokens, one.verified, one.accepted, one.committed, one.drafting, one.verifying,
+            one.probabilities[: one.verified], one.head_tokens,
+        )
+        for one in results[:count]
+    ]  # fmt: skip

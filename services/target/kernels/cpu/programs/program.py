@@ -23,7 +23,6 @@ from outrider.native import freed_with
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.attention.batch_view import BatchPointers
 from services.target.kernels.cpu.attention.paged import POOL_FORMATS, reads
-from services.target.kernels.cpu.attention.row_moves import Mover
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.matrices.weights import Format, PackedWeight
 from services.target.kernels.cpu.programs.calls import (
@@ -304,7 +303,7 @@ class Program:
         view, (keys, values, *states) = BatchPointers(batch), self._addresses.of(cache)
         _, address = self._memory.of(sessions, self._vocab, transient=True)
         samples = SampledRows(
-            address, self._vocab, batch.sampling, steps=drafting.steps, second_tokens=True, ids=self._ids
+            address, self._vocab, batch.sampling, steps=drafting.steps, probabilities=True, ids=self._ids
         )
         done = self._functions.outrider_program_run(
             self._handle, view.pointer, keys, values, *states, address, samples.pointer, *_NO_CAPTURE,
@@ -315,7 +314,7 @@ class Program:
     def fused_loop(
         self, head: Program | None, batch: Batch, cache: CachePools
     ) -> tuple[Tensor, NDArray[np.int64], Sequence[LoopIteration]]:
-        """Draft with an EAGLE head, the narrow copy or both, and verify, several times in one call.
+        """Draft with an EAGLE head, or with the narrow copy if there is none, and verify, several times in one call.
 
         The batch is the root of one session. Returns logits, which must not be read, the committed tokens, [n] int64,
         and the result of each iteration.
@@ -323,36 +322,27 @@ class Program:
         loop, sampling = batch.program, batch.sampling
         assert isinstance(loop, FusedLoop), "the batch has the loop's program"
         assert sampling is not None, "tokens are sampled"
-        mover, interrupts = cache.mover, loop.interrupts
-        assert isinstance(mover, Mover), "the loop moves rows by compiled code"
-        chain, longest = (0, 0) if loop.copy is None else (loop.copy.chain, loop.copy.longest)
-        known, depth, alternatives = (
-            (0, 0, 0) if loop.head is None else (loop.head.known, loop.head.depth, loop.head.alternatives)
-        )
+        assert (head is None) == (loop.head is None), "a model with a head drafts with it"
+        interrupts, texts = loop.interrupts, loop.texts
         logits, address = self._memory.of(TRANSIENT_ROWS, self._vocab, transient=True)
         tokens, results = np.empty(loop.room, np.int64), (library.LoopIteration * loop.steps)()
-        inner = (library.LoopIteration * (loop.steps * chain))()
         call = library.FusedLoop(
-            loop.steps, loop.seconds, loop.texts.addresses[0], loop.texts.lengths[0], loop.room, known,
-            depth, alternatives, chain, longest, sampling.sessions, interrupts.stops,
-            interrupts.stop_counts[0], *interrupts.files.buffer_info(), loop.texts.match,
-            batch.layout.pages.ctypes.data, batch.layout.page_size, ctypes.addressof(mover.pools),
-            ctypes.addressof(mover.row_bytes), mover.count, self._vocab, tokens.ctypes.data,
-            ctypes.addressof(results), ctypes.addressof(inner),
+            loop.steps, loop.seconds, texts.addresses[0], texts.lengths[0], loop.room, loop.depth, sampling.sessions,
+            interrupts.stops, interrupts.stop_counts[0], *interrupts.files.buffer_info(), texts.match,
+            batch.layout.pages.ctypes.data, batch.layout.page_size, self._vocab, tokens.ctypes.data,
+            ctypes.addressof(results),
         )  # fmt: skip
-        if loop.head is not None:
-            assert head is not None, "the loop drafts with a head"
+        if head is not None and loop.head is not None:
             head._set_head(call, loop.head)
         done = self._functions.outrider_program_fused_loop(
             self._handle, head and head._handle, *self._addresses.of(cache), address, ctypes.byref(call)
         )
-        iterations = loop_results(results, done, inner)
+        iterations = loop_results(results, done)
         return logits, tokens[: sum(one.committed for one in iterations)], iterations
 
     def _set_head(self, call: library.FusedLoop, head: HeadInLoop) -> None:
         """Fill in the fields of a fused loop that describe this program as its head."""
-        call.acceptance_rates = head.acceptance.buffer_info()[0]
-        call.second_acceptance_rates = head.second_acceptance.buffer_info()[0]
+        call.head_tokens, call.acceptance_rates = head.known, head.acceptance.buffer_info()[0]
         value = head.value
         call.token_gain, call.token_value = value.next, value.token
         call.row_cost, call.step_cost = value.row, value.step

@@ -67,7 +67,7 @@ int64_t Program::draft_chain(Call call, const MultiStep& multi_step) {
   SampleCall samples = *call.samples;
   samples.positions = sample_positions.data();
   samples.tokens += sessions;
-  if (samples.second_tokens) samples.second_tokens += sessions, samples.probabilities += 2 * sessions;
+  if (samples.probabilities) samples.probabilities += sessions;
   call.samples = &samples;
   MultiStep rest = multi_step;
   --rest.steps;

@@ -69,7 +69,7 @@ int64_t Program::run(Call call, const MultiStep& multi_step, DraftStopRule* stop
     }
     call.batch.ids = samples.tokens;
     samples.tokens += rows;
-    if (samples.second_tokens) samples.second_tokens += rows, samples.probabilities += 2 * rows;
+    if (samples.probabilities) samples.probabilities += rows;
     call.features = static_cast<char*>(call.features) + captured;
   }
 }

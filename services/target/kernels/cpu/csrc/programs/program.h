@@ -176,7 +176,7 @@ class DraftStopRule {
     double gain = 0.0;
     for (size_t i = 0; i < reach_.size(); ++i) {
       const bool greedy = samples.sessions[i].temperature == 0.0;
-      reach_[i] *= acceptance_rate(multi_step_.acceptance_rates, samples.probabilities[2 * i], greedy);
+      reach_[i] *= acceptance_rate(multi_step_.acceptance_rates, samples.probabilities[i], greedy);
       gain += std::max(0.0, reach_[i] * multi_step_.token_gain - multi_step_.row_cost);
     }
     return gain > multi_step_.step_cost;

@@ -305,28 +305,22 @@ class RowSampler {
   int64_t count_ = 0;
 };
 
-// A row's softmax without filters.
-struct SoftmaxWeights {
-  const LogitRow& row;
-  const double temperature;
-  float best = kNone;
-  double total = 0.0;
-
-  SoftmaxWeights(const LogitRow& numbers, double divisor) : row(numbers), temperature(divisor) {
-    Floats top = floats(kNone), sum = floats();
-    for (int64_t i = 0; i < row.vocab; i += kLanes) top = max(top, row.at(i));
-    best = largest_of(top);
-    const Floats inverse = floats(float(1.0 / temperature));
-    for (int64_t i = 0; i < row.vocab; i += kLanes) {
-      const Floats x = row.at(i);
-      if (!greater(x, floats(kNone))) continue;
-      sum = add(sum, exp(mul(sub(x, floats(best)), inverse)));
-    }
-    total = sum_of(sum);
+// Probability of a token in a row's softmax without filters; 0 if it could not be sampled.
+inline float probability_of(const LogitRow& row, double temperature, int64_t token) {
+  if (token < 0) return 0.0f;
+  Floats top = floats(kNone), sum = floats();
+  for (int64_t i = 0; i < row.vocab; i += kLanes) top = max(top, row.at(i));
+  const float best = largest_of(top);
+  const double divisor = temperature == 0.0 ? 1.0 : temperature;
+  const Floats inverse = floats(float(1.0 / divisor));
+  for (int64_t i = 0; i < row.vocab; i += kLanes) {
+    const Floats x = row.at(i);
+    if (!greater(x, floats(kNone))) continue;
+    sum = add(sum, exp(mul(sub(x, floats(best)), inverse)));
   }
-
-  double of(int64_t token) const { return std::exp((double(row.logits[row.place_of(token)]) - double(best)) / temperature); }
-};
+  const double own = std::exp((double(row.logits[row.place_of(token)]) - double(best)) / divisor);
+  return float(std::min(1.0, own / double(sum_of(sum))));
+}
 
 // The rows to sample a token after.
 struct SampleCall {
@@ -338,9 +332,8 @@ struct SampleCall {
   const int64_t* masks;  // [rows], the row's line in `words`, or -1 for no grammar; null if no row has one
   const uint32_t* words;  // [lines, ceil(vocab / 32)]
   int64_t* tokens;  // [rows]
-  int64_t* second_tokens;  // [rows], the sample if the first one is excluded; null for none. Overwrites logits
   const int32_t* ids;  // [vocab], as in LogitRow
-  float* probabilities;  // [rows, 2], with second_tokens: probability of the token, and of the second one given not the first
+  float* probabilities;  // [rows], of the tokens without filters; null for none
 };
 
 // The samples of a call; threads may take any rows.
@@ -365,33 +358,10 @@ class SampleBatch {
         call_.masks && call_.masks[row] >= 0 ? call_.words + call_.masks[row] * ((vocab + 31) / 32) : nullptr;
     const LogitRow numbers{call_.logits + row * vocab, reinterpret_cast<const uint16_t*>(allowed), vocab, call_.ids};
     const int64_t token = call_.tokens[row] = sampler.sample(numbers, *params_[row], call_.positions[row]);
-    if (call_.second_tokens) sample_second(sampler, numbers, row, token);
+    if (call_.probabilities) call_.probabilities[row] = probability_of(numbers, params_[row]->temperature, token);
   }
 
  private:
-  static constexpr double kKnown = 1e-2;  // least share of the total at which total - weight is accurate enough
-
-  void sample_second(RowSampler& sampler, const LogitRow& numbers, int64_t row, int64_t token) const {
-    const Sampling& params = *params_[row];
-    float* probabilities = call_.probabilities + 2 * row;
-    probabilities[0] = probabilities[1] = 0.0f;
-    call_.second_tokens[row] = -1;
-    if (token < 0) return;
-    const double divisor = params.temperature == 0.0 ? 1.0 : params.temperature;
-    const SoftmaxWeights weights(numbers, divisor);
-    probabilities[0] = float(std::min(1.0, weights.of(token) / weights.total));
-    const double others = weights.total - weights.of(token);
-    const_cast<float*>(numbers.logits)[numbers.place_of(token)] = kNone;
-    const int64_t second = call_.second_tokens[row] = sampler.sample(numbers, params, call_.positions[row]);
-    if (second < 0) return;
-    if (others > kKnown * weights.total) {
-      probabilities[1] = float(std::min(1.0, weights.of(second) / others));
-    } else {  // the difference is mostly rounding error: sum again without the first token
-      const SoftmaxWeights rest(numbers, divisor);
-      probabilities[1] = float(std::min(1.0, rest.of(second) / rest.total));
-    }
-  }
-
   const SampleCall call_;
   std::vector<const Sampling*> params_;  // [rows]
 };
