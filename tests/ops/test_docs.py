@@ -27,6 +27,7 @@ LINKED = [*DOCUMENTS, ROOT / "docs" / "benchmarks" / "README.md", *(ROOT / "docs
 OF_OTHERS = {
     "--build", "--drafter", "--help", "--help-all", "--ignore", "--profile", "--scale",  # Docker, benchmarks, any
     "--self-draft", "--self-draft-head",  # earlier spellings of --self-speculation
+    "--sglang",  # slime's prefix
     "--http2-prior-knowledge", "--list-methods", "--policy", "--protocol", "--worker-urls",  # buf and smg
 }  # fmt: skip
 
