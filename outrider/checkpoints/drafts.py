@@ -17,24 +17,6 @@ _EAGLE = re.compile(r"(^|\.)fc\.weight$")
 _SHARDS = "model.safetensors.index.json"
 
 
-def local_folder(model_path: str | None) -> Path | None:
-    """The folder of a model if this machine has one: a folder, or a downloaded Hugging Face id. Downloads nothing."""
-    if model_path is None:
-        return None
-    path = Path(model_path).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_absolute() or model_path.count("/") != 1:
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        found = try_to_load_from_cache(model_path, "config.json")
-    except ValueError:  # no name of a repository
-        return None
-    return Path(found).parent if isinstance(found, str) else None
-
-
 def has_mtp_layers(folder: Path) -> bool:
     """True if a target's checkpoint holds MTP layers; False as well for a checkpoint that cannot be read."""
     try:

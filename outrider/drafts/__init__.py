@@ -9,7 +9,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeVar
 
-from outrider.checkpoints.drafts import has_mtp_layers, kind_of_draft, local_folder
+from outrider.checkpoints.checkpoint import local_folder, split_revision
+from outrider.checkpoints.drafts import has_mtp_layers, kind_of_draft
 from outrider.config import DEFAULT_MODEL, Algorithm, DraftOptions
 from outrider.config.draft import DraftCacheOptions, DraftModelOptions, OnlineOptions
 from outrider.errors import ConfigError
@@ -52,7 +53,8 @@ def _automatic(options: Options, model_path: str | None, own_place: bool) -> Opt
         if has_bundled_head(model_path):
             # N-grams find repeated text, which a head does not.
             return replace(options, speculative_algorithm="EAGLE3", speculative_ngram_beside=True)
-        if (folder := local_folder(model_path)) is not None and has_mtp_layers(folder):
+        folder = local_folder(model_path) if model_path is not None else None
+        if folder is not None and has_mtp_layers(folder):
             return replace(options, speculative_algorithm="NEXTN")
     return replace(options, speculative_algorithm="NGRAM")
 
@@ -61,7 +63,7 @@ def _algorithm_of(draft_model_path: str) -> Algorithm:
     """The algorithm of a draft model. Raises ConfigError if its files are not on this machine."""
     if draft_model_path.endswith(".gguf"):
         return "STANDALONE"
-    folder = local_folder(draft_model_path)
+    folder = local_folder(split_revision(draft_model_path)[0])
     if folder is None:
         raise ConfigError(
             f"--speculative-draft-model-path {draft_model_path} is not on this machine, so its algorithm is unknown; "

@@ -37,7 +37,7 @@ def share_of_draft(config: DraftConfig) -> DraftConfig:
     """The draft service's flags, with "auto" replaced by cores, niceness, drafter and tree shape as `outrider serve`
     sets them.
 
-    Raises ConfigError for a draft model without an algorithm.
+    Raises ConfigError for a draft model that is not on this machine and has no algorithm.
     """
     if config.cores != AUTO_CORES:
         return config
@@ -47,6 +47,6 @@ def share_of_draft(config: DraftConfig) -> DraftConfig:
     shape = draft_tree(config, drafter, plan)
     own: dict[str, Any] = {} if shape is None else shape.flags()
     return replace(
-        config, cores=format_cores(plan.draft), niceness=config.niceness or draft_niceness(config, drafter, plan),
+        drafter, cores=format_cores(plan.draft), niceness=config.niceness or draft_niceness(config, drafter, plan),
         network_cores=config.network_cores or (format_cores(plan.network) if plan.shared else None), **own,
     )  # fmt: skip

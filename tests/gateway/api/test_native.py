@@ -251,7 +251,7 @@ def test_tokenize_and_back(gateway):
 
 def test_health_routes(gateway, target):
     for path in ("/health", "/health/live", "/health/ready", "/health_generate"):
-        assert gateway.client.get(path).json() == {"status": "ok"}
+        assert gateway.client.get(path).json()["status"] == "ok"
     assert target.engine.seen[-1].stop.max_tokens == 1
     assert gateway.client.get("/get_model_info").json()["is_generation"] is True
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from outrider.checkpoints.drafts import has_mtp_layers, kind_of_draft, local_folder
+from outrider.checkpoints.drafts import has_mtp_layers, kind_of_draft
 from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError
 from services.draft.formats.mtp import holds_mtp
@@ -44,10 +44,3 @@ def test_folders_that_cannot_be_read_hold_no_mtp_layers(tmp_path):
     assert not has_mtp_layers(folder)
     with pytest.raises(ConfigError, match=r"config.json is missing"):
         kind_of_draft(tmp_path)
-
-
-def test_only_models_of_this_machine_have_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert local_folder(str(tmp_path)) == tmp_path
-    for name in (None, "default", "/nowhere", "no/such-model", "a b/c", "model.gguf"):
-        assert local_folder(name) is None
