@@ -70,7 +70,7 @@ class Facts:
         """The draft service and the target's own draft sources: which of them run, and their draft tokens so far."""
         orchestrator, counts = generator.orchestrator, generator.metrics.tally.sources
         running = {
-            source for link in orchestrator.targets if link.up and link.info for source in link.info.draft_sources
+            int(source) for link in orchestrator.targets if link.up and link.info for source in link.info.draft_sources
         }
         if any(link.up for link in orchestrator.drafts):
             running.add(int(SourceKind.DRAFT))

@@ -63,12 +63,12 @@ def open_from_pb(message: common_pb2.OpenSession) -> OpenSession:
     )
 
 
-def draft_sources_to_pb(sources: Collection[SourceKind]) -> list[common_pb2.DraftSource]:
+def draft_sources_to_pb(sources: Collection[SourceKind]) -> list[str]:
     """The sources that may draft, as a field in which empty allows all."""
     return [] if len(sources) == len(ALL_SOURCES) else [source_to_pb(source) for source in sorted(sources)]
 
 
-def source_to_pb(source: int) -> common_pb2.DraftSource:
+def source_to_pb(source: int) -> str:
     """One source."""
     return common_pb2.DraftSource.Name(source)
 

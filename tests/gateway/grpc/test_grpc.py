@@ -11,6 +11,7 @@ import pytest
 from gateway.text.encoding import MAX_PIECES
 from outrider.client import AsyncClient, Client
 from outrider.errors import ContextTooLong, InvalidRequest, ModelNotFound, Unavailable
+from outrider.speculation.draft_source import SourceKind
 from tests.support.gateway.engines import REFUSED, expected, tokenizer
 from tests.support.gateway.services import free_port, until
 
@@ -42,6 +43,24 @@ def test_parts_add_up(client, prompt):
     assert (last.finish_reason, last.completion_tokens, last.prompt_tokens) == ("length", 90, 1)
     assert last.speculation.steps < 90
     assert 0 < last.speculation.accepted_tokens < last.speculation.proposed_tokens
+
+
+@pytest.mark.usefixtures("proposals_in_time")
+def test_draft_sources_are_chosen_and_reported(client, target):
+    answer = client.complete("A", max_tokens=40, temperature=0, draft_sources=["draft", "head"])
+    assert target.engine.seen[-1].draft_sources == {SourceKind.DRAFT, SourceKind.HEAD}
+    assert answer.speculation.sources == {
+        "draft": (answer.speculation.proposed_tokens, answer.speculation.accepted_tokens)
+    }
+    assert answer.speculation.accepted_tokens > 0
+    for labels in (["lookup"], []):
+        other = client.complete("A", max_tokens=40, temperature=0, draft_sources=labels)
+        assert (other.text, other.speculation.sources) == (answer.text, {})
+    assert target.engine.seen[-1].max_draft_tokens == 0
+    with pytest.raises(
+        InvalidRequest, match="'oracle' is no draft source; name some of draft, lookup, head, quantized"
+    ):
+        client.complete("A", draft_sources=["oracle"])
 
 
 def test_cached_prompt_tokens_are_returned(client):
