@@ -142,6 +142,7 @@ export class Answer {
     line.className = same ? "same" : "same other";
     line.textContent = same ? "same text as without speculation" : "another text than without speculation";
     this.box.append(line);
+    this.draw(); // the box is as wide now as it stays
   }
 
   end() {

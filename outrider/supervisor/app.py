@@ -72,7 +72,8 @@ def serve(config: ServeConfig, notes: Sequence[str] = ()) -> int:
     setup_logging("serve", config.log_level, config.log_format)
     for note in notes:
         log.warning("%s", note)
-    given, config = config, resolve_config(config)
+    given, logged = config, set[str]()
+    config = resolve_config(given, logged)
     check_flags(config)
     choose_cores(config)
     display = Display()
@@ -81,7 +82,7 @@ def serve(config: ServeConfig, notes: Sequence[str] = ()) -> int:
         absent = checkpoint.local_folder(config.target.model_path) is None
         prepare_models(config, display)
         if absent:  # the target's files are here now; they may hold MTP layers
-            config = resolve_config(given)
+            config = resolve_config(given, logged)
         cores = choose_cores(config)
         with socket_folder("outrider-") as runtime:
             return asyncio.run(_run(configure(config, cores, runtime), display))

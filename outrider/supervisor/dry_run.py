@@ -17,11 +17,13 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from outrider.config import DraftConfig, GatewayConfig, ProcessConfig, ServeConfig, TargetConfig, to_argv
+from outrider.config import DraftConfig, GatewayConfig, ProcessConfig, ServeConfig, to_argv
 from outrider.config.compatibility.on_cpu import FLOAT16_NOTE, for_cpu
 from outrider.errors import ConfigError
 from outrider.placement.cores import choose_cores
+from outrider.placement.memory import GIB
 from outrider.supervisor.app import Processes, check_ports, check_values, configure
+from outrider.supervisor.memory import headroom_of, plan_of
 from outrider.supervisor.resolution import resolve_config, target_on_cpu
 
 _RUNTIME = Path("PRIVATE-FOLDER")  # stands for the folder of the sockets
@@ -229,10 +231,19 @@ def _check_draft(draft: DraftConfig | None) -> None:
 
 
 def _memory(made: Processes) -> dict[str, str]:
-    """The memory plan, as far as flags fix it."""
-    target: TargetConfig = made.target
-    names = ("mem_fraction_static", "max_total_tokens", "page_size", "kv_cache_dtype")
-    return {"target": ", ".join(f"--{name.replace('_', '-')} {_words(getattr(target, name))}" for name in names)}
+    """The memory plan, as far as it is known here. Raises ConfigError if the KV cache has no room."""
+    target, draft = made.target, made.draft
+    plan = plan_of(target, draft)
+    if plan is not None:
+        found = {"target": str(plan)}
+    else:
+        names = ("mem_fraction_static", "max_total_tokens", "page_size", "kv_cache_dtype")
+        flags = ", ".join(f"--{name.replace('_', '-')} {_words(getattr(target, name))}" for name in names)
+        why = "its checkpoint or its GPU is not on this machine"
+        found = {"target": f"measured at the start, because {why}; by {flags}"}
+    if (headroom := headroom_of(target, draft).bytes) > 0:
+        found["draft"] = f"{headroom / GIB:.2f} GiB of the target's device"
+    return found
 
 
 # --- output ---

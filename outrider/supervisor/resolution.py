@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
 from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, MODEL_ALGORITHMS, ServeConfig
 from outrider.config.compatibility.environment import environment_notes
 from outrider.drafts import has_bundled_head
+from outrider.placement.devices import has_gpu
 from outrider.placement.tree_shapes import tree_shape
 from outrider.supervisor.drafter_choice import choose_drafters
 
 log = logging.getLogger(__name__)
 
-_GPU = Path("/dev/nvidiactl")
 _MAPPED = ("STANDALONE", *BUILT_IN_ALGORITHMS)  # propose tokens of the target's whole vocabulary
 # Drafters that use a flag, by the flag's field; a drafter that is not named here uses none of them. Flags that are
 # refused without their drafter, and those of NGRAM, which may draft beside any other one, are left out.
@@ -48,65 +47,68 @@ _USED_BY = {
 }
 
 
-def resolve_config(config: ServeConfig, environ: Mapping[str, str] | None = None) -> ServeConfig:
+def resolve_config(config: ServeConfig, logged: set[str] | None = None) -> ServeConfig:
     """The configuration that is started. Raises ConfigError for flags that exclude one another.
 
-    environ: the environment's variables; default those of this process
+    logged: the warnings of earlier calls, which are not logged again; those of this call are added
     """
-    config = choose_drafters(_with_bundled_head(_with_devices(config)))
-    draft, shared = config.draft, config.shared
-    environ = os.environ if environ is None else environ
-    for note in environment_notes(environ, draft.speculative_algorithm, shared.speculative_eagle_topk):
-        log.warning("%s", note)
-    return _with_used_flags(_with_possible_tree(config))
+    notes: list[str] = []
+    config = choose_drafters(_with_bundled_head(_with_devices(config, notes), notes))
+    algorithm, topk = config.draft.speculative_algorithm, config.shared.speculative_eagle_topk
+    notes += environment_notes(os.environ, algorithm, topk)
+    config = _with_used_flags(_with_possible_tree(config, notes), notes)
+    logged = set() if logged is None else logged
+    for note in notes:
+        if note not in logged:
+            log.warning("%s", note)
+    logged.update(notes)
+    return config
 
 
 def target_on_cpu(config: ServeConfig) -> bool:
     """True if the target will compute on a CPU, as far as this process can see."""
     kind = config.target.device.partition(":")[0]
-    return kind == "cpu" or (kind == "auto" and not _GPU.exists())
+    return kind == "cpu" or (kind == "auto" and not has_gpu())
 
 
-def _with_devices(config: ServeConfig) -> ServeConfig:
+def _with_devices(config: ServeConfig, notes: list[str]) -> ServeConfig:
     """`--device tpu` means the draft service: JAX computes on TPUs, PyTorch on CUDA devices and CPUs."""
     if config.target.device.partition(":")[0] != "tpu":
         return config
     here = replace(config, target=replace(config.target, device="auto"))
     where = "this machine's CPU" if target_on_cpu(here) else "this machine's GPU"
-    log.warning(
-        "--device %s: the target service (PyTorch) does not run on TPUs and uses %s; the draft service (JAX) uses the "
-        "TPU, if JAX finds one (--draft-device). To verify on another machine's GPU, run `outrider target` and "
-        "`outrider gateway` there and `outrider draft --draft-device tpu` here",
-        config.target.device,
-        where,
+    notes.append(
+        f"--device {config.target.device}: the target service (PyTorch) does not run on TPUs and uses {where}; the "
+        "draft service (JAX) uses the TPU, if JAX finds one (--draft-device). To verify on another machine's GPU, run "
+        "`outrider target` and `outrider gateway` there and `outrider draft --draft-device tpu` here"
     )
     return here
 
 
-def _with_bundled_head(config: ServeConfig) -> ServeConfig:
+def _with_bundled_head(config: ServeConfig, notes: list[str]) -> ServeConfig:
     """With the default model's EAGLE-3 head for EAGLE and NEXTN, because that model has no MTP layers."""
     draft, model = config.draft, config.target.model_path
     built_in = draft.speculative_algorithm in BUILT_IN_ALGORITHMS and draft.speculative_draft_model_path is None
     if not built_in or not has_bundled_head(model):
         return config
-    log.warning(
-        "--speculative-algorithm %s: the default model has no MTP layers; its bundled EAGLE-3 head drafts (EAGLE3)",
-        draft.speculative_algorithm,
+    notes.append(
+        f"--speculative-algorithm {draft.speculative_algorithm}: the default model has no MTP layers; its bundled "
+        "EAGLE-3 head drafts (EAGLE3)"
     )
     return replace(config, draft=replace(draft, speculative_algorithm="EAGLE3"))
 
 
-def _with_possible_tree(config: ServeConfig) -> ServeConfig:
+def _with_possible_tree(config: ServeConfig, notes: list[str]) -> ServeConfig:
     """With no more tokens a step than the tree has; those of a chain are its steps and the root."""
     shape = tree_shape(config.shared, config.draft.speculative_algorithm)
     asked = config.shared.speculative_num_draft_tokens
     if shape is None or asked is None or shape.rows == asked:
         return config
-    log.warning("%s", shape.note(asked))
+    notes.append(shape.note(asked))
     return replace(config, shared=replace(config.shared, speculative_num_draft_tokens=shape.rows))
 
 
-def _with_used_flags(config: ServeConfig) -> ServeConfig:
+def _with_used_flags(config: ServeConfig, notes: list[str]) -> ServeConfig:
     """Without the flags that the drafter does not use."""
     draft = config.draft
     algorithm = draft.speculative_algorithm
@@ -117,10 +119,10 @@ def _with_used_flags(config: ServeConfig) -> ServeConfig:
     }
     for name in unused:
         used_by = ", ".join(_USED_BY[name])
-        log.warning("--%s has no effect with %s; it is for %s", name.replace("_", "-"), algorithm, used_by)
+        notes.append(f"--{name.replace('_', '-')} has no effect with {algorithm}; it is for {used_by}")
     path, revision = draft.speculative_draft_model_path, draft.speculative_draft_model_revision
     if revision is not None and algorithm in MODEL_ALGORITHMS and (path is None or Path(path).expanduser().exists()):
         unused["speculative_draft_model_revision"] = None
         what = "the drafter reads the target's checkpoint" if path is None else f"{path} is not a Hugging Face id"
-        log.warning("--speculative-draft-model-revision has no effect: %s", what)
+        notes.append(f"--speculative-draft-model-revision has no effect: {what}")
     return replace(config, draft=replace(draft, **unused))  # type: ignore[arg-type]

@@ -47,8 +47,8 @@ def samples(system, name, **labels):
     """Sum of a metric's samples with these labels."""
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     lines = httpx.get(f"{system.url}/metrics").text.splitlines()
-    rows = [line.rsplit(" ", 1) for line in lines if line.split("{")[0] == name]
-    return sum(float(value) for key, value in rows if all(label in key for label in wanted))
+    rows = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+    return sum(float(value) for key, value in rows if key.split("{")[0] == name and all(w in key for w in wanted))
 
 
 def accepted(system):

@@ -24,9 +24,12 @@ from outrider.config.compatibility.environment import environment_notes
 from outrider.config.compatibility.foreign_flags import FOREIGN_FLAGS, FOREIGN_KERNELS
 from outrider.config.compatibility.on_cpu import for_cpu
 from outrider.errors import ConfigError
-from outrider.supervisor import dry_run, resolution
+from outrider.placement import devices
+from outrider.supervisor import dry_run
 from outrider.supervisor.dry_run import make_plan
+from outrider.supervisor.resolution import resolve_config
 from tests.support.outrider.command_lines import COMMAND_LINES, GRAPH_SIZES, prefixed, words
+from tests.support.tiny import write_model
 
 SPEC_V2, GREEDY = "SGLANG_ENABLE_SPEC_V2", "SGLANG_NGRAM_FORCE_GREEDY_VERIFY"
 
@@ -35,7 +38,7 @@ SPEC_V2, GREEDY = "SGLANG_ENABLE_SPEC_V2", "SGLANG_NGRAM_FORCE_GREEDY_VERIFY"
 def machine(monkeypatch, tmp_path):
     """Four cores and no GPU; no host can be reached."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    monkeypatch.setattr(resolution, "_GPU", tmp_path / "none")
+    monkeypatch.setattr(devices, "_GPU", tmp_path / "none")
     for name in (SPEC_V2, GREEDY):
         monkeypatch.delenv(name, raising=False)
 
@@ -47,7 +50,8 @@ def machine(monkeypatch, tmp_path):
 
 @pytest.fixture
 def with_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(resolution, "_GPU", tmp_path)
+    monkeypatch.setattr(devices, "_GPU", tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
 
 
 def plan(*flags):
@@ -65,9 +69,9 @@ def warned(made, text):
 
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("name", COMMAND_LINES)
-def test_every_line_is_accepted(name, gpu, tmp_path, monkeypatch):
+def test_every_line_is_accepted(name, gpu, request):
     if gpu:
-        monkeypatch.setattr(resolution, "_GPU", tmp_path)
+        request.getfixturevalue("with_gpu")
     line = words(name)
     made = plan(*line)
     assert {"target", "gateway"} < made.processes.keys()
@@ -317,6 +321,22 @@ def test_a_dry_run_as_json(capsys):
 def test_a_dry_run_ends_with_the_reason(line, reason, capsys):
     assert cli.main(["serve", "--dry-run", *line.split()]) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_warnings_of_an_earlier_call_are_not_logged_again(caplog):
+    config, _ = read_flags(ServeConfig, words("12"), "outrider serve")
+    logged = set()
+    assert resolve_config(config, logged) == resolve_config(config, logged)
+    assert caplog.text.count("--device tpu") == 1
+
+
+def test_the_memory_plan_of_a_checkpoint_on_this_machine(tmp_path):
+    folder = write_model(tmp_path / "model")
+    made = plan("--model", str(folder), "--max-total-tokens", "320")
+    assert "20 pages of 16 tokens = 320 tokens" in made.memory["target"]
+    assert "measured at the start" in plan("--model", "not/here").memory["target"]
+    with pytest.raises(ConfigError, match="no room for a page"):
+        plan("--model", str(folder), "--max-total-tokens", "8")
 
 
 def test_a_port_in_use_and_a_missing_folder_are_warnings(tmp_path):
