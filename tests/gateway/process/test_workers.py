@@ -262,9 +262,9 @@ async def test_the_parent_is_not_healthy_while_its_workers_drain(tmp_path):
     await worker.stop(0)
 
 
-def test_a_service_that_does_not_fit_ends_all_workers(folder, target):
+def test_a_required_draft_that_does_not_fit_ends_all_workers(folder, target):
     other = Service(Draft, f"unix:{folder}/other-draft", vocab_hash="v2").start()
-    gateway = Gateway(folder, [target.address], [other.address], gateway_workers=WORKERS)
+    gateway = Gateway(folder, [target.address], [other.address], gateway_workers=WORKERS, require_draft=True)
     assert gateway.process.wait(60) == 2
     assert "error: the vocabularies" in gateway.log.read_text().splitlines()[-1]
     gateway.stop()
