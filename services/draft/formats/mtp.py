@@ -11,7 +11,8 @@
 
 The target service refuses Qwen3-Next and Qwen3.5 because of their linear attention, so their layers are read but not
 used yet. L is the number of the model's layers, or 0 in exports of the MTP layer alone; the layer with eh_proj is the
-MTP layer. Tensors are read as mtp.<i>.* with DeepSeek's names. Embedding and head are the target's; copies are not read.
+MTP layer. Tensors are read as mtp.<i>.* with DeepSeek's names. Embedding and head are the target's, but for Step-3.5's
+heads; copies are not read.
 """
 
 from __future__ import annotations

@@ -208,9 +208,6 @@ FAMILIES: dict[str, Family] = {
                        logits_scaling=2.0, residual_multiplier=0.5),
     "cohere-2": _family("Cohere2ForCausalLM", "cohere2", head_dim=16, logit_scale=0.25, sliding_window=24,
                         sliding_window_pattern=3, layer_norm_eps=1e-5, tie_word_embeddings=True, pad_token_id=0),
-}  # fmt: skip
-# Families of whose checkpoints the MTP layers alone are of interest.
-DRAFTING: dict[str, Family] = {
     "mimo-v2": _family(
         "MiMoV2FlashForCausalLM", "mimo_v2_flash", "model.layers.2.self_attn.attention_sink_bias",
         num_key_value_heads=1, swa_num_key_value_heads=2, swa_num_attention_heads=4, head_dim=24, swa_head_dim=24,
@@ -235,6 +232,9 @@ DRAFTING: dict[str, Family] = {
         remote=True,
         code={"configuration_step3p5.py": _STEP_CONFIGURATION, "modeling_step3p5.py": _STEP_MODELING},
     ),
+}  # fmt: skip
+# Families that are refused as targets, whose MTP layers are read all the same.
+DRAFTING: dict[str, Family] = {
     "qwen3-next": _family(
         "Qwen3NextForCausalLM", "qwen3_next", "model.layers.1.mlp.shared_expert_gate.weight",
         "model.layers.1.mlp.experts.3.gate_proj.weight",
