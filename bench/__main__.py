@@ -18,6 +18,7 @@ from outrider.errors import OutriderError
 # Name: module, description; in the order in which `all` runs them.
 BENCHMARKS = {
     "streams": ("bench.streams.run", "overhead of the gateway per step, with simulated engines"),
+    "transports": ("bench.streams.transports", "a system with a draft service: frames over gRPC against a socket"),
     "system": ("bench.end_to_end.system", "throughput of the whole system against transformers generate"),
     "speculation": ("bench.speculation.run", "speedup of drafters and tree shapes over plain decoding; best flags"),
     "serve": ("bench.serve.run", "load generator for any OpenAI-style server: throughput and latency"),
@@ -37,7 +38,7 @@ BENCHMARKS = {
 }  # fmt: skip
 ALIASES = {"self-draft": "self-speculation"}  # earlier names
 # `all` omits benchmarks that need a server, a file of prompts, a trained draft, an accelerator for JAX, or hours.
-_NOT_IN_ALL = ("serve", "speculation", "peers", "scale", "accept", "online", "draft-kernels")
+_NOT_IN_ALL = ("transports", "serve", "speculation", "peers", "scale", "accept", "online", "draft-kernels")
 
 
 def usage() -> str:

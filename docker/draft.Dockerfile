@@ -24,7 +24,7 @@ RUN /opt/outrider/bin/python -m services.draft.kernels.cpu avx2 avx512
 
 FROM ${BASE_IMAGE}
 RUN useradd --create-home --uid 10001 outrider \
-    && install --directory --owner=outrider --group=outrider /home/outrider/.cache /run/outrider
+    && install --directory --owner=outrider --group=outrider /home/outrider/.cache
 COPY --from=build /opt/outrider /opt/outrider
 ENV PATH=/opt/outrider/bin:$PATH HOME=/home/outrider PYTHONUNBUFFERED=1
 USER outrider

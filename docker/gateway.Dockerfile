@@ -16,7 +16,7 @@ RUN /opt/outrider/bin/python -m pip install --no-cache-dir --no-deps .
 
 FROM ${BASE_IMAGE}
 RUN useradd --create-home --uid 10001 outrider \
-    && install --directory --owner=outrider --group=outrider /home/outrider/.cache /run/outrider
+    && install --directory --owner=outrider --group=outrider /home/outrider/.cache
 COPY --from=build /opt/outrider /opt/outrider
 ENV PATH=/opt/outrider/bin:$PATH HOME=/home/outrider PYTHONUNBUFFERED=1
 USER outrider

@@ -24,7 +24,7 @@ RUN /opt/outrider/bin/python -m services.target.kernels.cpu avx2 avx512
 
 FROM ${BASE_IMAGE}
 RUN useradd --create-home --uid 10001 outrider \
-    && install --directory --owner=outrider --group=outrider /home/outrider/.cache /run/outrider
+    && install --directory --owner=outrider --group=outrider /home/outrider/.cache
 COPY --from=build /opt/outrider /opt/outrider
 # Triton, part of PyTorch's GPU builds, compiles C at the first launch of its kernels.
 RUN if /opt/outrider/bin/python -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("triton"))' \

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from outrider.config import DraftConfig, GatewayConfig, ServeConfig, TargetConfig, TrainConfig
+from outrider.config.compatibility.foreign_flags import FOREIGN_FLAGS, FOREIGN_KERNELS, ForeignFlag
+from outrider.config.compatibility.spellings import ALIASES, PREFIX
 
 PAGE = Path(__file__).with_name("flags.md")
 COMMANDS = {
@@ -32,11 +34,28 @@ HEAD = """\
 
 `outrider serve` takes the flags of all three processes and hands each to the process it belongs to. A flag of several
 values takes them separated by spaces. An on/off flag `--x` has an opposite, `--no-x`. Flags that SGLang has too keep
-SGLang's names and meaning. Exit code 2 means wrong flags or configuration.
+SGLang's names and meaning; [flags of other engines](#flags-of-other-engines) without a meaning here are accepted. An
+unknown flag is refused with the nearest known one. Exit code 2 means wrong flags or configuration.
 
 Environment variables: `OUTRIDER_CACHE` is the folder of converted models (default `~/.cache/outrider`).
 `OUTRIDER_API_KEY` holds API keys separated by spaces. `OUTRIDER_VECTORS=avx2` selects the AVX2 kernels on a processor
 that has AVX-512 too. `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE` have their usual meaning for the Hugging Face hub.
+"""
+FOREIGN = """\
+
+## Flags of other engines
+
+Command lines of SGLang, SGL-JAX and slime are accepted as they stand
+([command lines](tuning.md#command-lines-from-sglang-sgl-jax-and-slime)). For each flag of this table that is used, the
+process logs a warning. Of `outrider serve`, `outrider target`, `outrider draft`, `outrider gateway`, `outrider train`.
+
+| flag | values | no effect, because |
+| --- | --- | --- |
+{flags}
+
+| written | read as |
+| --- | --- |
+{spellings}
 """
 NAMES = {str: "text", int: "number", float: "number", type(None): ""}
 
@@ -59,7 +78,24 @@ def page() -> str:
     for title, owners in by_topic.items():
         parts.append(f"\n## {title[0].upper()}{title[1:]}\n")
         parts += (table(owner, sections[owner], taken_by[owner]) for owner in owners)
-    return "".join(parts)
+    return "".join([*parts, foreign()])
+
+
+def foreign() -> str:
+    """The flags of other engines, and other spellings of ours."""
+    flags = [f"| `{flag.name}` | {foreign_values(flag)} | {flag.reason} |" for flag in FOREIGN_FLAGS]
+    spellings = [f"| `{PREFIX}FLAG` | `--FLAG` |", *(f"| `{old}` | `{new}` |" for old, new in ALIASES.items())]
+    kernels = ", ".join(f"`{name}`" for name in FOREIGN_KERNELS)
+    spellings.append(f"| `--attention-backend`, `--draft-attention-backend` with {kernels} | `auto`, with a warning |")
+    spellings.append("| `--draft-attention-backend` with `triton`, `torch_native`, `native` | `auto`, with a warning |")
+    return FOREIGN.format(flags="\n".join(flags), spellings="\n".join(spellings))
+
+
+def foreign_values(flag: ForeignFlag) -> str:
+    """What a flag of another engine takes."""
+    if flag.choices:
+        return ", ".join(f"`{choice}`" for choice in flag.choices)
+    return {0: "on/off", 1: "text", None: "numbers"}[flag.words]
 
 
 def options(config: type) -> Iterator[tuple[type, Field[Any]]]:

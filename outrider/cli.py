@@ -14,7 +14,7 @@ from typing import Annotated
 import tyro
 
 from outrider import __version__
-from outrider.config import ServeConfig, ServiceTlsOptions, parse_flags
+from outrider.config import ServeConfig, ServiceTlsOptions, read_flags
 from outrider.errors import ConfigError, OutriderError
 from outrider.process.garbage_collection import imports_without_gc
 
@@ -121,9 +121,15 @@ def _run_process(verb: str, flags: list[str]) -> int:
 
 
 def _serve(flags: list[str]) -> int:
+    config, notes = read_flags(ServeConfig, flags, "outrider serve")
+    if config.dry_run != "off":
+        from outrider.supervisor.dry_run import dry_run
+
+        print(dry_run(config, notes))
+        return 0
     from outrider.supervisor.app import serve
 
-    return serve(parse_flags(ServeConfig, flags, "outrider serve"))
+    return serve(config, notes)
 
 
 def _doctor(flags: list[str]) -> int:

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import grpc
 
 from outrider.errors import InvalidRequest, OutriderError, from_grpc_code
+from outrider.speculation.draft_source import SOURCES_BY_LABEL, SourceKind
 from outrider.tls import ClientTls, open_blocking_channel, open_channel
 from outrider.wire.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
@@ -83,17 +84,23 @@ class Options(TypedDict, total=False):
     """Grammar that the answer must match, in Lark's or GBNF's notation. Only one of the three can be sent."""
     max_draft_tokens: int
     """Maximum number of draft tokens that a step verifies; 0 is plain decoding. The text is the same in any case."""
+    draft_sources: Sequence[str]
+    """Draft sources that may draft: "draft" (the draft service), "lookup", "head", "quantized"; empty allows none."""
     priority: int
     """Priority of a waiting request: lower numbers are admitted first."""
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """Speculation of a generation: verification steps, verified draft tokens and accepted draft tokens."""
+    """Speculation of a generation: verification steps, verified draft tokens and accepted draft tokens.
+
+    sources: verified and accepted draft tokens of each draft source that had some
+    """
 
     steps: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0
+    sources: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -288,6 +295,8 @@ def _request(prompt: Prompt, options: Options) -> gateway_pb2.GenerateRequest:
         raise InvalidRequest("only one of json_schema, regex and ebnf can be sent", param="regex")
     if isinstance(stop := options.get("stop"), str):  # a repeated field would take each character for a text
         options = {**options, "stop": [stop]}
+    if (sources := options.get("draft_sources")) is not None:
+        options = {**options, **_allowing(sources)}  # type: ignore[typeddict-item]
     request = gateway_pb2.GenerateRequest(**options)
     if isinstance(prompt, str):
         request.text = prompt
@@ -303,6 +312,15 @@ def _request(prompt: Prompt, options: Options) -> gateway_pb2.GenerateRequest:
     return request
 
 
+def _allowing(labels: Sequence[str]) -> dict[str, Any]:
+    """The fields of a request that allow some draft sources."""
+    if unknown := [label for label in labels if label not in SOURCES_BY_LABEL]:
+        message = f"{unknown[0]!r} is no draft source; name some of {', '.join(SOURCES_BY_LABEL)}"
+        raise InvalidRequest(message, param="draft_sources")
+    none: dict[str, Any] = {} if labels else {"max_draft_tokens": 0}
+    return {"draft_sources": [int(SOURCES_BY_LABEL[label]) for label in labels], **none}
+
+
 def _part(message: gateway_pb2.GenerateResponse) -> Part:
     speculation = message.speculation
     return Part(
@@ -312,7 +330,12 @@ def _part(message: gateway_pb2.GenerateResponse) -> Part:
         _FINISH_REASONS.get(message.finish_reason),
         message.prompt_tokens,
         message.completion_tokens,
-        Speculation(speculation.steps, speculation.proposed_tokens, speculation.accepted_tokens),
+        Speculation(
+            speculation.steps,
+            speculation.proposed_tokens,
+            speculation.accepted_tokens,
+            {SourceKind(one.source).label: (one.proposed_tokens, one.accepted_tokens) for one in speculation.sources},
+        ),
         message.seed,
         message.cached_tokens,
         _logprobs(message.logprobs) if message.HasField("logprobs") else None,

@@ -50,7 +50,8 @@ class Server(Peer):
 
     def _healthy(self, client: httpx.Client) -> bool:
         with contextlib.suppress(httpx.HTTPError):
-            return client.get(f"{self.url}/health", timeout=2).status_code == 200
+            answer = client.get(f"{self.url}/health", timeout=2)
+            return answer.status_code == 200 and b'"degraded"' not in answer.content  # Outrider waits for its draft
         return False
 
     def generate(self, texts: Sequence[str], new: int) -> tuple[float, list[Reply]]:

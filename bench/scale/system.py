@@ -80,10 +80,9 @@ def gateway(folder: Path, target_address: str, draft: Draft | None = None) -> It
 
 
 def _ready(port: int) -> bool:
-    """True if the gateway is healthy and does not report plain decoding for lack of a draft service."""
+    """True if all services of the gateway are up."""
     with contextlib.suppress(httpx.HTTPError):
-        health = httpx.get(f"http://127.0.0.1:{port}/health", timeout=2)
-        return health.status_code == 200 and "plainly" not in health.text
+        return bool(httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).json()["status"] == "ok")
     return False
 
 

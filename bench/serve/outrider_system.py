@@ -55,7 +55,10 @@ def served(model: str, flags: Sequence[str], dtype: str, max_running: int = 8) -
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, command: str, log: IO[str]) -> None:
-    """Poll /health. Raises BenchError with the last lines of the log if the process ends, or after five minutes."""
+    """Poll /health until all services are up.
+
+    Raises BenchError with the last lines of the log if the process ends, or after five minutes.
+    """
     deadline = time.monotonic() + _STARTUP_TIMEOUT
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -63,7 +66,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, command: str, log: IO[str]
             last = " / ".join(_plain_lines(log.read())[-_LAST_LINES:])
             raise BenchError(f"{command} ended with code {process.returncode}: {last}")
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+            if httpx.get(f"{url}/health", timeout=2).json()["status"] == "ok":
                 return
         time.sleep(0.25)
     raise BenchError(f"{command} was not ready in five minutes")

@@ -3,8 +3,8 @@
 default  the default model, which was made from 4-bit weights: its int4 copy is lossless
 noisy    the same with noise within each 4-bit step: its copies lose what they lose of general 16-bit weights
 
-Each draft source is measured alone: quantized self-drafts (int4, int8), the local EAGLE head (`head`), a quantized
-self-draft assisted by the head (`int4+head`), and prompt lookup (`text`). On a CPU.
+Each draft source is measured alone: quantized self-drafts (int4, int8), the local EAGLE head (`head`), and prompt
+lookup (`text`). On a CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outrider.serving.messages import OpenSession
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.target.engine.engine import TargetEngine
 from services.target.kernels.cpu.bandwidth import read_bandwidth
-from services.target.kernels.cpu.weights import BLOCK, quantize_int4
+from services.target.kernels.cpu.matrices.weights import BLOCK, quantize_int4
 from services.target.model.loading.load import load
 from services.target.model.native import ProgramRunner
 from services.target.process.warmup import warm_up
@@ -38,14 +38,12 @@ from services.target.speculation.mode_selector import SpeculationMode
 
 MAX_PROMPT_TOKENS = 1000
 MODES = ("plain", "self")
-# Weights, their number format, and the draft source as in --self-draft; "+head" adds the local EAGLE head.
+# Weights, their number format, and the draft source as in --self-draft.
 CASES = (
-    ("default", "bfloat16", "int4"), ("default", "bfloat16", "int4+head"), ("default", "bfloat16", "head"),
-    ("default", "int8", "int4"), ("default", "int8", "int4+head"),
+    ("default", "bfloat16", "int4"), ("default", "bfloat16", "head"), ("default", "int8", "int4"),
     ("default", "bfloat16", "text"), ("default", "int8", "text"), ("default", "int4", "text"),
     ("default", "int8", "head"), ("default", "int4", "head"),
-    ("noisy", "bfloat16", "int4"), ("noisy", "bfloat16", "int8"), ("noisy", "bfloat16", "int8+head"),
-    ("noisy", "bfloat16", "head"),
+    ("noisy", "bfloat16", "int4"), ("noisy", "bfloat16", "int8"), ("noisy", "bfloat16", "head"),
 )  # fmt: skip
 
 
@@ -132,11 +130,10 @@ def write_noisy(source: Path, folder: Path) -> Path:
 def engines_of(folder: Path, number_format: str, source: str, sessions: int) -> dict[str, TargetEngine]:
     """An engine of one model for each of MODES. source: as in CASES."""
     flags: dict[str, Any] = {"dtype": number_format} if number_format == "bfloat16" else {"quantization": number_format}
-    drafted = source.partition("+")[0]
     config = TargetConfig(
-        device="cpu", self_speculation=cast(Any, {"text": "lookup", "head": "head"}.get(drafted, "quantized")),
-        self_speculation_format=cast(Any, drafted if drafted in ("int4", "int8") else "auto"),
-        self_speculation_head=str(DEFAULT_HEAD) if source.endswith("head") else None,
+        device="cpu", self_speculation=cast(Any, {"text": "lookup", "head": "head"}.get(source, "quantized")),
+        self_speculation_format=cast(Any, source if source in ("int4", "int8") else "auto"),
+        self_speculation_head=str(DEFAULT_HEAD) if source == "head" else None,
         max_running_requests=sessions, max_total_tokens=32 * 1024, disable_radix_cache=True, **flags,
     )  # fmt: skip
     model = load(folder, config)

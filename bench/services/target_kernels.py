@@ -29,10 +29,10 @@ from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
 from services.target.kernels.cpu import library
-from services.target.kernels.cpu.attention import NativeAttention
+from services.target.kernels.cpu.attention.paged import NativeAttention
 from services.target.kernels.cpu.bandwidth import read_bandwidth
-from services.target.kernels.cpu.program import Buffer, Program
-from services.target.kernels.cpu.weights import Format, PackedWeight, packed
+from services.target.kernels.cpu.matrices.weights import Format, PackedWeight, packed
+from services.target.kernels.cpu.programs.program import Buffer, Program
 from services.target.kernels.grouped import GroupedAttention
 from services.target.kernels.kv_cache import KVCache
 from services.target.kernels.pools import LayerShape

@@ -77,9 +77,9 @@ def shapes(steps: Sequence[int], topk: Sequence[int], tokens: Sequence[int]) -> 
     for s, k, count in itertools.product(steps, topk, tokens):
         n = s + 1 if k == 1 else count
         try:
-            explicit_shape(s, k, n)
+            shape = explicit_shape(s, k, n)
         except ConfigError:
             continue
-        if n > s:
+        if n > s and shape is not None and shape.rows == n:
             found.append((s, k, n))
     return list(dict.fromkeys(found))

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from outrider import PROTOCOL_VERSION
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, StepOutput
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.proposal import Commit, FinishReason, Proposal, extend_hash, path_hash
 from outrider.transport.rpc import serve_engine
 from outrider.wire import codec
@@ -110,7 +111,9 @@ class LockstepTarget(LockstepEngine):
             tokens = session.advance(min(2, session.end - base))
             done = session.length == session.end
             reason = FinishReason.LENGTH if done else FinishReason.RUNNING
-            commits.append(Commit(session_id, base, tokens, session.hash, NODES, len(tokens) - 1, reason))
+            commits.append(
+                Commit(session_id, base, tokens, session.hash, NODES, len(tokens) - 1, reason, source=SourceKind.DRAFT)
+            )
             if done:
                 del self.sessions[session_id]
         self.ready.clear()
@@ -185,10 +188,9 @@ class _Target(target_pb2_grpc.TargetServiceServicer):
         """The tokenizer."""
         yield target_pb2.GetTokenizerResponse(file_name="tokenizer.json", content=_tokenizer())
 
-    async def Verify(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+    async def Verify(self, request_iterator: Any, context: Any) -> None:  # noqa: ARG002, N802
         """The stream."""
-        async for frame in self._hub.answer(request_iterator, context, target_pb2.VerifyRequest):
-            yield frame
+        await self._hub.answer(context, target_pb2.VerifyRequest)
 
 
 class _Draft(draft_pb2_grpc.DraftServiceServicer):
@@ -202,10 +204,9 @@ class _Draft(draft_pb2_grpc.DraftServiceServicer):
             protocol_version=PROTOCOL_VERSION, drafters=[self._name], max_running_sessions=1024
         )
 
-    async def Propose(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+    async def Propose(self, request_iterator: Any, context: Any) -> None:  # noqa: ARG002, N802
         """The stream."""
-        async for frame in self._hub.answer(request_iterator, context, draft_pb2.ProposeRequest):
-            yield frame
+        await self._hub.answer(context, draft_pb2.ProposeRequest)
 
 
 def serve_draft(engine: Callable[[], Engine], address: str, name: str) -> int:

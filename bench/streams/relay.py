@@ -1,7 +1,7 @@
 """A minimal relay between a target and a draft service: it forwards frames and has no texts and no clients.
 
-The overhead of the gateway is its time beyond the relay's. `python -m bench.streams.relay TARGET DRAFT SESSIONS STEPS`
-prints the seconds of STEPS steps.
+The overhead of the gateway is its time beyond the relay's. `python -m bench.streams.relay TARGET DRAFT SESSIONS STEPS
+TRANSPORT` prints the seconds of STEPS steps.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import uvloop
 from bench.harness.processes import output_of
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
+from outrider.config import StreamTransport
 from outrider.serving.messages import OpenSession
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire.opens import open_to_pb
@@ -24,19 +25,21 @@ from outrider.wire.opens import open_to_pb
 _STARTUP_TIMEOUT = 60.0  # seconds
 
 
-def relayed(addresses: dict[str, str], sessions: int, steps: int) -> float:
+def relayed(addresses: dict[str, str], sessions: int, steps: int, transport: StreamTransport = "grpc") -> float:
     """Seconds of `steps` steps of the simulated services, relayed by a separate process as with the gateway."""
-    arguments = [addresses["target"], addresses["draft"], str(sessions), str(steps)]
+    arguments = [addresses["target"], addresses["draft"], str(sessions), str(steps), transport]
     command = [sys.executable, "-m", "bench.streams.relay", *arguments]
     return float(output_of(command))
 
 
-async def _relay(target_address: str, draft_address: str, sessions: int, steps: int) -> float:
-    target = TargetLink(target_address)
+async def _relay(
+    target_address: str, draft_address: str, sessions: int, steps: int, transport: StreamTransport
+) -> float:
+    target = TargetLink(target_address, transport=transport)
     target.start()
     await target.wait_up(_STARTUP_TIMEOUT)
     assert target.info is not None, "a connected link has the service's info"
-    draft = DraftLink(draft_address, target.info.model)
+    draft = DraftLink(draft_address, target.info.model, transport=transport)
     draft.start()
     await draft.wait_up(_STARTUP_TIMEOUT)
     left, done = steps, asyncio.Event()
@@ -69,4 +72,5 @@ async def _relay(target_address: str, draft_address: str, sessions: int, steps: 
 
 
 if __name__ == "__main__":
-    print(uvloop.run(_relay(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))))
+    arguments: Any = (*sys.argv[1:3], *map(int, sys.argv[3:5]), sys.argv[5])
+    print(uvloop.run(_relay(*arguments)))

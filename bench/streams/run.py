@@ -1,9 +1,9 @@
 """Overhead of the gateway per step, with simulated engines of known step time and real services, streams and clients.
 
 A step is target -> gateway -> draft -> gateway -> target, and the target waits for every proposal. So the whole latency
-between the engines counts, part of which a real target overlaps with steps. Three configurations alternate between the
-same two services: a bare relay of frames, the gateway with gRPC clients, and the gateway with SSE clients. The overhead
-of the gateway is its time beyond the relay's.
+between the engines counts, part of which a real target overlaps with steps. Four configurations alternate between the
+same two services: a bare relay of frames over gRPC, the same relay over sockets beside the calls, the gateway with gRPC
+clients, and the gateway with SSE clients. The overhead of the gateway is its time beyond the relay's over gRPC.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from bench.streams.relay import relayed
 
 ROLES = ("gateway", "target", "draft")
 COLUMNS = (
-    "sessions", "engines_ms", "floor_ms", "relay_ms", "grpc_ms", "sse_ms", "grpc_overhead", "sse_overhead",
-    "gateway_cpu_us_grpc", "gateway_cpu_us_sse", "target_cpu_us", "draft_cpu_us",
+    "sessions", "engines_ms", "floor_ms", "relay_socket_ms", "relay_ms", "grpc_ms", "sse_ms", "grpc_overhead",
+    "sse_overhead", "gateway_cpu_us_grpc", "gateway_cpu_us_sse", "target_cpu_us", "draft_cpu_us",
 )  # fmt: skip
 _TICK = os.sysconf("SC_CLK_TCK")
 _TITLES = {"grpc": "gRPC", "sse": "SSE"}
@@ -65,7 +65,7 @@ def system(folder: str, engines_ms: float = 0.0) -> Iterator[System]:
     try:
         for _ in range(_STARTUP_POLLS):
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200:
+                if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).json()["status"] == "ok":
                     break
             time.sleep(_STARTUP_INTERVAL)
         yield System({role: process.pid for role, process in processes.items()}, addresses, port, grpc_port)
@@ -87,8 +87,11 @@ def listeners(running: System) -> list[tuple[str, Callable[[int, int, int], Coro
 
 
 def measure(running: System, sessions: int, steps: int) -> dict[str, float]:
-    """Milliseconds per step of relay, gRPC and SSE, and CPU microseconds per step of each process."""
-    figures = {"relay_ms": 1e3 * relayed(running.addresses, sessions, steps) / steps}
+    """Milliseconds per step of both relays, gRPC and SSE, and CPU microseconds per step of each process."""
+    figures = {
+        "relay_ms": 1e3 * relayed(running.addresses, sessions, steps) / steps,
+        "relay_socket_ms": 1e3 * relayed(running.addresses, sessions, steps, "socket") / steps,
+    }
     for listener, run_clients, port in listeners(running):
         before = {role: cpu_seconds(running.pids[role]) for role in ROLES}
         figures[f"{listener}_ms"] = 1e3 * uvloop.run(run_clients(port, sessions, 2 * steps)) / steps
@@ -114,10 +117,11 @@ def main(argv: list[str]) -> None:
     report.notes = [
         f"engines: step time of target ({_TARGET_SHARE:.0%}) and draft service, which sleep and run in lockstep",
         "floor: the engines' time and two round trips of bare frames of equal size over a socket, in the same run",
-        "relay: a step with a process that only forwards frames between the services",
+        "relay: a step, which is four hops, with a process that only forwards frames between the services, over gRPC "
+        "on Unix domain sockets; relay_socket: the same with the frames over sockets beside the calls",
         "grpc, sse: a step with the gateway and one client per session; overhead: time beyond the relay's / engines",
         "cpu: CPU time per step, all threads of a process; clients run on the same cores",
-        f"medians of {args.rounds} rounds, in which relay, gRPC and SSE alternate",
+        f"medians of {args.rounds} rounds, in which both relays, gRPC and SSE alternate",
     ]
     with tempfile.TemporaryDirectory() as folder:
         sizes = {n: 40 * n + 40 for n in args.sessions}
@@ -152,9 +156,9 @@ def _plot(report: Report) -> None:
     most = max(row["sessions"] for row in report.rows)
     rows = [row for row in report.rows if row["sessions"] == most]
     x = range(len(rows))
-    for name, style in (("floor", "k--"), ("relay", "ko:"), ("grpc", "o-"), ("sse", "o-")):
+    for name, style in (("floor", "k--"), ("relay_socket", "kx:"), ("relay", "ko:"), ("grpc", "o-"), ("sse", "o-")):
         spent = [row[f"{name}_ms"] - row["engines_ms"] for row in rows]
-        axes.plot(x, spent, style, label=name)
+        axes.plot(x, spent, style, label=name.replace("_", ", "))
     bound = [row["relay_ms"] - 0.9 * row["engines_ms"] for row in rows]
     axes.plot(x, bound, color="grey", lw=0.8, label="relay + 10 % of the engines' time")
     axes.set(xlabel="engines, ms per step", ylabel="ms per step beyond the engines", title=f"{most} sessions")

@@ -55,7 +55,7 @@ class RetryAfter:
         return (now - since) / max(ends, 1)
 
 
-def as_long_again(since: float) -> int:
+def time_away(since: float) -> int:
     """Retry-After for a service that is away since `since` (time.monotonic): as long as it has been away."""
     return bounded(time.monotonic() - since)
 

@@ -32,7 +32,7 @@ def build(generator: Generator, facts: Facts, control: Control) -> FastAPI:
     responses.install(app, generator, facts, conversations)
     generate.install(app, generator)
     info.install(app, generator, facts)
-    health.install(app, generator)
+    health.install(app, generator, facts.health(generator))
     tokens.install(app, generator, conversations)
     page.install(app)
     docs.install(app)

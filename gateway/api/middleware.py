@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.admission.admission import Keys
-from gateway.admission.retry_after import as_long_again
+from gateway.admission.retry_after import time_away
 from gateway.api.answers.errors import error_body, response_to
 from gateway.api.requests.http import REQUEST_ID
 from gateway.api.routes.page import FILES, starting_page
@@ -28,7 +28,7 @@ _MAX_ID_LENGTH = 128
 _WEIGHTS, _WEIGHTS_BYTES = "/update_weights_from_tensor", 1 << 50
 
 
-class Edge:
+class EdgeMiddleware:
     """Refuses bodies that are too large, echoes or creates X-Request-Id, and answers 503 until `app` is set."""
 
     def __init__(self, max_body_bytes: int) -> None:
@@ -135,7 +135,7 @@ class _Starting:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 503, or 200 on liveness routes."""
         del receive
-        await _starting(scope, send, str(as_long_again(self._since)).encode())
+        await _starting(scope, send, str(time_away(self._since)).encode())
 
 
 async def _starting(scope: Scope, send: Send, seconds: bytes) -> None:

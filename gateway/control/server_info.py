@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
 import outrider
+from gateway.control.health import Health
 from gateway.orchestration.generator import Generator
+from gateway.streams.draft import DraftLink
+from gateway.streams.target import TargetLink
 from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig
+from outrider.speculation.draft_source import SourceKind
 from outrider.wire.v1 import target_pb2
 
 
@@ -35,17 +40,23 @@ class Facts:
         key = f"{self.version}:{model.fingerprint}:{model.dtype}:{self.target.kv_cache_dtype}"
         return "outrider-" + hashlib.sha256(key.encode()).hexdigest()[:10]
 
+    def health(self, generator: Generator) -> Health:
+        """The state of the gateway and its services."""
+        report = self.config.draft_report
+        return Health(generator, Path(report) if report is not None else None)
+
     def server_info(self, generator: Generator) -> dict[str, Any]:
         """Flags, services and speculation statistics; keys that SGLang has keep SGLang's names."""
-        orchestrator, tally = generator.orchestrator, generator.metrics.tally
+        orchestrator, tally, health = generator.orchestrator, generator.metrics.tally, self.health(generator)
         return {
             **{name: value for name, value in asdict(self.config).items() if "api_key" not in name},
             "version": self.version,
             "served_model_name": generator.name,
             "model_path": self.target.model.model_path,
             "context_length": generator.max_session_tokens,
-            "targets": [_service(link) for link in orchestrator.targets],
-            "drafts": [_service(link) for link in orchestrator.drafts],
+            "targets": [_service(link, health) for link in orchestrator.targets],
+            "drafts": [_service(link, health) for link in orchestrator.drafts],
+            "draft_sources": self._draft_sources(generator),
             "internal_states": [
                 {
                     "avg_spec_accept_length": tally.accept_length,
@@ -55,7 +66,29 @@ class Facts:
             ],
         }
 
+    def _draft_sources(self, generator: Generator) -> dict[str, Any]:
+        """The draft service and the target's own draft sources: which of them run, and their draft tokens so far."""
+        orchestrator, counts = generator.orchestrator, generator.metrics.tally.sources
+        running = {
+            source for link in orchestrator.targets if link.up and link.info for source in link.info.draft_sources
+        }
+        if any(link.up for link in orchestrator.drafts):
+            running.add(int(SourceKind.DRAFT))
+        return {
+            kind.label: {
+                "name": kind.title,
+                "self_speculation": kind.in_target,
+                "running": int(kind) in running,
+                "verified_draft_tokens": counts.get(kind, (0, 0))[0],
+                "accepted_draft_tokens": counts.get(kind, (0, 0))[1],
+            }
+            for kind in SourceKind
+        }
 
-def _service(link: Any) -> dict[str, Any]:
+
+def _service(link: TargetLink | DraftLink, health: Health) -> dict[str, Any]:
     info = MessageToDict(link.info, preserving_proto_field_name=True) if link.info is not None else {}
-    return {"address": link.address, "up": link.up, **info}
+    found = health.availability(link)
+    stream = {"stream_transport": link.transport} if link.up else {}
+    state = {"state": found.state, "reason": found.reason or None}
+    return {"address": link.address, "up": link.up, **state, **stream, **info}

@@ -102,7 +102,7 @@ class Facade:
         if generator.admission.draining:
             return False, "the gateway is shutting down"
         up = any(target.up for target in generator.orchestrator.targets)
-        return up, "; ".join(generator.orchestrator.missing()) or "ok"
+        return up, "; ".join(self._backend.facts.health(generator).state().get("missing", ())) or "ok"
 
     # --- calls that are equal in all facades ---
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import outrider
 from gateway.admission.admission import Keys, check_size
-from gateway.admission.retry_after import as_long_again
+from gateway.admission.retry_after import time_away
 from gateway.control.server_info import Facts
 from gateway.orchestration.generation import Part
 from gateway.orchestration.generator import Generator
@@ -23,6 +23,7 @@ from outrider.speculation.proposal import FinishReason, Logprobs
 from outrider.telemetry import REQUEST_ID
 from outrider.tracing import Tracing
 from outrider.transport.rpc import statuses
+from outrider.wire.opens import draft_sources_from_pb, source_to_pb
 from outrider.wire.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 SERVICE_NAME = gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"].full_name
@@ -56,7 +57,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
 
     def _ready(self) -> Generator:
         if self._generator is None:
-            seconds = as_long_again(self._since)
+            seconds = time_away(self._since)
             raise Unavailable("the gateway is starting; it waits for a target service", retry_after=seconds)
         return self._generator
 
@@ -139,6 +140,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             prompt_logprobs=given("prompt_logprobs"),
             priority=request.priority,
             max_draft_tokens=given("max_draft_tokens"),
+            draft_sources=draft_sources_from_pb(request.draft_sources),
         )
 
     async def _prompt(self, request: gateway_pb2.GenerateRequest) -> list[int]:
@@ -186,7 +188,16 @@ def _response(request_id: str, part: Part, seed: int) -> gateway_pb2.GenerateRes
         prompt_tokens=part.prompt_tokens,
         completion_tokens=part.completion_tokens,
         speculation=gateway_pb2.SpeculationReport(
-            steps=part.steps, proposed_tokens=part.verified, accepted_tokens=part.accepted
+            steps=part.steps,
+            proposed_tokens=part.verified,
+            accepted_tokens=part.accepted,
+            sources=[
+                gateway_pb2.DraftSourceReport(
+                    source=source_to_pb(source), proposed_tokens=verified, accepted_tokens=accepted
+                )
+                for source, (verified, accepted) in sorted(part.sources.items())
+                if source
+            ],
         ),
         seed=seed,
         weight_version=part.weight_version,

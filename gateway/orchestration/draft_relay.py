@@ -38,12 +38,14 @@ class DraftRelay:
         self._placement = table.placement
         self._undelivered = undelivered
         self._metrics = metrics.services
+        self._traffic = metrics.traffic
         self._unreadable = UnreadableFrames(self._metrics.unreadable_proposals, "proposals", "they are dropped")
 
     def attach(self, draft: DraftLink) -> None:
         """Add a draft."""
         self._placement.add(draft)
         self._unreadable.attach(draft)
+        draft.traffic = self._traffic
         draft.on_up = partial(self._up, draft)
         draft.on_down = partial(self._down, draft)
         draft.on_frame = partial(self._receive, draft)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from gateway.orchestration.session_table import SessionTable
 from gateway.sessions.request import PROMPT
 from gateway.sessions.session import Committed, Session
-from gateway.sessions.step_stats import SpeculationReport, StepStats, first_steps
+from gateway.sessions.step_stats import SourceCounts, SpeculationReport, StepStats, first_steps, source_counts
 from gateway.telemetry import request_log
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.spans import RequestSpan
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
     text_tokens: number of the tokens that are text; a token that ended the answer is not
     logprobs: of the tokens, if requested; prompt_logprobs: of all prompt tokens but the first, in the first part only
-    step_stats: the steps that the tokens came from; steps, verified, accepted: totals
+    step_stats: the steps that the tokens came from; steps, verified, accepted: totals; sources: the last two by source
     matched: the stop string or stop token that ended the answer. report: of the whole answer, in its last part
     """
 
@@ -43,6 +43,7 @@ class Part(NamedTuple):
     text_tokens: int
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
+    sources: SourceCounts
     weight_version: str
     step_stats: Sequence[StepStats]
     matched: str | int | None = None
@@ -101,11 +102,12 @@ class Generation:
         piece, used = text.add(tokens, finish)
         text_tokens = used - (finish is FinishReason.STOP and not text.stopped and not text.include_stop)
         matched: str | int | None = None
-        verified, accepted = stats.verified, stats.accepted
+        verified, accepted, sources = stats.verified, stats.accepted, stats.sources
         if text.stopped:
             tokens, finish, matched = tokens[:used], FinishReason.STOP, text.matched
             steps, counted = first_steps(steps, used), first_steps(stats.steps, text.count)
             verified, accepted = (sum(step.verified for step in counted), sum(step.accepted for step in counted))
+            sources = source_counts(counted)
             # The services do not know stop strings, and other choices of the answer may continue.
             self._sessions.close(session)
         elif finish is FinishReason.STOP and tokens:
@@ -126,6 +128,7 @@ class Generation:
             text_tokens,
             logprobs.until(used) if logprobs is not None else None,
             prompt_logprobs,
+            sources,
             stats.weight_version,
             steps,
             matched,

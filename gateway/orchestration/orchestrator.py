@@ -64,15 +64,6 @@ class Orchestrator:
         """Add a draft."""
         self._draft_relay.attach(draft)
 
-    def missing(self) -> list[str]:
-        """Services that are down, as messages; empty if none is."""
-        missing = []
-        if not any(target.up for target in self.targets):
-            missing.append("target: no target service is up" + _refusals(self.targets))
-        if self.drafts and not any(draft.up for draft in self.drafts):
-            missing.append("draft: no draft service is up; text is decoded plainly" + _refusals(self.drafts))
-        return missing
-
     async def stop(self) -> None:
         """End all sessions and streams."""
         for session in list(self.sessions.by_id.values()):
@@ -84,11 +75,8 @@ class Orchestrator:
         services = self.metrics.services
         for link in self.links:
             services.up.labels(link.service, link.address).set(link.up)
+            services.set_state(link.service, link.address, link.availability.state)
             if not link.up:
                 services.remove(link.service, link.address)
             elif link.load is not None:
                 services.update(link.service, link.address, link.load)
-
-
-def _refusals(links: Sequence[TargetLink] | Sequence[DraftLink]) -> str:
-    return "".join(f"; {link.refusal.message}" for link in links if link.refusal is not None)

@@ -15,7 +15,7 @@ from functools import partial
 from gateway.orchestration import feature_relay
 from gateway.orchestration.session_table import MAX_FAILURES, SessionTable
 from gateway.sessions.session import Session
-from gateway.streams.target import TargetLink, logprobs_of
+from gateway.streams.target import TargetLink
 from gateway.streams.unreadable_frames import UnreadableFrames
 from gateway.telemetry.metrics import Metrics
 from outrider.errors import InvalidRequest, Overloaded, Unavailable
@@ -48,6 +48,7 @@ class TargetRelay:
         """Add a target."""
         self._table.placement.add(target)
         self._unreadable.attach(target)
+        target.traffic = self._metrics.traffic
         target.on_up = partial(self._up, target)
         target.on_down = partial(self._down, target)
         target.on_frame = partial(self._receive, target)
@@ -58,7 +59,7 @@ class TargetRelay:
         target.update_load(frame.load)  # first, so that the load is there when a client sees the commit
         try:
             # Before drafts receive the frame, because theirs is joined with frames of other targets.
-            rows, logprobs = list(codec.commit_rows(frame.commits)), logprobs_of(frame)
+            rows, logprobs = list(codec.commit_rows(frame.commits)), _logprobs_of(frame)
         except InvalidRequest as error:
             self._unreadable.add(target, error)
             self._frame_lost(target)
@@ -99,7 +100,7 @@ class TargetRelay:
         for session_id, _, tokens, *_ in rows:
             together[session_id] = together.get(session_id, 0) + len(tokens)
         sessions = self._table.by_id
-        for index, (session_id, base, tokens, root_hash, verified, accepted, finish, cached) in enumerate(rows):
+        for index, (session_id, base, tokens, root_hash, verified, accepted, finish, cached, source) in enumerate(rows):
             if index and index % _SESSIONS_PER_TURN == 0:
                 await asyncio.sleep(0)
             session = sessions.get(session_id)
@@ -116,7 +117,7 @@ class TargetRelay:
                 else:
                     own = group
             self._commit(
-                session, base, tokens, verified, accepted, _FINISH_REASONS[finish], now,
+                session, base, tokens, verified, accepted, source, _FINISH_REASONS[finish], now,
                 together.pop(session_id, 0), own,
             )  # fmt: skip
 
@@ -142,6 +143,7 @@ class TargetRelay:
         tokens: list[int],
         verified: int,
         accepted: int,
+        source: int,
         finish: FinishReason,
         now: float,
         together: int,
@@ -152,8 +154,9 @@ class TargetRelay:
         if not new and finish is FinishReason.RUNNING:
             return
         if new and session.request.counted:
-            self._metrics.count(session, len(new), verified, accepted, now, together)
-        session.commit(new, verified, accepted, finish, logprobs.behind(known) if logprobs and known else logprobs)
+            self._metrics.count(session, len(new), verified, accepted, now, together, source)
+        own = logprobs.behind(known) if logprobs and known else logprobs
+        session.commit(new, verified, accepted, finish, own, source)
         if finish is not FinishReason.RUNNING:
             self._table.finish(session)
 
@@ -215,3 +218,12 @@ class TargetRelay:
         for session in table.on_target(target):
             if not self._lost_too_often(session, "a target was lost"):
                 table.open_on_target(session, again=True)
+
+
+def _logprobs_of(frame: target_pb2.VerifyResponse) -> dict[int, list[Logprobs]]:
+    """Log-probabilities in a frame, by the index of their commit. Raises InvalidRequest."""
+    groups: dict[int, list[Logprobs]] = {}
+    if frame.HasField("logprobs"):
+        for index, group in codec.logprobs_from_pb(frame.logprobs):
+            groups.setdefault(index, []).append(group)
+    return groups

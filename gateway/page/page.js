@@ -1,16 +1,13 @@
 // The chat: sends requests to the gateway, and shows the speculation of every answer.
 
 import { Answer } from "./answer.js";
+import { CHOICES, describe, MODES, SOURCES } from "./sources.js";
 import { chunksOf, Refused } from "./stream.js";
 
 const at = (id) => document.getElementById(id);
 const messages = []; // the conversation so far, in the API's form
 let running = null; // AbortController of the running request
-
-const MODES = {
-  on: { title: "with speculation", speculation: { report: true } },
-  off: { title: "plain decoding", speculation: { enabled: false, report: true } },
-};
+let sources = null; // titles by the names of the draft sources that run; null as long as that is unknown
 
 function headers() {
   const key = at("key").value || sessionStorage.getItem("key") || "";
@@ -25,12 +22,24 @@ async function checkHealth() {
     const listed = models.ok ? (await models.json()).data[0].id : "";
     at("model").textContent = listed;
     const found = await fetch("health");
-    health.textContent = found.ok ? "" : "not ready";
+    const { status } = await found.json();
+    health.textContent = { ok: "", degraded: "plain decoding: no draft service is up" }[status] ?? "not ready";
     health.classList.toggle("wrong", !found.ok);
   } catch {
     health.textContent = "cannot be reached";
     health.classList.add("wrong");
   }
+}
+
+// Which draft sources run, from the gateway's own report.
+async function checkSources() {
+  const found = await fetch("get_server_info", { headers: headers() }).catch(() => null);
+  if (!found?.ok) return;
+  const info = await found.json();
+  sources = new Map(Object.entries(SOURCES).filter(([name]) => info.draft_sources[name].running));
+  const drafters = info.drafts.filter((draft) => draft.up).flatMap((draft) => draft.drafters ?? []);
+  if (sources.has("draft")) sources.set("draft", [...new Set(drafters)].join(", "));
+  at("sources").textContent = `draft service: ${describe("draft", sources)} · self-speculation: ${describe("self", sources)}`;
 }
 
 function askForKey() {
@@ -39,7 +48,8 @@ function askForKey() {
 }
 
 async function answerTo(turn, mode) {
-  const answer = new Answer(turn.querySelector(".answers"), MODES[mode].title, at("rejected").checked);
+  const { title, speculation } = MODES[mode];
+  const answer = new Answer(turn.querySelector(".answers"), title, describe(mode, sources), at("rejected").checked);
   const body = {
     model: "default",
     messages,
@@ -48,7 +58,7 @@ async function answerTo(turn, mode) {
     temperature: Number(at("temperature").value),
     max_tokens: Number(at("tokens").value),
     seed: Number(at("seed").value),
-    speculation: MODES[mode].speculation,
+    speculation: { ...speculation, report: true },
   };
   try {
     const options = { method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal };
@@ -75,12 +85,20 @@ function newTurn(text) {
   return turn;
 }
 
-function compare(turn, on, off) {
+function verdictOn(turn, answers) {
+  const plain = answers.off;
+  const others = Object.keys(answers).filter((mode) => mode !== "off");
+  for (const mode of others) answers[mode].compare(plain);
+  const same = others.every((mode) => answers[mode].text === plain.text);
+  const speeds = others
+    .filter((mode) => answers[mode].rate && plain.rate)
+    .map((mode) => `${MODES[mode].title} ${(answers[mode].rate / plain.rate).toFixed(2)} times`);
   const verdict = document.createElement("p");
   verdict.className = "verdict";
-  const same = on.text === off.text ? "The same text" : "Different texts (integer formats may round differently)";
-  const ratio = on.rate && off.rate ? `, ${(on.rate / off.rate).toFixed(2)} times the speed of plain decoding` : "";
-  verdict.textContent = `${same}${ratio}.`;
+  verdict.setAttribute("role", "status");
+  verdict.textContent =
+    (same ? "✓ The texts are equal. " : "✗ The texts differ (number formats may round differently). ") +
+    (speeds.length ? `Speed over plain decoding: ${speeds.join(", ")}.` : "");
   turn.append(verdict);
   verdict.scrollIntoView({ block: "end" });
 }
@@ -90,10 +108,16 @@ async function ask(text) {
   setBusy(true);
   const turn = newTurn(text);
   messages.push({ role: "user", content: text });
+  await checkSources();
+  const modes = CHOICES[at("mode").value];
+  const answers = {};
   // One after the other, because concurrent requests would share the machine.
-  const on = await answerTo(turn, "on");
-  if (at("compare").checked && !running.signal.aborted) compare(turn, on, await answerTo(turn, "off"));
-  if (on.text) messages.push({ role: "assistant", content: on.text });
+  for (const mode of modes) {
+    if (!running.signal.aborted) answers[mode] = await answerTo(turn, mode);
+  }
+  if (modes.length > 1 && !running.signal.aborted) verdictOn(turn, answers);
+  const [first] = Object.values(answers);
+  if (first.text) messages.push({ role: "assistant", content: first.text });
   else messages.pop();
   running = null;
   setBusy(false);
@@ -127,3 +151,4 @@ at("rejected").addEventListener("change", (event) => {
   for (const text of document.querySelectorAll(".text")) text.classList.toggle("with-rejected", event.target.checked);
 });
 checkHealth();
+checkSources();

@@ -83,11 +83,11 @@ class Placement:
         session.target.open(open_on(session, session.target))
 
     def open_on_draft(self, session: Session, draft: DraftLink | None = None, *, again: bool = False) -> bool:
-        """Open a session on a draft. False if no draft serves it, or if it allows no draft tokens.
+        """Open a session on a draft. False if no draft serves it, or if it allows no draft service.
 
         draft: the one to use if it is up. again: the session was open before
         """
-        if session.request.max_draft_tokens == 0:
+        if not session.request.uses_draft_service:
             return False
         reason = None
         if draft is None or not draft.up:

@@ -2,7 +2,8 @@
 
 1. bind the REST and gRPC ports, so that a port in use is an error at once; answer 503 meanwhile
 2. wait for a target, and read its facts and tokenizer
-3. serve until a signal, and connect to the other services: one that does not fit ends the process
+3. serve until a signal, and connect to the other services. A target that does not fit ends the process; a draft that
+   does not fit or does not come is tried again, unless --require-draft makes it an error
 4. refuse new requests, and drain the running ones
 """
 
@@ -20,7 +21,7 @@ from starlette.types import ASGIApp
 
 from gateway.admission.admission import Admission, Keys
 from gateway.api import app as rest
-from gateway.api.middleware import Edge, KeyCheck
+from gateway.api.middleware import EdgeMiddleware, KeyCheck
 from gateway.api.tracing import Traced
 from gateway.control.control import Control
 from gateway.control.server_info import Facts
@@ -33,13 +34,14 @@ from gateway.orchestration.orchestrator import Orchestrator
 from gateway.orchestration.sampling_defaults import FILE, OPENAI, SamplingDefaults, of_model
 from gateway.pools.pool import Routing
 from gateway.process.listeners import Listeners
+from gateway.streams.availability import ReplicaState
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import OtherWeights, TargetLink
 from gateway.telemetry import request_log
 from gateway.telemetry.compatible_metrics import SglangMetrics, VllmMetrics
 from gateway.telemetry.metrics import Metrics
 from gateway.text.tokenizer import ModelTokenizer
-from gateway.workers.parent import oversee
+from gateway.workers.parent import supervise_workers
 from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig, parse_flags
 from outrider.errors import ConfigError, Unavailable
@@ -63,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the gateway with flags. Returns the process's exit code; 2 for flags, ports or services that do not fit."""
     config = parse_flags(GatewayConfig, argv, "outrider gateway")
     if config.gateway_workers != 1:
-        return process.run_plainly("gateway", config, lambda whole: asyncio.run(oversee(whole)), share_of_gateway)
+        run = process.run_plainly
+        return run("gateway", config, lambda whole: asyncio.run(supervise_workers(whole)), share_of_gateway)
     return process.run("gateway", config, serve, share_of_gateway)
 
 
@@ -81,14 +84,14 @@ async def serve(config: GatewayConfig, peers: Peers | None = None) -> int:
 
 async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -> int:
     stop = asyncio.create_task(_stop_or_leave().wait())
-    edge, servicer = Edge(config.max_body_bytes), GatewayServicer()
+    edge, servicer = EdgeMiddleware(config.max_body_bytes), GatewayServicer()
     listeners = Listeners(config, _with_cors(edge, config.allowed_origins), shared=peers.several)
     facade_services, metrics = facades(config.grpc_facades), Metrics()
     admission, keys = Admission(config.max_pending_requests), Keys(config)
     tests: list[asyncio.Task[Any]] = []
     tls, service_tls = config.server_tls(), config.service_tls()
     routing = Routing(config.cache_threshold, config.balance_abs_threshold, config.balance_rel_threshold)
-    targets = [TargetLink(address, service_tls) for address in config.target]
+    targets = [TargetLink(address, service_tls, config.stream_transport) for address in config.target]
     orchestrator = Orchestrator(targets, [], metrics, routing=routing)
     gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, listeners.grpc.server)
     for facade in facade_services:
@@ -122,7 +125,7 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         if not config.disable_sglang_metrics:
             metrics.registry.register(SglangMetrics(metrics, generator.name))
         for address in config.draft:
-            orchestrator.attach_draft(DraftLink(address, target.info.model, service_tls))
+            orchestrator.attach_draft(DraftLink(address, target.info.model, service_tls, config.stream_transport))
         if not config.disable_draft_self_test:
             tests += self_test.start(generator, orchestrator)
         control = Control(orchestrator, facts)
@@ -140,7 +143,7 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         scheme = "https" if tls is not None else "http"
         rest_address, grpc_address = (host_and_port(config.host, port) for port in (config.port, config.grpc_port))
         log.info("REST on %s://%s, gRPC on %s", scheme, rest_address, grpc_address)
-        await unless(stop, connect(orchestrator, target))
+        await unless(stop, connect(orchestrator, target, listeners, config))
         if admission.running:
             log.info("%d requests get %g s to end", admission.running, config.drain_timeout)
         await listeners.set_serving(False)
@@ -245,15 +248,34 @@ def _updated(link: TargetLink) -> bool:
     return info is not None and info.first_fingerprint not in ("", info.model.fingerprint)
 
 
-async def connect(orchestrator: Orchestrator, first: TargetLink) -> None:
-    """Connect to the other services, and wait forever. Raises ConfigError for one that does not fit."""
+async def connect(orchestrator: Orchestrator, first: TargetLink, listeners: Listeners, config: GatewayConfig) -> None:
+    """Connect to the other services, and report changes to health checks, forever.
+
+    Raises ConfigError for a target that does not fit; with --require-draft also for a draft, and Unavailable for one
+    that does not come.
+    """
+    changed = asyncio.Event()
+    changed.set()
+    for link in orchestrator.links:
+        link.on_change = changed.set
     for draft in orchestrator.drafts:
         draft.start()
-    await asyncio.gather(*(_connect(link) for link in orchestrator.links if link is not first))
-    await asyncio.Event().wait()
+    required = config.connect_timeout if config.require_draft else None
+    targets = (_connect_target(link) for link in orchestrator.targets if link is not first)
+    drafts = (_connect_draft(link, required) for link in orchestrator.drafts)
+    await asyncio.gather(_report_health(orchestrator, listeners, changed), *targets, *drafts)
 
 
-async def _connect(link: TargetLink | DraftLink) -> None:
+async def _report_health(orchestrator: Orchestrator, listeners: Listeners, changed: asyncio.Event) -> None:
+    """Answer gRPC health checks with the present state of the services, until cancelled."""
+    while True:
+        await changed.wait()
+        changed.clear()
+        ready, draft = (any(link.up for link in links) for links in (orchestrator.targets, orchestrator.drafts))
+        await listeners.report(ready=ready, draft=draft)
+
+
+async def _connect_target(link: TargetLink) -> None:
     with contextlib.suppress(OtherWeights):  # logged by the link; the next update resolves it
         try:
             await link.wait_up(_WARN_AFTER)
@@ -261,3 +283,17 @@ async def _connect(link: TargetLink | DraftLink) -> None:
             log.warning("%s; continuing without it until it is up", error.message)
             with contextlib.suppress(Unavailable):
                 await link.wait_up(_START_UP)
+
+
+async def _connect_draft(link: DraftLink, required: float | None) -> None:
+    """Wait for a draft. required: seconds within which it must come, or the process ends; None without it."""
+    if required is not None:
+        await link.wait_up(required)
+        return
+    try:
+        await link.wait_up(_WARN_AFTER)
+    except (Unavailable, ConfigError) as error:  # the link goes on trying
+        # Of a draft that answers, the link has logged the reason.
+        silent = link.availability.state in (ReplicaState.UNREACHABLE, ReplicaState.STARTING)
+        what = error.message if silent else f"the {link.service} at {link.address} is not used"
+        log.warning("%s; text is decoded plainly until it is up", what)

@@ -15,7 +15,10 @@ from outrider.config import GatewayConfig
 from outrider.process.ports import host_and_port, take_port
 from outrider.tls import ServerTls
 from outrider.transport.rpc import GrpcServer
+from outrider.wire.v1 import draft_pb2, target_pb2
 
+TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
+DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 _GRACE = 5  # seconds for running requests to end when the gateway stops
 
 
@@ -49,11 +52,17 @@ class Listeners:
         self._open = True
         await self.grpc.start(host_and_port(config.host, config.grpc_port), names, tls)
 
-    async def set_serving(self, serving: bool) -> None:
-        """Set the health status. A process that no longer serves stops listening on shared ports."""
+    async def report(self, *, ready: bool, draft: bool) -> None:
+        """Set the health status: of the gateway, which is ready while a target is up, and of the services behind it."""
         for server in (self.grpc, self._health):
             if server is not None:
-                await server.set_serving(serving)
+                await server.set_serving(ready)
+                await server.set_status(TARGET_SERVICE, ready)
+                await server.set_status(DRAFT_SERVICE, draft)
+
+    async def set_serving(self, serving: bool) -> None:
+        """Set the health status. A process that no longer serves stops listening on shared ports."""
+        await self.report(ready=serving, draft=False)
         if self._shared and not serving and self._rest is not None:
             self._rest[0].stop_accepting()
             # gRPC also tells its clients to reconnect elsewhere; `close` ends the wait for their calls.

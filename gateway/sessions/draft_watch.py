@@ -29,12 +29,13 @@ class DraftWatch:
         """Add a proposal of the draft service."""
         self._tree.merge(proposal)
 
-    def commit(self, tokens: Sequence[int], verified: int) -> tuple[int, ...]:
-        """Add committed tokens. Returns the path that the draft service scored highest; nothing for a plain step.
+    def commit(self, tokens: Sequence[int], *, drafted: bool) -> tuple[int, ...]:
+        """Add committed tokens. Returns the path that the draft service scored highest; nothing without its drafts.
 
-        Where the target accepted more of another path, the accepted tokens take its place.
+        Where the target accepted more of another path, the accepted tokens take its place. drafted: the step verified
+        draft tokens of the draft service
         """
-        path = self._best_path(tokens[:-1]) if verified else ()
+        path = self._best_path(tokens[:-1]) if drafted else ()
         self._tree.commit(np.array(tokens, np.uint32))
         return path
 

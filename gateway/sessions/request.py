@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from outrider.serving.messages import Grammar
+from outrider.speculation.draft_source import ALL_SOURCES, SourceKind
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
 PROMPT = "prompt"  # the services' name of the prompt in errors
@@ -56,7 +57,8 @@ class GenerationRequest:
     """One generation, after the edge's own checks.
 
     seed: None draws one; numbers below 0 count from the end of 64 bits
-    cache_salt, grammar, logprobs, prompt_logprobs, priority, max_draft_tokens, traceparent: as in OpenSession
+    cache_salt, grammar, logprobs, prompt_logprobs, priority, max_draft_tokens, draft_sources, traceparent: as in
+    OpenSession
     watch_draft: step statistics include the draft tokens that the draft service scored highest
     counted: False keeps the generation out of metrics and logs, as for probes
     prompt_field: the client's name of the prompt, for errors
@@ -73,6 +75,7 @@ class GenerationRequest:
     prompt_logprobs: int | None = None
     priority: int = 0
     max_draft_tokens: int | None = None
+    draft_sources: frozenset[SourceKind] = ALL_SOURCES
     traceparent: str = ""
     watch_draft: bool = False
     counted: bool = True
@@ -82,6 +85,11 @@ class GenerationRequest:
     def prompt_only(self) -> bool:
         """True if no new token is returned. The services still generate one, because a session has at least one."""
         return self.stop.max_tokens == 0
+
+    @property
+    def uses_draft_service(self) -> bool:
+        """True if the draft service may draft for it."""
+        return self.max_draft_tokens != 0 and SourceKind.DRAFT in self.draft_sources
 
     def choices(self, count: int) -> list[GenerationRequest]:
         """This request once for each choice, with consecutive seeds."""

@@ -13,9 +13,10 @@ import numpy as np
 from gateway.sessions.draft_watch import DraftWatch
 from gateway.sessions.prefixes import PrefixHashes
 from gateway.sessions.request import GenerationRequest
-from gateway.sessions.step_stats import PLAIN_STEP, StepStats
+from gateway.sessions.step_stats import PLAIN_STEP, SourceCounts, StepStats, add_counts
 from outrider.errors import OutriderError
 from outrider.serving.messages import OpenSession
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.proposal import FinishReason, Logprobs, path_hash
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class SessionStats:
         self.steps: list[StepStats] = []
         self.verified = 0
         self.accepted = 0
+        self.sources: SourceCounts = {}
         self.cached_tokens = 0  # prompt tokens found in the first target's prefix cache
         self.weight_version = ""  # of the last commit
         self.opened_at = self.first_at = self.committed_at = time.perf_counter()
@@ -185,24 +187,36 @@ class Session:
             features_from=self.features_end if feature_spec else 0,
             priority=request.priority,
             max_draft_tokens=request.max_draft_tokens,
+            draft_sources=request.draft_sources,
             traceparent=request.traceparent,
         )
 
     def commit(
-        self, tokens: list[int], verified: int, accepted: int, finish: FinishReason, logprobs: Logprobs | None = None
+        self,
+        tokens: list[int],
+        verified: int,
+        accepted: int,
+        finish: FinishReason,
+        logprobs: Logprobs | None = None,
+        source: int = 0,
     ) -> None:
-        """Append what one step committed, or several plain steps, and wake the client's coroutine."""
+        """Append what one step committed, or several plain steps, and wake the client's coroutine.
+
+        source: SourceKind of the verified draft tokens
+        """
         self.tokens += tokens
         if self.reopening.active:
             self.reopening.append(tokens)
         stats = self.stats
         if tokens:
             self.failures.losses = 0
-            draft = self.watch.commit(tokens, verified) if self.watch is not None else ()
+            draft = self.watch.commit(tokens, drafted=source == SourceKind.DRAFT) if self.watch is not None else ()
             if verified:
-                stats.steps.append(StepStats(len(tokens), verified, accepted, draft))
+                stats.steps.append(StepStats(len(tokens), verified, accepted, draft, source))
             else:
                 stats.steps += [PLAIN_STEP] * len(tokens)
-        stats.verified += verified
-        stats.accepted += accepted
+        if verified:
+            stats.verified += verified
+            stats.accepted += accepted
+            add_counts(stats.sources, source, verified, accepted)
         self.inbox.put(tokens, finish, logprobs)

@@ -5,9 +5,11 @@ A step counts as a draft if it verified at least one draft token. Accept length 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
+
+from outrider.speculation.draft_source import SourceKind
 
 Detail = Literal["off", "summary", "detailed"]
 
@@ -15,13 +17,15 @@ Detail = Literal["off", "summary", "detailed"]
 class StepStats(NamedTuple):
     """One step of a session: tokens committed, draft tokens verified, and draft tokens accepted, the first of `tokens`.
 
-    draft: the draft tokens that the draft service scored highest, if the session's draft is watched
+    draft: the draft tokens that the draft service scored highest, if it drafted and the session's draft is watched
+    source: SourceKind of the draft tokens; 0 if the step verified none
     """
 
     tokens: int
     verified: int
     accepted: int
     draft: tuple[int, ...] = ()
+    source: int = 0
 
 
 PLAIN_STEP = StepStats(1, 0, 0)
@@ -56,6 +60,10 @@ class SpeculationReport:
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": verified,
             "num_spec_tokens": widest,
+            "sources": {
+                label: {"num_draft_tokens": verified, "num_accepted_draft_tokens": accepted}
+                for label, (verified, accepted) in by_label(source_counts(drafts)).items()
+            },
         }
         if detail == "detailed":
             report["per_step_accepted"] = [step.accepted for step in drafts]
@@ -117,7 +125,35 @@ class SpeculationReport:
             "spec_draft_token_num": verified,
             "spec_accepted_drafts": accepted,
             "spec_proposed_drafts": verified,
+            "spec_sources": {
+                label: {"proposed": verified, "accepted": accepted}
+                for label, (verified, accepted) in by_label(source_counts(drafts)).items()
+            },
         }
+
+
+SourceCounts = dict[int, tuple[int, int]]
+"""Verified and accepted draft tokens by the SourceKind of their source."""
+
+
+def add_counts(counts: SourceCounts, source: int, verified: int, accepted: int) -> None:
+    """Add the draft tokens of a step."""
+    before = counts.get(source, (0, 0))
+    counts[source] = before[0] + verified, before[1] + accepted
+
+
+def source_counts(steps: Iterable[StepStats]) -> SourceCounts:
+    """The draft tokens of some steps."""
+    counts: SourceCounts = {}
+    for step in steps:
+        if step.verified:
+            add_counts(counts, step.source, step.verified, step.accepted)
+    return counts
+
+
+def by_label(counts: SourceCounts) -> dict[str, tuple[int, int]]:
+    """Counts by the sources' labels, in the order of SourceKind."""
+    return {kind.label: counts[kind] for kind in SourceKind if kind in counts}
 
 
 def histogram(drafts: Sequence[StepStats], largest: int) -> list[int]:

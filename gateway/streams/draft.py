@@ -9,8 +9,9 @@ import grpc
 
 from gateway.streams.batches import cut_opens, join
 from gateway.streams.features import FUSION_TIMEOUT, Backlog, Features
-from gateway.streams.link import CALL_TIMEOUT, Link, Metadata
+from gateway.streams.link import CALL_TIMEOUT, Link
 from outrider.checkpoints.vocabulary import Vocabulary, check_same
+from outrider.config import StreamTransport
 from outrider.tls import ClientTls
 from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
@@ -32,11 +33,20 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
     """
 
     service = "draft"
+    method = "/outrider.wire.v1.DraftService/Propose"
+    longest_refused_wait = 15.0  # a handshake of a head transfers its fusion layer
     frame = draft_pb2.ProposeResponse
+    features_are = "sent"
 
-    def __init__(self, address: str, target_model: common_pb2.ModelInfo, tls: ClientTls | None = None) -> None:
-        """target_model: the model whose vocabulary the draft must share."""
-        super().__init__(address, tls)
+    def __init__(
+        self,
+        address: str,
+        target_model: common_pb2.ModelInfo,
+        tls: ClientTls | None = None,
+        transport: StreamTransport = "grpc",
+    ) -> None:
+        """target_model: the model whose vocabulary the draft must share. transport: what frames may use."""
+        super().__init__(address, tls, transport)
         self._target_model = target_model
         self._urgent = True  # the last commits asked for draft tokens
         self._due_flush: draft_pb2.FlushDraftRequest | None = None  # before the draft is used again
@@ -156,11 +166,6 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         if self.features is not None and self.target_folder != sent:
             request = draft_pb2.FlushDraftRequest(only_fed=True, target_folder=self.target_folder)
             await stub.FlushDraft(request, timeout=SHARE_TIMEOUT)
-
-    def open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
-        """As in Link."""
-        stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
-        return stub.Propose(metadata=metadata)
 
 
 def _vocabulary(model: common_pb2.ModelInfo) -> Vocabulary:

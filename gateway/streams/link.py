@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -19,16 +20,20 @@ import grpc
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from gateway.streams.availability import READY, Availability, ReplicaState, after
+from gateway.streams.traffic import Count, Direction, Traffic
 from outrider import PROTOCOL_VERSION
+from outrider.config import StreamTransport
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.tls import ClientTls, explain_tls_failure, open_channel
-from outrider.transport.frame_socket import SocketCall, connect_beside
+from outrider.transport.frame_socket import SocketCall, connect_beside, message_of, socket_beside
 from outrider.transport.rpc import CHANNEL_OPTIONS
 from outrider.wire.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
 _MIN_WAIT, _MAX_WAIT = 0.1, 2.0  # seconds between attempts
+_JITTER = 0.2  # of a wait, so that gateways do not reconnect all at once
 _MAX_DELAY = 0.5  # seconds for which messages that are not urgent are gathered
 _STABLE_AFTER = 2.0  # seconds after which a stream counts as working
 CALL_TIMEOUT = 10.0  # seconds for each call of a handshake
@@ -76,15 +81,24 @@ class Link(ABC, Generic[Info, Frame]):
 
     session_count: sessions that are open there, counted by the placement
     load: the engine's last report. info: facts from the handshake. refusal: why the replica does not fit
-    channel: while it is up or about to be
+    channel: while it is up or about to be. on_change: called after `up` or `availability` changed
+    transport: of the stream's frames, grpc or socket; empty before the first
+    traffic: counts of frames, which links share
     """
 
     service: str
+    method: str  # full name of the stream's method
+    longest_refused_wait = _MAX_WAIT  # seconds between attempts while the replica does not fit
     frame: type[Any]  # message type of incoming frames
+    features_are: Direction  # in which frames hidden states travel
 
-    def __init__(self, address: str, tls: ClientTls | None = None) -> None:
+    def __init__(self, address: str, tls: ClientTls | None = None, transport: StreamTransport = "grpc") -> None:
+        """transport: what frames may use."""
         self.address = address
         self._tls = tls
+        self._allowed_transport = transport
+        self.transport = ""
+        self.traffic = Traffic()
         self.up = False
         self.session_count = 0
         self.load: common_pb2.EngineLoad | None = None
@@ -93,8 +107,10 @@ class Link(ABC, Generic[Info, Frame]):
         self.channel: grpc.aio.Channel | None = None
         self.on_up: Callable[[], None] = lambda: None
         self.on_down: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         self.on_frame: Callable[[Frame], Awaitable[None]] = _ignore  # frames are processed one after the other
         self.outgoing = FrameSignal()
+        self._absence = Availability(ReplicaState.UNREACHABLE, "not connected yet")
         self._settled = asyncio.Event()  # up, or refused
         self._last_error: str | None = None  # gRPC's last reason for a failed connection
         self._task: asyncio.Task[None] | None = None
@@ -105,6 +121,11 @@ class Link(ABC, Generic[Info, Frame]):
         """Sessions that the replica runs together; 0 while unknown."""
         return int(getattr(self.info, "max_running_sessions", 0))
 
+    @property
+    def availability(self) -> Availability:
+        """Whether the replica is used; the reason of the last failed attempt if it is not."""
+        return READY if self.up else self._absence
+
     # --- parts that differ by service ---
 
     @abstractmethod
@@ -113,10 +134,6 @@ class Link(ABC, Generic[Info, Frame]):
 
     async def prepare(self, channel: grpc.aio.Channel) -> None:
         """Make the calls that must precede the stream. The replica is serving by now."""
-
-    @abstractmethod
-    def open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
-        """The stream call."""
 
     @abstractmethod
     def take_frame(self) -> Any:
@@ -187,7 +204,7 @@ class Link(ABC, Generic[Info, Frame]):
     async def _run(self) -> None:
         wait = _MIN_WAIT
         while True:
-            opened = math.inf
+            opened, longest = math.inf, _MAX_WAIT
             try:
                 async with self.open_channel() as channel:
                     self.channel = channel
@@ -202,20 +219,32 @@ class Link(ABC, Generic[Info, Frame]):
                     log.error("%s", error.message)
                 self.refusal = error
                 self._settled.set()
-                wait = _MAX_WAIT
+                longest = self.longest_refused_wait
+                self._absent(Availability(ReplicaState.REFUSED, error.message))
             except grpc.aio.AioRpcError as error:
-                log.debug("%s at %s: %s", self.service, self.address, error.details())
+                self._absent(after(error))
             except Unavailable as error:
-                log.debug("%s at %s: %s", self.service, self.address, error.message)
+                self._absent(Availability(ReplicaState.STARTING, error.message))
             except OutriderError as error:
                 log.warning("%s at %s: %s", self.service, self.address, error.message)
-            except Exception:  # a bug must not end the link
+                self._absent(Availability(ReplicaState.FAILED, error.message))
+            except Exception as error:  # a bug must not end the link
                 log.exception("a frame of the %s at %s could not be processed", self.service, self.address)
+                self._absent(Availability(ReplicaState.FAILED, f"{type(error).__name__}: {error}"))
+            else:
+                self._absent(Availability(ReplicaState.UNREACHABLE, "its stream was lost"))
             finally:
                 self._lost()
             # Attempts slow down while streams end soon after they open.
-            wait = _MIN_WAIT if time.monotonic() - opened > _STABLE_AFTER else min(2 * wait, _MAX_WAIT)
-            await asyncio.sleep(wait)
+            wait = _MIN_WAIT if time.monotonic() - opened > _STABLE_AFTER else min(2 * wait, longest)
+            await asyncio.sleep(wait * random.uniform(1 - _JITTER, 1 + _JITTER))
+
+    def _absent(self, absence: Availability) -> None:
+        """The replica is not used, for this reason."""
+        if absence != self._absence:
+            level = logging.WARNING if absence.state is ReplicaState.FAILED else logging.DEBUG
+            log.log(level, "the %s at %s: %s", self.service, self.address, absence.reason)
+        self._absence = absence
 
     def _lost(self) -> None:
         self.clear()
@@ -227,17 +256,23 @@ class Link(ABC, Generic[Info, Frame]):
                 self.on_down()
             except Exception:  # a bug here must not end the link either
                 log.exception("some sessions of the %s at %s could not be moved", self.service, self.address)
+        self.on_change()
 
     async def _stream(self, channel: grpc.aio.Channel) -> None:
         call = await self.start_call(channel)
+        self._features = self.traffic.count("features", self.features_are, self.transport)
+        received = self.traffic.count(self.service, "received", self.transport)
         self.clear()
         self.up = True
         log.info("connected to the %s at %s", self.service, self.address)
         self._settled.set()
         self.on_up()
+        self.on_change()
         writer = asyncio.create_task(self._write(call))
         try:
-            while (frame := await call.read()) is not grpc.aio.EOF:
+            while (content := await call.read()) is not grpc.aio.EOF:
+                frame = message_of(self.frame, content)
+                self._count(received, frame, len(content))
                 await self.on_frame(frame)
         finally:
             writer.cancel()
@@ -246,21 +281,42 @@ class Link(ABC, Generic[Info, Frame]):
             await asyncio.gather(writer, return_exceptions=True)
 
     async def start_call(self, channel: grpc.aio.Channel) -> Any:
-        """Open the stream; its frames bypass gRPC over a Unix socket if the service runs on this machine."""
-        key = await connect_beside(self.address)
-        if key is None:
-            return self.open_stream(channel, ())
-        return SocketCall(self.open_stream(channel, key.metadata), key.connection, self.frame)
+        """Open the stream, whose frames are bytes. Raises ConfigError if they must use a socket and there is none."""
+        key = None if self._allowed_transport == "grpc" else await connect_beside(self.address)
+        if key is not None:
+            self.transport = "socket"
+            return SocketCall(self.open_stream(channel, key.metadata), key.connection)
+        if self._allowed_transport == "socket":
+            beside = socket_beside(self.address)
+            where = "its address is no Unix domain socket" if beside is None else f"no process listens at {beside}"
+            raise ConfigError(
+                f"--stream-transport socket: the {self.service} at {self.address} cannot be reached that way, because "
+                f"{where}; choose grpc or auto, or let the service listen on unix:/PATH of this machine"
+            )
+        self.transport = "grpc"
+        return self.open_stream(channel, ())
+
+    def open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
+        """The stream call; it reads and writes bytes."""
+        return channel.stream_stream(self.method)(metadata=metadata)
 
     async def _write(self, call: Any) -> None:
-        outgoing = self.outgoing
+        outgoing, sent = self.outgoing, self.traffic.count(self.service, "sent", self.transport)
         while True:
             await outgoing.wait()
             outgoing.clear()
+            frame = self.take_frame()
+            content = frame.SerializeToString()
             try:
-                await call.write(self.take_frame())
+                await call.write(content)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the reader receives the reason
+            self._count(sent, frame, len(content))
+
+    def _count(self, count: Count, frame: Any, size: int) -> None:
+        count.add(size)
+        if self.features_are == ("received" if isinstance(frame, self.frame) else "sent") and frame.features.rows:
+            self._features.add(len(frame.features.rows))
 
 
 async def _ignore(_: Any) -> None:

@@ -10,11 +10,10 @@ import grpc
 
 from gateway.streams.batches import cut_opens, join
 from gateway.streams.features import FUSION_TIMEOUT, Features
-from gateway.streams.link import CALL_TIMEOUT, Link, Metadata, collect_files
+from gateway.streams.link import CALL_TIMEOUT, Link, collect_files
+from outrider.config import StreamTransport
 from outrider.errors import ConfigError
-from outrider.speculation.proposal import Logprobs
 from outrider.tls import ClientTls
-from outrider.wire import codec
 from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 
@@ -34,10 +33,12 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
     """
 
     service = "target"
+    method = "/outrider.wire.v1.TargetService/Verify"
     frame = target_pb2.VerifyResponse
+    features_are = "received"
 
-    def __init__(self, address: str, tls: ClientTls | None = None) -> None:
-        super().__init__(address, tls)
+    def __init__(self, address: str, tls: ClientTls | None = None, transport: StreamTransport = "grpc") -> None:
+        super().__init__(address, tls, transport)
         self.tokenizer_files: dict[str, bytes] = {}
         self.features: set[int] = set()
         self._wanted: dict[int, Features] = {}  # that drafts need, by id
@@ -205,17 +206,3 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
                 raise
             raise ConfigError(f"the target at {self.address} cannot serve the drafter: {error.details()}") from None
         self.features.add(features.spec.spec_id)
-
-    def open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
-        """As in Link."""
-        stub: Any = target_pb2_grpc.TargetServiceStub(channel)
-        return stub.Verify(metadata=metadata)
-
-
-def logprobs_of(frame: target_pb2.VerifyResponse) -> dict[int, list[Logprobs]]:
-    """Log-probabilities in a frame, by the index of their commit. Raises InvalidRequest."""
-    groups: dict[int, list[Logprobs]] = {}
-    if frame.HasField("logprobs"):
-        for index, group in codec.logprobs_from_pb(frame.logprobs):
-            groups.setdefault(index, []).append(group)
-    return groups

@@ -15,7 +15,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from gateway.sessions.session import Session
+from gateway.sessions.step_stats import SourceCounts, add_counts
+from gateway.streams.traffic import Traffic
 from gateway.telemetry.service_metrics import ServiceMetrics
+from gateway.telemetry.stream_metrics import TrafficCollector
+from outrider.speculation.draft_source import SourceKind
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 MAX_POSITIONS = 64  # positions of accepted draft tokens in a step that are counted apart
@@ -62,6 +66,7 @@ class Tally(Collector):
     steps_with_draft: int = 0
     steps_without_draft: int = 0
     cached: int = 0
+    sources: SourceCounts = field(default_factory=dict)
     drafts: list[int] = field(default_factory=lambda: [0] * (MAX_POSITIONS + 1))  # steps by accepted draft tokens
 
     def accepted_by_position(self) -> list[int]:
@@ -114,6 +119,20 @@ class Tally(Collector):
         for position, count in enumerate(self.accepted_by_position()):
             positions.add_metric([str(position)], count)
         yield positions
+        verified = CounterMetricFamily(
+            "outrider_verified_draft_tokens_by_source",
+            "Draft tokens that were verified, by draft source: the draft service, or one of the target's own.",
+            labels=("source",),
+        )
+        accepted = CounterMetricFamily(
+            "outrider_accepted_draft_tokens_by_source",
+            "Draft tokens that were accepted, by draft source.",
+            labels=("source",),
+        )
+        for kind in SourceKind:
+            for family, count in zip((verified, accepted), self.sources.get(kind, (0, 0)), strict=True):
+                family.add_metric([kind.label], count)
+        yield from (verified, accepted)
         yield GaugeMetricFamily(
             "outrider_accept_length", "Tokens per step since the start, bonus token included.", self.accept_length
         )
@@ -154,11 +173,16 @@ class Metrics:
             "request_accept_length", "Tokens per step of a request, bonus token included.", _LENGTHS
         )
         self.services = ServiceMetrics(registry)
+        self.traffic = Traffic()
+        registry.register(TrafficCollector(self.traffic))
 
-    def count(self, session: Session, tokens: int, verified: int, accepted: int, now: float, together: int) -> None:
+    def count(
+        self, session: Session, tokens: int, verified: int, accepted: int, now: float, together: int, source: int = 0
+    ) -> None:
         """Count a commit: one step, or several plain steps. now: by the clock of time.perf_counter.
 
         together: tokens of the session in the same frame, its own included; 0 for a further commit of that frame
+        source: SourceKind of the verified draft tokens
         """
         tally, stats, steps = self.tally, session.stats, 1 if verified else tokens
         if stats.steps:
@@ -177,6 +201,7 @@ class Metrics:
         tally.accepted += accepted
         if verified:
             tally.drafts[min(accepted, MAX_POSITIONS)] += 1
+            add_counts(tally.sources, source, verified, accepted)
         stats.committed_at = now
 
     def render(self) -> bytes:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.streams.availability import ReplicaState
 from outrider.wire.v1 import common_pb2
 
 CAUSES = ("without_drafter", "paused", "late", "empty", "not_selected")
@@ -120,6 +121,7 @@ class ServiceMetrics:
 
         replica = ("service", "address")
         self.up = gauge("service_up", "1 if a service is connected.", *replica)
+        self._states = gauge("service_state", "1 for the state of a service, 0 for the others.", *replica, "state")
         self.reopened = counter("reopened_sessions", "Sessions opened again after a service was lost.", ("service",))
         for service in ("target", "draft"):
             self.reopened.labels(service)
@@ -142,6 +144,11 @@ class ServiceMetrics:
         self._draft_stats, self._online = DraftStatsCollector(), OnlineStatsCollector()
         registry.register(self._draft_stats)
         registry.register(self._online)
+
+    def set_state(self, service: str, address: str, present: str) -> None:
+        """A service is in this state now."""
+        for state in ReplicaState:
+            self._states.labels(service, address, state.value).set(state == present)
 
     def update(self, service: str, address: str, load: common_pb2.EngineLoad) -> None:
         """A service that is up reported this load last."""

@@ -33,7 +33,7 @@ _HEALTH_INTERVAL = 1.0  # seconds between health checks of serving workers
 _START_UP = 60.0  # seconds in which a service that does not fit ends all workers; later only the worker that meets it
 
 
-async def oversee(config: GatewayConfig) -> int:
+async def supervise_workers(config: GatewayConfig) -> int:
     """Run --gateway-workers processes until a signal. Returns the exit code. Raises ConfigError, EngineFault."""
     config.check()
     stop, hurry = stop_and_kill_events()

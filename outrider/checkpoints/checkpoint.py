@@ -19,9 +19,9 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
-from outrider.config import DEFAULT_MODEL
+from outrider.config import DEFAULT_MODEL, LoadFormat
 from outrider.errors import ConfigError
 from outrider.process.parent_death import tied_to_parent
 from outrider.process.python_command import python_command
@@ -63,12 +63,21 @@ def _readable() -> Iterator[None]:
 
 
 @_readable()
-def resolve(model_path: str, revision: str | None = None, *, torch_files: bool = False) -> Path:
+def resolve(
+    model_path: str,
+    revision: str | None = None,
+    *,
+    torch_files: bool = False,
+    safetensors: bool = True,
+    weights: bool = True,
+) -> Path:
     """The folder of a model, downloaded and converted if necessary.
 
-    model_path: "default", a local folder, a GGUF file, or a Hugging Face id. torch_files: also accept weights in
-    pytorch_model.bin. Raises ConfigError, with the missing part.
+    model_path: "default", a local folder, a GGUF file, or a Hugging Face id, which a revision may follow:
+    REPOSITORY@REVISION. torch_files, safetensors: as of `weight_files`. weights: False for a model without weights.
+    Raises ConfigError, with the missing part.
     """
+    kinds = _Kinds(torch_files, safetensors, weights)
     if model_path == DEFAULT_MODEL:
         return _converted(default_gguf())
     path = Path(model_path).expanduser()
@@ -77,10 +86,30 @@ def resolve(model_path: str, revision: str | None = None, *, torch_files: bool =
             raise ConfigError(f"there is no file {path}")
         return _converted(path)
     if path.is_dir():
-        return _checked(path, torch_files)
-    if path.is_absolute() or model_path.startswith(("./", "../", "~")) or model_path.count("/") != 1:
+        return _checked(path, kinds)
+    repository, revision = split_revision(model_path, revision)
+    if path.is_absolute() or model_path.startswith(("./", "../", "~")) or repository.count("/") != 1:
         raise ConfigError(f"there is no folder {path}; name a folder, a GGUF file or a Hugging Face id")
-    return _checked(_from_hub(model_path, revision, torch_files), torch_files)
+    return _checked(_from_hub(repository, revision, kinds), kinds)
+
+
+def resolve_draft(model_path: str, revision: str | None, load_format: LoadFormat) -> Path:
+    """The folder of a draft model, as of `resolve`. load_format: --speculative-draft-load-format"""
+    return resolve(
+        model_path,
+        revision,
+        torch_files=load_format != "safetensors",
+        safetensors=load_format != "pt",
+        weights=load_format != "dummy",
+    )
+
+
+def split_revision(model_path: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Repository and revision of REPOSITORY@REVISION. Raises ConfigError if `revision` is another one."""
+    repository, _, own = model_path.partition("@")
+    if own and revision not in (None, own):
+        raise ConfigError(f"{model_path} names another revision than {revision}; leave one of them out")
+    return repository, own or revision
 
 
 def local_folder(model_path: str) -> Path | None:
@@ -100,8 +129,10 @@ def local_folder(model_path: str) -> Path | None:
 
 
 def display_name(model_path: str) -> str:
-    """The default name of a served model."""
-    return DEFAULT_MODEL_NAME if model_path == DEFAULT_MODEL else model_path
+    """The default name of a served model, without a revision."""
+    if model_path == DEFAULT_MODEL:
+        return DEFAULT_MODEL_NAME
+    return model_path if Path(model_path).expanduser().exists() else split_revision(model_path)[0]
 
 
 def load_json(path: Path) -> dict[str, Any]:
@@ -117,15 +148,15 @@ def load_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def weight_files(folder: Path, *, torch_files: bool = False) -> list[Path]:
-    """The safetensors files of a model's folder. Raises ConfigError.
+def weight_files(folder: Path, *, torch_files: bool = False, safetensors: bool = True) -> list[Path]:
+    """The weight files of a model's folder. Raises ConfigError.
 
     With an index, the files that it names; but only model.safetensors, as in `transformers`, if that file exists and
     the index does not name it. Without an index, all files except those in Mistral's own layout.
 
-    torch_files: accept files of `torch.save` if there are no safetensors files
+    torch_files: accept files of `torch.save` if there are no safetensors files. safetensors: accept these
     """
-    kinds = {"model.safetensors": "*.safetensors"} | (
+    kinds = ({"model.safetensors": "*.safetensors"} if safetensors else {}) | (
         {"pytorch_model.bin": "pytorch_model*.bin"} if torch_files else {}
     )
     for name, pattern in kinds.items():
@@ -165,10 +196,19 @@ def fingerprint(folder: Path) -> str:
     for file in weight_files(folder, torch_files=True):
         length = file.stat().st_size
         with file.open("rb") as stream:
-            (size,) = struct.unpack("<Q", stream.read(8)) if file.suffix == ".safetensors" else (0,)
+            size = header_bytes(stream, file) if file.suffix == ".safetensors" else 0
             digest.update(stream.read(size))
             _sample(digest, stream, 8 + size, length)
     return digest.hexdigest()[:16]
+
+
+def header_bytes(stream: BinaryIO, file: Path) -> int:
+    """Read the size of a safetensors file's header, in bytes. Raises ConfigError for a damaged file."""
+    head = stream.read(8)
+    size = int(struct.unpack("<Q", head)[0]) if len(head) == 8 else -1
+    if not 0 <= size <= file.stat().st_size - 8:
+        raise ConfigError(f"{file} is damaged: it has no header of a safetensors file; download it again")
+    return size
 
 
 def _sample(digest: Any, stream: BinaryIO, begin: int, end: int) -> None:
@@ -195,23 +235,43 @@ def vocabulary(folder: Path) -> dict[str, int]:
     return dict(pairs) | {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
 
 
-def _checked(folder: Path, torch_files: bool = False) -> Path:
+class _Kinds(NamedTuple):
+    """Which weight files of a model are read. Fields as the arguments of `resolve`."""
+
+    torch_files: bool = False
+    safetensors: bool = True
+    weights: bool = True
+
+    def files(self, folder: Path) -> list[Path]:
+        """The weight files of a folder. Raises ConfigError."""
+        if not self.weights:
+            return []
+        return weight_files(folder, torch_files=self.torch_files, safetensors=self.safetensors)
+
+
+_SAFETENSORS = _Kinds()
+
+
+def _checked(folder: Path, kinds: _Kinds = _SAFETENSORS) -> Path:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json, so it is no model")
-    for file in {*weight_files(folder, torch_files=torch_files), *folder.glob("*.json")}:
+    for file in {*kinds.files(folder), *folder.glob("*.json")}:
         if file.exists():
             file.open("rb").close()  # libraries report unreadable files in various ways, some as missing
     return folder
 
 
-def _from_hub(repository: str, revision: str | None, torch_files: bool = False) -> Path:
+def _from_hub(repository: str, revision: str | None, kinds: _Kinds) -> Path:
     from huggingface_hub import snapshot_download
 
+    tensors = kinds.weights and kinds.safetensors
+    ignored = _HUB_DUPLICATES if tensors else ["*.safetensors"]
     try:
         folder = Path(
-            snapshot_download(repository, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_DUPLICATES)
+            snapshot_download(repository, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=ignored)
         )
-        if torch_files and all(file.match(_DUPLICATES) for file in folder.glob("*.safetensors")):
+        found = tensors and any(not file.match(_DUPLICATES) for file in folder.glob("*.safetensors"))
+        if kinds.torch_files and kinds.weights and not found:
             snapshot_download(repository, revision=revision, allow_patterns=_TORCH_FILES)
         return folder
     except Exception as error:

@@ -53,9 +53,9 @@ def check_layout(settings: Settings) -> None:
     if method == "compressed-tensors":
         groups = (settings.get("config_groups") or {}).values()
         layouts = {str(group.get("format") or settings.get("format") or "dense") for group in groups}
-        strange = sorted(layouts - set(_COMPRESSED))
-        if strange or (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
-            name = ", ".join(strange) or "a sparse layout"
+        unsupported = sorted(layouts - set(_COMPRESSED))
+        if unsupported or (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
+            name = ", ".join(unsupported) or "a sparse layout"
             raise ConfigError(f"compressed-tensors weights as {name} are not supported")
         if places := _transformed(settings):
             raise ConfigError(f"weights that need transforms of {', '.join(places)} at run time are not supported")

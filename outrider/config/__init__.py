@@ -7,7 +7,7 @@ depend on where the process runs; `ServeConfig` takes every option once for all 
 Flags that SGLang has keep SGLang's names and meaning. A field's docstring is the flag's help text.
 """
 
-from outrider.config.argv import current_spelling, format_cores, parse_cores, to_argv
+from outrider.config.argv import format_cores, parse_cores, to_argv
 from outrider.config.common import AUTO_CORES, DEFAULT_MODEL, DType, ProcessConfig, SharedOptions, check_minimum
 from outrider.config.draft import (
     BUILT_IN_ALGORITHMS,
@@ -17,12 +17,14 @@ from outrider.config.draft import (
     Algorithm,
     DraftAttentionBackend,
     DraftConfig,
+    DrafterOptions,
     DraftOptions,
+    LoadFormat,
 )
-from outrider.config.flags import flag_classes, parse_flags
-from outrider.config.gateway import GatewayConfig, GatewayOptions, ReasoningParser, ToolCallParser
+from outrider.config.flags import flag_classes, parse_flags, read_flags
+from outrider.config.gateway import GatewayConfig, GatewayOptions, ReasoningParser, StreamTransport, ToolCallParser
 from outrider.config.serve import ServeConfig
-from outrider.config.target import KVCacheDType, Quantization, SchedulePolicy, TargetConfig
+from outrider.config.target import KVCacheDType, Quantization, SchedulePolicy, TargetConfig, check_device
 from outrider.config.tls import ServiceTlsOptions
 from outrider.config.train import TrainConfig
 
@@ -38,9 +40,11 @@ __all__ = [
     "DraftAttentionBackend",
     "DraftConfig",
     "DraftOptions",
+    "DrafterOptions",
     "GatewayConfig",
     "GatewayOptions",
     "KVCacheDType",
+    "LoadFormat",
     "ProcessConfig",
     "Quantization",
     "ReasoningParser",
@@ -48,14 +52,16 @@ __all__ = [
     "ServeConfig",
     "ServiceTlsOptions",
     "SharedOptions",
+    "StreamTransport",
     "TargetConfig",
     "ToolCallParser",
     "TrainConfig",
+    "check_device",
     "check_minimum",
-    "current_spelling",
     "flag_classes",
     "format_cores",
     "parse_cores",
     "parse_flags",
+    "read_flags",
     "to_argv",
 ]

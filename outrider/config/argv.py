@@ -1,4 +1,4 @@
-"""Configurations as arguments, and spellings of arguments that the parser does not know."""
+"""Configurations as arguments, and lists of CPU cores."""
 
 from __future__ import annotations
 
@@ -8,39 +8,6 @@ from typing import Any
 
 from outrider.config.common import ProcessConfig
 from outrider.errors import ConfigError
-
-# Source and format of self-speculation by the value of the earlier flag --self-draft.
-_SELF_DRAFT = {
-    "text": ("lookup", "auto"),
-    "int4": ("quantized", "int4"),
-    "int8": ("quantized", "int8"),
-}
-
-
-def current_spelling(argv: Sequence[str]) -> list[str]:
-    """The same arguments as the parser takes them.
-
-    The algorithm's name becomes upper case, an empty one NONE, as SGLang accepts both. `--self-draft VALUE` becomes a
-    source and a format of self-speculation.
-    """
-    current: list[str] = []
-    words = iter(argv)
-    for word in words:
-        flag, equals, value = word.partition("=")
-        name = flag.replace("_", "-")
-        if name not in ("--speculative-algorithm", "--self-draft"):
-            current.append(word)
-            continue
-        given = value if equals else next(words, None)
-        if name == "--speculative-algorithm":
-            values = [] if given is None else [given.upper() or "NONE"]
-            current += [f"{flag}={values[0]}"] if equals else [flag, *values]
-        elif given is None:
-            current.append("--self-speculation")
-        else:
-            source, number_format = _SELF_DRAFT.get(given, (given, "auto"))
-            current += [f"--self-speculation={source}", f"--self-speculation-format={number_format}"]
-    return current
 
 
 def parse_cores(text: str) -> list[int]:

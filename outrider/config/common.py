@@ -99,6 +99,17 @@ class PrefixCacheOptions:
 
 
 @dataclass(frozen=True)
+class RequireDraftOptions:
+    """What happens without a draft."""
+
+    topic: ClassVar[str] = "speculation"
+
+    require_draft: bool = False
+    """End with an error if the draft cannot be loaded, does not fit the target, or does not start. Default: decode
+    plainly, report why, and use the draft once it is available."""
+
+
+@dataclass(frozen=True)
 class SharedOptions(PrefixCacheOptions, DraftTreeOptions, BatchOptions):
     """Flags that the target and the draft service share."""
 

@@ -7,11 +7,12 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from outrider.config.common import DType, ServiceConfig, SharedOptions
+from outrider.config.common import DType, RequireDraftOptions, ServiceConfig, SharedOptions
 from outrider.config.tls import TlsOptions
 
 Algorithm = Literal["AUTO", "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "NONE"]
 MtpState = Literal["auto", "normed", "raw"]
+LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 FeatureDType = Literal["auto", "bfloat16", "float32", "float8_e4m3"]
 DraftAttentionBackend = Literal["auto", "plain", "cpu", "pallas"]
 
@@ -20,7 +21,7 @@ MODEL_ALGORITHMS = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 FED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
 # Drafters that can learn while they serve.
 ONLINE_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
-# Drafters that the target's own checkpoint may contain; EAGLE is another name of NEXTN there, as in SGLang.
+# Two names of one algorithm, as in SGLang: an EAGLE head, or MTP layers of the target's own checkpoint or another one.
 BUILT_IN_ALGORITHMS = ("EAGLE", "NEXTN")
 
 
@@ -31,10 +32,14 @@ class DrafterOptions:
     topic: ClassVar[str] = "speculation"
 
     speculative_algorithm: Algorithm = "AUTO"
-    """Drafter. AUTO: the bundled EAGLE3 head beside NGRAM for the model that has one, else NGRAM. NONE: no drafter."""
+    """Drafter. AUTO: what the files of --speculative-draft-model-path are; without it, where the draft service has a
+    device or cores of its own, the bundled EAGLE3 head beside NGRAM or the model's MTP layers; else NGRAM. NONE: no
+    draft service."""
     speculative_draft_model_path: Annotated[str | None, tyro.conf.arg(aliases=["--speculative-draft-model"])] = None
     """Hugging Face id, local folder or GGUF file of the draft model; NGRAM needs none, NEXTN reads the target's
     checkpoint."""
+    speculative_draft_model_revision: str | None = None
+    """Branch, tag or commit of a draft model on the Hugging Face hub, also as REPOSITORY@REVISION. Default: main."""
     speculative_ngram_beside: bool = False
     """Run NGRAM beside a model-based drafter and merge both proposals into one tree."""
     speculative_token_map: str | None = None
@@ -54,6 +59,12 @@ class DraftModelOptions:
     """Weight quantization of the draft model with one scale per output channel: int8, fp8, or unquant for none.
     Default: int8 for the bundled head on CPUs with compiled kernels, else none; with `serve` that of --quantization
     (int8 for int4)."""
+    speculative_draft_load_format: LoadFormat = "auto"
+    """Weight files of the draft model: safetensors, files of torch.save (pt), or none, with random weights (dummy).
+    auto: safetensors, else pt."""
+    precompile_bs_paddings: tuple[int, ...] | None = None
+    """Batch sizes that the draft model's steps are compiled for at start-up; 1 is added. Default: 1, 4, 16 and 64, up
+    to --max-running-requests."""
     draft_device: str = "auto"
     """Device of the draft model: auto, cpu, cuda, cuda:1, tpu, ..."""
     draft_tp_size: int = 1
@@ -178,8 +189,9 @@ class NetworkCoreOptions:
 
 @dataclass(frozen=True)
 class DraftConfig(
-    NetworkCoreOptions, DraftListenOptions, DraftTargetOptions, DraftOptions, SharedOptions, TlsOptions, ServiceConfig
-):
+    NetworkCoreOptions, DraftListenOptions, DraftTargetOptions, RequireDraftOptions, DraftOptions, SharedOptions,
+    TlsOptions, ServiceConfig,
+):  # fmt: skip
     """The draft service: proposes tokens ahead of the target (JAX)."""
 
     common: ClassVar[tuple[str, ...]] = (

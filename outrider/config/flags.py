@@ -2,13 +2,15 @@
 
 `--help` shows the flags that most users need, `--help-all` every flag by topic. `tyro` writes both pages, from views of
 a configuration: a class that declares flags has their topic in `topic`, a configuration has the names of its most used
-flags in `common`.
+flags in `common`. Command lines of other engines are translated first (outrider/config/compatibility).
 """
 
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from itertools import pairwise
@@ -16,7 +18,12 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
-from outrider.config.argv import current_spelling
+from outrider.config.compatibility.foreign_flags import FOREIGN_FLAGS
+from outrider.config.compatibility.spellings import ALIASES, Translation, current_name, translate
+from outrider.errors import ConfigError
+from outrider.telemetry import setup_logging, write_line
+
+log = logging.getLogger(__name__)
 
 Config = TypeVar("Config")
 Field = tuple[str, Any, Any]  # name, type and default, as make_dataclass takes them
@@ -48,14 +55,57 @@ TOPICS = (
 def parse_flags(config: type[Config], argv: Sequence[str], prog: str) -> Config:
     """The configuration of a process. Shows a help page, or what is wrong with a flag, and raises SystemExit.
 
+    Logs a warning for each flag that has no effect, or another one than elsewhere.
+
     prog: the command, such as "outrider serve"
     """
-    args = current_spelling(argv)
-    if "--help-all" in args:
+    parsed, notes = read_flags(config, argv, prog)
+    if notes:
+        style: Any = parsed  # every configuration has the flags of log lines
+        setup_logging(prog.rpartition(" ")[2], style.log_level, style.log_format)
+    for note in notes:
+        log.warning("%s", note)
+    return parsed
+
+
+def read_flags(config: type[Config], argv: Sequence[str], prog: str) -> tuple[Config, list[str]]:
+    """As `parse_flags`, with the warnings in place of logging them."""
+    if "--help-all" in argv:
         tyro.cli(_by_topic(config), prog=prog, args=["--help"], description=config.__doc__)
-    if "--help" in args or "-h" in args:
+    if "--help" in argv or "-h" in argv:
         tyro.cli(_most_used(config), prog=prog, args=["--help"], description=config.__doc__)
-    return tyro.cli(config, prog=prog, args=args)
+    try:
+        translation = translate(argv)
+        _check_known(config, translation, prog)
+    except ConfigError as error:
+        write_line(f"{prog}: error: {error.message}")
+        raise SystemExit(2) from None
+    return tyro.cli(config, prog=prog, args=translation.argv), translation.notes
+
+
+def _check_known(config: type, translation: Translation, prog: str) -> None:
+    """Raise ConfigError for a flag that the configuration does not have, with the nearest one that it has."""
+    known = {spelling for cls in flag_classes(config) for flag in _spellings(cls) for spelling in flag}
+    others = [name for name, ours in ALIASES.items() if ours in known] + [flag.name for flag in FOREIGN_FLAGS]
+    for given in translation.flags:
+        name = current_name(given)
+        if name in known or name in others or name == "--self-draft":
+            continue
+        (nearest,) = difflib.get_close_matches(name, [*known, *others], n=1, cutoff=0.0)
+        raise ConfigError(f"there is no flag {given}; the nearest one is {nearest}; `{prog} --help-all` shows all")
+
+
+def _spellings(cls: type) -> Iterator[list[str]]:
+    """The spellings of each flag that a class declares."""
+    types = get_type_hints(cls, include_extras=True)
+    for flag in fields(cls):
+        name = flag.name.replace("_", "-")
+        hint = types[flag.name]
+        aliases = [
+            alias for part in getattr(hint, "__metadata__", ()) for alias in getattr(part, "aliases", None) or ()
+        ]
+        opposite = [f"--no-{name}"] if isinstance(flag.default, bool) else []
+        yield [f"--{name}", *aliases, *opposite]
 
 
 def flag_classes(config: type) -> Iterator[type]:

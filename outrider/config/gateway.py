@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from outrider.config.common import ServiceConfig, check_minimum
+from outrider.config.common import RequireDraftOptions, ServiceConfig, check_minimum
 from outrider.config.tls import ServiceTlsOptions, TlsOptions
 from outrider.errors import ConfigError
 
 ToolCallParser = Literal["auto", "none", "hermes", "qwen25", "llama3", "deepseekv3"]
 ReasoningParser = Literal["auto", "none", "deepseek-r1", "qwen3"]
 GrpcFacade = Literal["vllm", "sglang"]
+StreamTransport = Literal["grpc", "socket", "auto"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class EndpointOptions:
     """Gateway processes that share both ports."""
     connect_timeout: float = 600.0
     """Maximum time to wait for the services at start-up, in seconds."""
+    stream_transport: StreamTransport = "grpc"
+    """Transport of the frames between gateway and services. grpc: bidirectional gRPC streams; socket: a Unix domain
+    socket beside each stream, for services that listen on unix:/path of this machine; auto: socket where there is one,
+    else grpc."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,8 @@ class ServiceAddressOptions:
     draft: tuple[str, ...] = ()
     """Addresses of draft services; of several kinds, a session goes to the first one with a free slot. Default: none,
     plain decoding."""
+    draft_report: str | None = None
+    """File in which a supervisor writes why the draft service is down. Default: none."""
     health_listen: str | None = None
     """Address of an additional gRPC port for health checks alone, without TLS. Default: none."""
 
@@ -162,7 +169,9 @@ class BalanceOptions:
 
 
 @dataclass(frozen=True)
-class GatewayConfig(BalanceOptions, ServiceAddressOptions, GatewayOptions, ServiceTlsOptions, ServiceConfig):
+class GatewayConfig(
+    BalanceOptions, RequireDraftOptions, ServiceAddressOptions, GatewayOptions, ServiceTlsOptions, ServiceConfig
+):
     """The gateway: REST and gRPC for clients, streams to the services."""
 
     common: ClassVar[tuple[str, ...]] = (

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import tyro
 
-from outrider.config.common import LogOptions, SharedOptions, TracingOptions
+from outrider.config.common import LogOptions, RequireDraftOptions, SharedOptions, TracingOptions
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.target import TargetOptions
@@ -42,7 +42,18 @@ class ServiceListenOptions:
 
 
 @dataclass(frozen=True)
-class ServeConfig(TracingOptions, LogOptions, ServiceListenOptions, MachineOptions):
+class DryRunOptions:
+    """What would be started."""
+
+    topic: ClassVar[str] = "observability"
+
+    dry_run: Literal["off", "text", "json"] = "off"
+    """Show the resolved flags, devices, cores and memory plan of each process, and exit: for people (text, the meaning
+    of --dry-run alone) or as JSON. No process is started, no model downloaded and no host contacted."""
+
+
+@dataclass(frozen=True)
+class ServeConfig(DryRunOptions, RequireDraftOptions, TracingOptions, LogOptions, ServiceListenOptions, MachineOptions):
     """Start the target service, the draft service and the gateway on this machine and restart them when they end."""
 
     common: ClassVar[tuple[str, ...]] = (

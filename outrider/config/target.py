@@ -9,6 +9,7 @@ import tyro
 
 from outrider.config.common import DEFAULT_MODEL, DType, ServiceConfig, SharedOptions
 from outrider.config.tls import TlsOptions
+from outrider.errors import ConfigError
 
 KVCacheDType = Literal["auto", "bf16", "bfloat16", "fp8_e5m2", "fp8_e4m3"]
 SchedulePolicy = Literal["fcfs", "lpm"]
@@ -27,19 +28,31 @@ class ModelOptions:
     model_path: Annotated[str, tyro.conf.arg(aliases=["--model"])] = DEFAULT_MODEL
     """Hugging Face id, local folder or GGUF file of the model; "default" is SmolLM2-135M-Instruct."""
     dtype: DType = "auto"
-    """Number format of the computation. auto: the checkpoint's; on a CPU without kernels for it, float32."""
+    """Number format of the computation. auto: the checkpoint's; on a CPU without kernels for it, float32. float16 on a
+    CPU: bfloat16, or float32 for models without kernels for it."""
     quantization: Quantization | None = None
-    """Weight quantization: int8, int4, or fp8 (CUDA only, needs torchao). Default: the checkpoint's format."""
+    """Weight quantization: int8, int4, or fp8 (CUDA, needs torchao; on a CPU int8). Default: the checkpoint's
+    format."""
     tp_size: Annotated[int, tyro.conf.arg(aliases=["--tensor-parallel-size", "--tp"])] = 1
     """Tensor-parallel ranks, one process each: devices, or processes on a CPU."""
     device: str = "auto"
-    """Device of the model: auto, cpu, cuda, cuda:1, ..."""
+    """Device of the model: auto, cpu, cuda, cuda:1, ... `serve` reads tpu as: the draft service on the TPU, the target
+    on auto."""
     context_length: int | None = None
     """Maximum tokens of prompt and answer together. Default: the model's."""
     weight_version: str = "default"
     """Label of the weights that every answer reports; a weight update may change it."""
     trust_remote_code: bool = False
     """Run the model code in the checkpoint."""
+
+
+def check_device(name: str) -> None:
+    """Raise ConfigError for the device of another service: PyTorch does not compute on TPUs here."""
+    if name.partition(":")[0] == "tpu":
+        raise ConfigError(
+            f"--device {name}: the target service computes on CUDA devices and CPUs; a TPU runs the draft service, "
+            "`outrider draft --draft-device tpu`, with the target on another device or machine"
+        )
 
 
 @dataclass(frozen=True)
@@ -65,13 +78,13 @@ class SelfSpeculationOptions:
     self_speculation: SelfSpeculationSource = "auto"
     """Draft source in the target process: prompt lookup alone (lookup), or with a local EAGLE-3 head (head) or a
     quantized copy of the weights (quantized), used while measurements favour it. auto: on a CPU, for models larger than
-    its caches: the head of --self-speculation-head; else a quantized copy assisted by the bundled head; for int8 and
-    int4 weights the bundled head alone; off if `serve` has a --speculative-algorithm."""
+    its caches: the head of --self-speculation-head; else a quantized copy, or for int8 and int4 weights the bundled
+    head, if any; off if `serve` has a --speculative-algorithm other than AUTO."""
     self_speculation_format: SelfSpeculationFormat = "auto"
     """Weight format of the quantized copy: int4 or int8. auto: int4."""
     self_speculation_head: Annotated[str | None, tyro.conf.arg(aliases=["--self-draft-head"])] = None
-    """Folder of an EAGLE-3 head that drafts alone, or assists the quantized copy. Default: the bundled head for `head`
-    with the default model; no head for `quantized`."""
+    """Folder of an EAGLE-3 head that drafts in the target process, instead of a quantized copy. Default: the default
+    model's bundled head."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +139,8 @@ class KernelOptions:
     topic: ClassVar[str] = "kernels"
 
     attention_backend: AttentionBackend = "auto"
-    """Attention kernels: native (compiled C++, CPU), triton (CUDA), torch_native (PyTorch). auto: the fastest
-    available."""
+    """Attention kernels: native (compiled C++, CPU), triton (CUDA), torch_native (PyTorch). auto, and names of other
+    engines' kernels (fa, fa3, flashinfer, ...): the fastest available."""
     deterministic: Annotated[bool, tyro.conf.arg(aliases=["--enable-deterministic-inference"])] = False
     """Compute each token with the same bits in every batch and draft (batch invariance); costs speed."""
     disable_cuda_graph: bool = False

@@ -34,7 +34,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Library:
-    """A folder of C++ files that are compiled into one library.
+    """A folder of C++ files that are compiled into one library. Paths of its own headers start at the folder.
 
     name: of the library's file, without its key. includes: folders of shared headers. check: raises Unavailable if the
     machine cannot run the library
@@ -88,7 +88,7 @@ class Library:
 
     def compile(self, compiler: str, path: Path) -> Path:
         """Compile to a file, which appears atomically. Raises Unavailable."""
-        sources = sorted(self.folder.glob("*.cpp"))
+        sources = sorted(self.folder.rglob("*.cpp"))
         with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as threads:
             objects = [Path(folder) / f"{source.stem}.o" for source in sources]
             made = Path(folder) / path.name
@@ -99,7 +99,8 @@ class Library:
 
     def _run(self, compiler: str, *arguments: str | Path) -> None:
         """Call the compiler. Raises Unavailable."""
-        command = [compiler, *self.flags, *(f"-I{folder}" for folder in self.includes), *map(str, arguments)]
+        folders = (f"-I{folder}" for folder in (self.folder, *self.includes))
+        command = [compiler, *self.flags, *folders, *map(str, arguments)]
         try:
             result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
         except subprocess.TimeoutExpired:

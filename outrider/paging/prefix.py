@@ -140,7 +140,7 @@ class PrefixCache:
             self.allocator.keep(page)
         return node
 
-    def let_go(self, tip: _Node) -> None:
+    def release(self, tip: _Node) -> None:
         """Record that a table whose last shared page is this node has released its pages."""
         if self.knows(tip):
             self._clock += 1
@@ -189,9 +189,9 @@ class PrefixCache:
                 raise EngineFault(f"page audit: cached page {page} is held, the one before it is not")
             if self._evictable(node) and page not in offered:
                 raise EngineFault(f"page audit: cached page {page} can never be evicted")
-        unheld = sum(not self.allocator.holders(page) for page in self._nodes)
-        if unheld != self.allocator.cached_pages:
-            raise EngineFault(f"page audit: {self.allocator.cached_pages} pages are cached, the trees have {unheld}")
+        unleased = sum(not self.allocator.holders(page) for page in self._nodes)
+        if unleased != self.allocator.cached_pages:
+            raise EngineFault(f"page audit: {self.allocator.cached_pages} pages are cached, the trees have {unleased}")
 
     def _evictable(self, node: _Node) -> bool:
         return self.knows(node) and not node.children and not self.allocator.holders(node.page)
@@ -320,7 +320,7 @@ class SharedTable(PageTable):
         super().release()
         if tip is not None:
             if trusted:
-                self._cache.let_go(tip)
+                self._cache.release(tip)
             else:
                 self._cache.forget(tip)
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from outrider.config import MODEL_ALGORITHMS, ServeConfig, parse_cores
 from outrider.errors import ConfigError
 
+_GPU = Path("/dev/nvidiactl")
 _NICENESS = 15  # of a draft service on a core of the target: a thirtieth of the core while both compute
 
 
@@ -74,6 +76,15 @@ def choose_cores(config: ServeConfig) -> CorePlan:
     # With --cores-draft the network threads stay on those cores, too.
     shared = plan.shared if overlap and config.cores_draft is None else ()
     return CorePlan(target, draft, gateway, plan.niceness if overlap else 0, shared)
+
+
+def draft_has_own_place(cores: CorePlan, *, target_device: str = "auto", draft_device: str = "auto") -> bool:
+    """True if the draft service computes on a device or on cores that the target does not use.
+
+    A target on a GPU leaves the CPU cores to the draft service.
+    """
+    target_on_cpu = target_device == "cpu" or (target_device == "auto" and not _GPU.exists())
+    return not (cores.together and target_on_cpu and draft_device in ("auto", "cpu"))
 
 
 def _checked(text: str | None, usable: Sequence[int]) -> tuple[int, ...]:

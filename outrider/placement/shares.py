@@ -1,8 +1,8 @@
 """`--cores auto`: the share of the machine that `outrider serve` would give a process started without it.
 
 Three containers on one machine start independently. Each computes the plan of `outrider serve` for all three and takes
-its own part: cores, and, for a draft service on the target's cores, the tree shape for shared cores. Target and gateway
-do not know the drafter and assume a draft model.
+its own part: cores, and, for a draft service on the target's cores, the drafter for AUTO and the tree shape. Target and
+gateway do not know the drafter and assume a draft model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from outrider.config import AUTO_CORES, DraftConfig, GatewayConfig, TargetConfig, format_cores
 from outrider.drafts import resolve_drafter
-from outrider.placement.cores import CorePlan, plan_cores
+from outrider.placement.cores import CorePlan, draft_has_own_place, plan_cores
 from outrider.placement.tree_shapes import draft_niceness, draft_tree
 
 
@@ -34,17 +34,19 @@ def share_of_gateway(config: GatewayConfig) -> GatewayConfig:
 
 
 def share_of_draft(config: DraftConfig) -> DraftConfig:
-    """The draft service's flags, with "auto" replaced by cores, niceness and tree shape as `outrider serve` sets them.
+    """The draft service's flags, with "auto" replaced by cores, niceness, drafter and tree shape as `outrider serve`
+    sets them.
 
     Raises ConfigError for a draft model without an algorithm.
     """
     if config.cores != AUTO_CORES:
         return config
-    algorithm = resolve_drafter(config, config.model_path).speculative_algorithm
-    plan = _plan(algorithm)
-    shape = draft_tree(config, algorithm, plan)
+    own_place = draft_has_own_place(_plan(), draft_device=config.draft_device)
+    drafter = resolve_drafter(config, config.model_path, own_place=own_place)
+    plan = _plan(drafter.speculative_algorithm)
+    shape = draft_tree(config, drafter, plan)
     own: dict[str, Any] = {} if shape is None else shape.flags()
     return replace(
-        config, cores=format_cores(plan.draft), niceness=config.niceness or draft_niceness(config, algorithm, plan),
+        config, cores=format_cores(plan.draft), niceness=config.niceness or draft_niceness(config, drafter, plan),
         network_cores=config.network_cores or (format_cores(plan.network) if plan.shared else None), **own,
     )  # fmt: skip

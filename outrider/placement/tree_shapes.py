@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from outrider.config import MODEL_ALGORITHMS, SharedOptions
+from outrider.config import FED_ALGORITHMS, MODEL_ALGORITHMS, DrafterOptions, SharedOptions
 from outrider.placement.cores import CorePlan
 from outrider.speculation.shape import TreeShape, explicit_shape
 
-# Algorithms whose trees may have any depth; an MTP layer's may not.
-_ANY_DEPTH = ("EAGLE", "EAGLE3")
 # Measured to be the fastest beside a target on the same two cores; `outrider bench speculation` compares shapes.
 _SHARED_CORES_SHAPE = TreeShape(steps=3, topk=4, rows=12)
 # Niceness of a draft service that computes only while the target waits for it, or while it computes a prompt.
@@ -21,20 +19,26 @@ def tree_shape(flags: SharedOptions, algorithm: str) -> TreeShape | None:
     return explicit_shape(flags.speculative_num_steps, flags.speculative_eagle_topk, flags.speculative_num_draft_tokens)
 
 
-def draft_tree(flags: SharedOptions, algorithm: str, cores: CorePlan) -> TreeShape | None:
+def draft_tree(flags: SharedOptions, draft: DrafterOptions, cores: CorePlan) -> TreeShape | None:
     """The shape of the draft service's trees: that of the flags, or one for shared cores; None for adaptive trees.
 
     Adaptive trees grow ahead while the target verifies; on the target's own cores that costs as much time as it saves.
     On shared cores a head therefore drafts a whole tree of a fixed shape while the target waits. The target measures
     how many of these draft tokens to verify, and whether to wait at all.
     """
-    shape = tree_shape(flags, algorithm)
-    if shape is None and cores.together and algorithm in _ANY_DEPTH:
+    shape = tree_shape(flags, draft.speculative_algorithm)
+    if shape is None and cores.together and _is_head(draft):
         return _SHARED_CORES_SHAPE
     return shape
 
 
-def draft_niceness(flags: SharedOptions, algorithm: str, cores: CorePlan) -> int:
+def _is_head(draft: DrafterOptions) -> bool:
+    """True for a head, whose trees may have any depth; those of MTP layers, which need no draft path, may not."""
+    fed = draft.speculative_algorithm in FED_ALGORITHMS
+    return fed and draft.speculative_draft_model_path is not None
+
+
+def draft_niceness(flags: SharedOptions, draft: DrafterOptions, cores: CorePlan) -> int:
     """Niceness of the draft service. One that drafts ahead on the target's cores must not delay the target."""
-    waited_for = draft_tree(flags, algorithm, cores) is not None
+    waited_for = draft_tree(flags, draft, cores) is not None
     return min(cores.niceness, _AWAITED_NICENESS) if waited_for else cores.niceness

@@ -69,7 +69,7 @@ class Engine(ABC):
         """True if a step would have nothing to do until a message arrives."""
 
     @property
-    def patience(self) -> float:
+    def draft_wait(self) -> float:
         """Seconds for which the next step is still held for messages; read again after each message."""
         return 0.0
 
@@ -265,7 +265,7 @@ class EngineLoop:
     def _next_message(self, idle: bool) -> Message | _Call | None:
         """The next message. Raises queue.Empty if none arrives in the time that the engine can wait."""
         if not idle:
-            return self.inbox.get(self.engine.patience)
+            return self.inbox.get(self.engine.draft_wait)
         return self.inbox.get(None if self._audited else self._audit_seconds)
 
     def _handle(self, message: Message) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.serving.features import FeatureBlock
+from outrider.speculation.draft_source import ALL_SOURCES, SourceKind
 from outrider.speculation.proposal import Commit, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
@@ -64,6 +65,7 @@ class OpenSession:
     priority: waiting sessions with lower numbers are admitted first
     max_draft_tokens: maximum draft tokens that a step verifies; None is as many as is profitable, 0 plain decoding
     traceparent: W3C trace context of the request, the parent of the session's spans; empty for no spans
+    draft_sources: those that may draft, at least one
     """
 
     session_id: int
@@ -81,6 +83,7 @@ class OpenSession:
     priority: int = 0
     max_draft_tokens: int | None = None
     traceparent: str = ""
+    draft_sources: frozenset[SourceKind] = ALL_SOURCES
 
     def validate(self, vocab_size: int, max_tokens: int) -> None:
         """Raise InvalidRequest unless all tokens are in the vocabulary and fewer than max_tokens."""

@@ -206,7 +206,7 @@ class Scheduler:
         del self._running[session.id]
         session.publish()
         session.evict()
-        self._waiting.give_back(session)
+        self._waiting.requeue(session)
 
     # --- prompts ---
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from outrider.paging.prefix import PrefixCache, SharedTable
 from outrider.serving.messages import OpenSession
+from outrider.speculation.draft_source import SourceKind
 
 UNBOUNDED = 1 << 30  # draft tokens in a step: no limit
 
@@ -26,6 +27,7 @@ class Session:
     opened_at, admitted_at, first_at: times of opening, first admission and first commit, in nanoseconds since 1970; 0
         before that
     to_score: prompt tokens, from the first on, whose logits are needed; scored: those of them that were computed
+    draft_sources: those that may draft; none if no draft tokens may be verified
     drafting_paused: True if the last commit to the drafters paused drafting
     """
 
@@ -36,6 +38,7 @@ class Session:
         self.prompt_length = request.prompt_length
         self.priority = request.priority
         self.max_draft_tokens = UNBOUNDED if request.max_draft_tokens is None else request.max_draft_tokens
+        self.draft_sources: frozenset[SourceKind] = request.draft_sources if self.max_draft_tokens else frozenset()
         self.length = len(request.tokens)
         self.opened_length = self.length
         self.computed = 0

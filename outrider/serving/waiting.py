@@ -47,7 +47,7 @@ class WaitingQueue:
         self._arrived[session.id] = session
         self._ranked += session.priority != 0
 
-    def give_back(self, session: Session) -> None:
+    def requeue(self, session: Session) -> None:
         """Queue a session that was preempted."""
         self._returned.appendleft(session)
 

@@ -138,6 +138,7 @@ class Commit:
     root_hash:   path hash after the commit
     verified, accepted: draft tokens that the step verified, and those that were accepted; if verified is 0, each token
                  had a step of its own
+    source:      SourceKind of these draft tokens; 0 if there were none
     cached_tokens: prompt tokens that the prefix cache supplied; set in a session's first commit
     draft_budget: draft tokens that the next step can verify with profit; 0 pauses drafting for the session
     logprobs:    of the tokens, if the session asked for them
@@ -155,6 +156,7 @@ class Commit:
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     draft_budget: int = UNLIMITED_DRAFT
+    source: int = 0
 
 
 def merge_commits(commits: Sequence[Commit]) -> list[Commit]:

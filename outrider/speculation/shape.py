@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.errors import ConfigError
 
@@ -40,11 +40,20 @@ class TreeShape:
             "speculative_num_draft_tokens": self.rows,
         }
 
+    def note(self, asked: int) -> str:
+        """The log line where the tree has other tokens than asked for."""
+        if self.topk == 1:
+            why = f"a chain of {self.steps} steps has {self.rows} tokens, the root included"
+        else:
+            why = f"{_STEPS} {self.steps} and {_TOPK} {self.topk} give {self.candidates} nodes below the root"
+        return f"{_ROWS} {asked} becomes {self.rows}: {why}"
+
 
 def explicit_shape(steps: int | None, topk: int | None, rows: int | None) -> TreeShape | None:
-    """The shape that the three flags set; None if none is set. A chain (topk 1) has steps + 1 tokens for any `rows`.
+    """The shape that the three flags set; None if none is set.
 
-    Raises ConfigError if only some flags are set, or if the tree has fewer candidates than `rows` - 1.
+    A chain (topk 1) has steps + 1 tokens for any `rows`; another tree has at most its candidates and the root. Raises
+    ConfigError if only some flags are set, or for numbers that are too small.
     """
     flags = {_STEPS: steps, _TOPK: topk, _ROWS: rows}
     missing = [flag for flag, value in flags.items() if value is None]
@@ -62,9 +71,4 @@ def explicit_shape(steps: int | None, topk: int | None, rows: int | None) -> Tre
         if value < least:
             raise ConfigError(f"{flag} must be {least} or more, not {value}")
     shape = TreeShape(steps, topk, steps + 1 if topk == 1 else rows)
-    if shape.rows - 1 > shape.candidates:
-        raise ConfigError(
-            f"{_ROWS} {rows} counts the root and {rows - 1} nodes, but {_STEPS} {steps} and {_TOPK} {topk} give "
-            f"{shape.candidates} to choose from"
-        )
-    return shape
+    return replace(shape, rows=min(shape.rows, shape.candidates + 1))

@@ -1,16 +1,20 @@
 """The life of `outrider serve`.
 
 1. check the flags: ports in use, missing cores, a drafter without its model
-2. prepare the checkpoints: the first run downloads or converts them
+2. prepare the target's checkpoint: the first run downloads or converts it
 3. start target, draft service and gateway on their cores, connected by private Unix domain sockets
-4. wait until all are healthy, then show the system's addresses
-5. restart processes that end, until a signal arrives or a process cannot start
+4. wait until target and gateway are healthy, then show the system's addresses
+5. restart processes that end, until a signal arrives, or target or gateway cannot start
 6. stop them, the gateway first, so that no request loses its service
+
+The system serves without its draft service, which loads its own checkpoint, again and again if need be. With
+--require-draft it is treated as the others are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +30,7 @@ from outrider.config import (
     DraftConfig,
     DraftOptions,
     GatewayConfig,
+    GatewayOptions,
     ProcessConfig,
     ServeConfig,
     TargetConfig,
@@ -39,10 +44,13 @@ from outrider.placement.tree_shapes import draft_niceness, draft_tree, tree_shap
 from outrider.process.ports import host_and_port, socket_folder, take_port
 from outrider.process.python_command import python_command
 from outrider.supervisor.display import Display, first_curl
-from outrider.supervisor.drafter_choice import choose_drafters
+from outrider.supervisor.draft_watch import DRAFT_BACKOFF, DraftWatch
 from outrider.supervisor.memory import share_device
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, stop_and_kill_events, supervise
+from outrider.supervisor.resolution import resolve_config, target_on_cpu
 from outrider.telemetry import setup_logging
+
+log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5  # between two updates of the start-up's progress
 
@@ -56,16 +64,25 @@ class Processes:
     gateway: GatewayConfig
 
 
-def serve(config: ServeConfig) -> int:
-    """Serve until a signal. Returns the exit code. Raises ConfigError or EngineFault if a process cannot start."""
+def serve(config: ServeConfig, notes: Sequence[str] = ()) -> int:
+    """Serve until a signal. Returns the exit code. Raises ConfigError or EngineFault if a process cannot start.
+
+    notes: about the command line, which are logged
+    """
     setup_logging("serve", config.log_level, config.log_format)
-    config = choose_drafters(config)
+    for note in notes:
+        log.warning("%s", note)
+    given, config = config, resolve_config(config)
     check_flags(config)
-    cores = choose_cores(config)
+    choose_cores(config)
     display = Display()
     signal.signal(signal.SIGTERM, _leave)
     try:
+        absent = checkpoint.local_folder(config.target.model_path) is None
         prepare_models(config, display)
+        if absent:  # the target's files are here now; they may hold MTP layers
+            config = resolve_config(given)
+        cores = choose_cores(config)
         with socket_folder("outrider-") as runtime:
             return asyncio.run(_run(configure(config, cores, runtime), display))
     except KeyboardInterrupt:
@@ -75,7 +92,13 @@ def serve(config: ServeConfig) -> int:
 
 
 def check_flags(config: ServeConfig) -> None:
-    """Raise ConfigError for flags that would fail only after the models are loaded."""
+    """Raise ConfigError for flags that would fail only after the models are loaded, and for ports in use."""
+    check_values(config)
+    check_ports(config.gateway)
+
+
+def check_values(config: ServeConfig) -> None:
+    """Raise ConfigError for flags that do not fit together."""
     draft, gateway = config.draft, config.gateway
     own_model = draft.speculative_algorithm in MODEL_ALGORITHMS
     own_model = own_model and draft.speculative_algorithm not in BUILT_IN_ALGORITHMS
@@ -83,31 +106,44 @@ def check_flags(config: ServeConfig) -> None:
         raise ConfigError(
             f"{draft.speculative_algorithm} needs a draft model; name one with --speculative-draft-model-path"
         )
+    if config.require_draft and draft.speculative_algorithm == "NONE":
+        raise ConfigError("--require-draft needs a drafter; leave it out with --speculative-algorithm NONE")
     tree_shape(config.shared, draft.speculative_algorithm)
     gateway.server_tls()
     gateway.check()
+
+
+def check_ports(gateway: GatewayOptions) -> None:
+    """Raise ConfigError for a port of the gateway that is in use."""
     for flag, port in (("--port", gateway.port), ("--grpc-port", gateway.grpc_port)):
         take_port(gateway.host, port, flag).close()
 
 
 def prepare_models(config: ServeConfig, display: Display) -> None:
-    """Download and convert the models of the services. Raises ConfigError."""
+    """Download and convert the target's model, and with --require-draft the draft's. Raises ConfigError."""
     target, draft = config.target.model_path, config.draft.speculative_draft_model_path
     display.line(f"preparing {checkpoint.display_name(target)}")
     folder = checkpoint.resolve(target)
-    if config.draft.speculative_algorithm in MODEL_ALGORITHMS and draft is not None and draft != target:
+    own_draft = config.draft.speculative_algorithm in MODEL_ALGORITHMS and draft is not None and draft != target
+    if config.require_draft and own_draft and draft is not None:
         display.line(f"preparing {checkpoint.display_name(draft)}")
-        other = checkpoint.resolve(draft, torch_files=True)
+        options = config.draft
+        other = checkpoint.resolve_draft(
+            draft, options.speculative_draft_model_revision, options.speculative_draft_load_format
+        )
         if config.draft.speculative_algorithm == "STANDALONE":  # other drafters use the target's tokens
             check_same(of_checkpoint(other, draft), of_checkpoint(folder, target))
 
 
 def draft_quantization(config: ServeConfig) -> str | None:
-    """Quantization of the draft model: by default that of the target, as in SGLang, but at least 8 bits."""
+    """Quantization of the draft model: by default that of the target, as in SGLang, but at least 8 bits.
+
+    On a CPU, which has no kernels for fp8, it is int8.
+    """
     chosen, target = config.draft.speculative_draft_model_quantization, config.target.quantization
     if chosen is not None or target is None or config.draft.speculative_algorithm not in MODEL_ALGORITHMS:
         return chosen
-    return "int8" if target == "int4" else target
+    return "int8" if target == "int4" or (target == "fp8" and target_on_cpu(config)) else target
 
 
 def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
@@ -124,19 +160,20 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
     draft = None
     if config.draft.speculative_algorithm != "NONE":
         own = asdict(config.draft) | {"speculative_draft_model_quantization": draft_quantization(config)}
-        if shape is None and (suited := draft_tree(flags, algorithm, cores)) is not None:
+        if shape is None and (suited := draft_tree(flags, config.draft, cores)) is not None:
             shared |= suited.flags()
         draft = DraftConfig(
             **own, **shared, **observed, cores=format_cores(cores.draft),
-            niceness=draft_niceness(flags, algorithm, cores),
+            niceness=draft_niceness(flags, config.draft, cores),
             network_cores=format_cores(cores.network) if cores.shared else None,
             model_path=config.target.model_path if _draft_reads_target(config.draft) else None,
-            listen=config.listen_draft or f"unix:{runtime}/draft.sock",
+            listen=config.listen_draft or f"unix:{runtime}/draft.sock", require_draft=config.require_draft,
         )  # fmt: skip
     target, draft = share_device(target, draft)
     gateway = GatewayConfig(
         **asdict(config.gateway), **observed, cores=format_cores(cores.gateway),
-        target=(target.listen,), draft=(draft.listen,) if draft else (),
+        target=(target.listen,), draft=(draft.listen,) if draft else (), require_draft=config.require_draft,
+        draft_report=f"{runtime}/draft.report" if draft and not config.require_draft else None,
         health_listen=f"unix:{runtime}/gateway.sock" if config.gateway.ssl_certfile else None,
     )  # fmt: skip
     return Processes(target, draft, gateway)
@@ -156,7 +193,10 @@ def make_children(processes: Processes, display: Display) -> list[Child]:
 
     children = [child("target", processes.target, processes.target.listen)]
     if processes.draft is not None:
-        children.append(child("draft", processes.draft, processes.draft.listen))
+        draft = child("draft", processes.draft, processes.draft.listen)
+        if not processes.draft.require_draft:
+            draft.optional, draft.backoff = True, DRAFT_BACKOFF
+        children.append(draft)
     children.append(child("gateway", processes.gateway, processes.gateway.health_listen or base_url(processes.gateway)))
     children[-1].extra_grace = processes.gateway.drain_timeout
     return children
@@ -172,33 +212,45 @@ def base_url(gateway: GatewayConfig) -> str:
 async def _run(processes: Processes, display: Display) -> int:
     stop, kill = stop_and_kill_events(display.close)
     children = make_children(processes, display)
-    failed = await supervise(children, _announce(processes, children, display), stop, kill)
+    failed = await supervise(children, _watch(processes, children, display), stop, kill)
     if failed is None:
         return 0
     message = f"the {failed.name} process does not start: {failed.reason}"
     raise ConfigError(message) if failed.gave_up == EXIT_MISCONFIGURED else EngineFault(message)
 
 
+async def _watch(processes: Processes, children: Sequence[Child], display: Display) -> None:
+    """Announce the system when it can serve, and follow a draft service that it can do without."""
+    report = processes.gateway.draft_report
+    optional = [DraftWatch(child, Path(report)) for child in children if child.optional and report is not None]
+    await asyncio.gather(_announce(processes, children, display), *(watch.run() for watch in optional))
+
+
 async def _announce(processes: Processes, children: Sequence[Child], display: Display) -> None:
-    """Show the progress of the start-up until all processes are ready, then the system's addresses."""
-    waiting = {asyncio.create_task(child.wait_ready()) for child in children}
+    """Show the progress of the start-up until the system can serve, then its addresses."""
+    waiting = {asyncio.create_task(child.wait_ready()) for child in children if not child.optional}
     while waiting:
         display.starting({child.name: None if child.ready else child.progress for child in children})
         done, waiting = await asyncio.wait(waiting, timeout=_POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
-    display.ready(summary(processes), first_curl(base_url(processes.gateway)))
+    late = [
+        ("draft", f"not ready ({child.progress or child.reason or 'starting'}); text is decoded plainly until it is")
+        for child in children if child.optional and not child.ready
+    ]  # fmt: skip
+    display.ready([*summary(processes), *late], first_curl(base_url(processes.gateway)))
 
 
 def summary(processes: Processes) -> list[tuple[str, str]]:
     """Addresses, model, drafter and cores of the system, as names and values."""
     target, draft, gateway = processes.target, processes.draft, processes.gateway
-    alone = "none" if target.self_speculation == "off" else "self-speculation in the target, where it is faster"
-    drafter: str = draft.speculative_algorithm if draft else alone
+    drafter: str = draft.speculative_algorithm if draft else "none"
     if draft is not None and draft.speculative_draft_model_path == str(DEFAULT_HEAD):
         drafter += ", the bundled head"
     elif draft is not None and draft.speculative_draft_model_path is not None:
         drafter += f" {checkpoint.display_name(draft.speculative_draft_model_path)}"
+    if target.self_speculation != "off":
+        drafter += "; self-speculation in the target, where it is faster"
     cores = f"target {target.cores}, draft {draft.cores if draft else '-'}, gateway {gateway.cores}"
     return [
         ("REST", f"{base_url(gateway)}/v1"),

@@ -1,4 +1,4 @@
-"""Health checks: gRPC health of an address, or HTTP /health of a URL."""
+"""Health checks: gRPC health of an address, or HTTP /health/ready of a gateway's URL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def is_healthy(
     on_progress: Callable[[str], None] = lambda _: None,
     tls: ClientTls | None = None,
 ) -> bool:
-    """True if a service is healthy.
+    """True if a service is healthy. A gateway is if it can serve, with a draft or without.
 
     address: "host:port" or "unix:/path" of a gRPC service, or "http(s)://host:port". seconds: maximum wait.
     on_progress: called with the progress of the start-up, as text, if the service reports it. tls: for gRPC and https;
@@ -45,7 +45,7 @@ def _http_health(base_url: str, timeout: float, tls: ClientTls | None) -> bool:
     https = urllib.request.HTTPSHandler(context=None if tls is None else tls.context())
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
     try:
-        with opener.open(base_url.rstrip("/") + "/health", timeout=timeout) as answer:
+        with opener.open(base_url.rstrip("/") + "/health/ready", timeout=timeout) as answer:
             return bool(answer.status == 200)
     except (OSError, http.client.HTTPException):  # for example, the port has another protocol
         return False

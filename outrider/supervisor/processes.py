@@ -6,6 +6,8 @@ start ──► wait for its end ──► code 2 in the first run, or before it
 
 A process can be ready before it finds a wrong configuration: a gateway that meets a draft service of another
 vocabulary.
+
+An optional child gives up only for code 2 in its first run, which wrong flags cause; otherwise it is restarted forever.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ import os
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from outrider.process.backoff import Backoff
 from outrider.process.parent_death import tied_to_parent
 from outrider.supervisor.health import is_healthy
 
@@ -32,22 +35,6 @@ GRACE_SECONDS = 10.0  # for a process to end after SIGTERM
 POLL_SECONDS = 0.1
 _MAX_LINE_BYTES = 1 << 20  # longer lines are dropped
 _ERROR = re.compile(r"(outrider: )?error: ")  # beginning of the line in which a process of Outrider reports its error
-
-
-@dataclass(frozen=True)
-class Backoff:
-    """Waits between restarts, in seconds."""
-
-    first: float = 0.5
-    longest: float = 10.0
-    reset_after: float = 30.0
-
-    def waits(self) -> Iterator[float]:
-        """Waits that double up to the longest."""
-        wait = self.first
-        while True:
-            yield wait
-            wait = min(2 * wait, self.longest)
 
 
 @contextlib.asynccontextmanager
@@ -72,8 +59,8 @@ class Child:
     """A named process that is restarted whenever it ends.
 
     address: for health checks. on_line: called with every line of its output, without the line end. extra_grace:
-    seconds beyond GRACE_SECONDS that it has to end. reason: why it ended last: the error that it reported, else its
-    last line
+    seconds beyond GRACE_SECONDS that it has to end. optional: the others serve without it. on_end: called with the exit
+    code and the wait before a restart. reason: why it ended last: the error that it reported, else its last line
     """
 
     name: str
@@ -82,6 +69,8 @@ class Child:
     on_line: Callable[[str], None]
     backoff: Backoff = field(default_factory=Backoff)
     extra_grace: float = 0.0
+    optional: bool = False
+    on_end: Callable[[int, float], None] = lambda _, __: None
     ready: bool = field(default=False, init=False)
     progress: str = field(default="", init=False)
     gave_up: int | None = field(default=None, init=False)
@@ -103,22 +92,28 @@ class Child:
             code = await self._run_once()
             if self._ending.is_set():
                 return
-            refused = code == EXIT_MISCONFIGURED and (attempt == 1 or not self.ready)
-            if refused or (attempt == MAX_FAILED_STARTS and not self.ready):
+            if self._gives_up(code, attempt):
                 self.gave_up = code
                 return
             if time.monotonic() - started >= self.backoff.reset_after:
                 waits = self.backoff.waits()
             wait = next(waits)
             log.warning("the %s process ended with code %d, restarting it in %.1f s", self.name, code, wait)
+            self.on_end(code, wait)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), wait)
                 return
 
-    async def wait_ready(self) -> None:
-        """Return once a health check has succeeded."""
+    def _gives_up(self, code: int, attempt: int) -> bool:
+        if self.optional:
+            return code == EXIT_MISCONFIGURED and attempt == 1
+        refused = code == EXIT_MISCONFIGURED and (attempt == 1 or not self.ready)
+        return refused or (attempt == MAX_FAILED_STARTS and not self.ready)
+
+    async def wait_ready(self, poll_seconds: float = POLL_SECONDS) -> None:
+        """Return once a health check has succeeded. poll_seconds: between two of them."""
         while self.pid is None or not await is_healthy(self.address, on_progress=self._note):  # noqa: ASYNC110 - by polling
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(poll_seconds)
         self.ready = True
 
     def _note(self, progress: str) -> None:

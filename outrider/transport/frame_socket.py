@@ -135,11 +135,9 @@ class FrameSocket:
 class SocketCall:
     """The client's side: a stream call with grpc.aio's methods, whose frames use a socket."""
 
-    def __init__(self, call: Any, connection: FrameSocket, kind: Any) -> None:
-        """kind: class of the received messages."""
+    def __init__(self, call: Any, connection: FrameSocket) -> None:
         self._call = call
         self._connection = connection
-        self._kind = kind
         self._loop = asyncio.get_running_loop()
         self._frames: deque[bytes] = deque()
         self._ended: EOFError | InvalidRequest | None = None
@@ -166,8 +164,8 @@ class SocketCall:
             _wake(self._room)
 
     async def read(self) -> Any:
-        """The next message, or grpc.aio.EOF. Raises AioRpcError if the call ended with an error, InvalidRequest for a
-        frame that cannot be parsed.
+        """The next frame, or grpc.aio.EOF. Raises AioRpcError if the call ended with an error, InvalidRequest for too
+        long a frame.
         """
         while not self._frames:
             if isinstance(self._ended, InvalidRequest):
@@ -178,14 +176,14 @@ class SocketCall:
                 return grpc.aio.EOF
             self._reader = self._loop.create_future()
             await self._reader
-        return message_of(self._kind, self._frames.popleft())
+        return self._frames.popleft()
 
-    async def write(self, message: Any) -> None:
-        """Send a message; waits while the peer is slow to read. Raises asyncio.InvalidStateError if the stream has
+    async def write(self, frame: bytes) -> None:
+        """Send a frame; waits while the peer is slow to read. Raises asyncio.InvalidStateError if the stream has
         ended.
         """
         if self._ended is None:
-            self._send(message.SerializeToString())
+            self._send(frame)
         while self._ended is None and self._connection.unsent:
             self._room = self._loop.create_future()
             self._loop.add_writer(self._connection.file, self._flush)

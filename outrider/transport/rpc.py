@@ -71,7 +71,7 @@ class _Health(HealthServicer):  # type: ignore[misc]
     ) -> health_pb2.HealthCheckResponse:
         """Answer a health check, with the progress in the trailing metadata."""
         if self.progress:
-            context.set_trailing_metadata(((PROGRESS, self.progress),))
+            context.set_trailing_metadata(((PROGRESS, _ascii(self.progress)),))
         answer: health_pb2.HealthCheckResponse = await super().Check(request, context)
         return answer
 
@@ -115,9 +115,13 @@ class GrpcServer:
 
     async def set_serving(self, serving: bool) -> None:
         """Set the status that the health service reports."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
-            await self.health.set(name, status)
+            await self.set_status(name, serving)
+
+    async def set_status(self, name: str, serving: bool) -> None:
+        """Set the status of one name alone."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self.health.set(name, status)
 
     def set_progress(self, progress: str) -> None:
         """Set the progress that health checks report, a few words. Any thread may call."""
@@ -149,6 +153,11 @@ def details(message: str) -> str:
         if size > _DETAILS_BYTES:
             return message[:place] + " ..."
     return message
+
+
+def _ascii(text: str) -> str:
+    """A text as a value of metadata, which takes printable ASCII only; cut to 500 characters."""
+    return "".join(letter if " " <= letter <= "~" else "?" for letter in text[:500])
 
 
 RETRY_AFTER = "retry-after"

@@ -4,14 +4,15 @@ Frames are decoded and submitted to the engine loop. A step's output is routed t
 while a stream is writing, the output of later steps collects in its next frame. A stream is the lease of its sessions:
 when it ends, for any reason, they are closed.
 
-The network thread reads and writes frames that use gRPC, the engine thread those that use a socket (socket_streams.py).
+The engine thread writes the frames (call_streams.py). The network thread reads and decodes those that use gRPC; the
+engine thread reads those that use a socket (socket_streams.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic
 
@@ -19,9 +20,9 @@ import grpc
 
 from outrider.errors import InvalidRequest
 from outrider.serving.loop import EngineLoop
-from outrider.serving.messages import Message, StepOutput
+from outrider.serving.messages import StepOutput
+from outrider.transport.call_streams import CallStream, CallStreams, CallWriter
 from outrider.transport.frame_socket import FrameSocket
-from outrider.transport.outbox import Outbox, Routes
 from outrider.transport.socket_acceptor import SocketAcceptor
 from outrider.transport.socket_streams import Decode, Encode, Request, Response, SocketStream, SocketStreams
 
@@ -35,37 +36,29 @@ class StreamHub(Generic[Request, Response]):
         """decode, encode: conversions between frames and domain types."""
         self._engine = engine
         self._decode = decode
-        self._encode = encode
         self._loop = asyncio.get_running_loop()
-        self._routes = Routes()
         self._ends: set[Callable[[], object]] = set()  # one for each stream: ends it
+        self._call_streams = CallStreams(engine, encode)
         self._socket_streams = SocketStreams(engine.inbox, decode, encode)
         self.acceptor = SocketAcceptor()
 
     def publish(self, output: StepOutput) -> None:
         """Route a step's output. Called in the engine thread, once a step."""
+        self._call_streams.publish(output)
         self._socket_streams.publish(output)
-        if self._routes:
-            self._loop.call_soon_threadsafe(self._routes.route, output)
 
     def close(self) -> None:
         """End all streams."""
         for end in list(self._ends):
             end()
 
-    async def answer(
-        self, requests: AsyncIterator[Request], context: grpc.aio.ServicerContext[Any, Any], kind: Any
-    ) -> AsyncIterator[Response]:
-        """Serve a stream call until it ends. Yields nothing if its frames use a socket.
-
-        kind: class of the received messages
-        """
+    async def answer(self, context: grpc.aio.ServicerContext[Any, Any], kind: Any) -> None:
+        """Serve a stream call until it ends. kind: class of the received messages."""
         connection = await self.acceptor.connection_of(context)
         if connection is not None:
             await self._serve_socket(connection, kind)
-            return
-        async for response in self.serve(requests):
-            yield response
+        else:
+            await self._serve_call(context)
 
     async def _serve_socket(self, connection: FrameSocket, kind: Any) -> None:
         """Serve a stream whose frames use a socket, until it ends."""
@@ -80,39 +73,29 @@ class StreamHub(Generic[Request, Response]):
             # The callback closes the connection even if the engine has stopped and does not end the stream.
             self._engine.call(partial(self._socket_streams.end, stream)).add_done_callback(lambda _: connection.close())
 
-    async def serve(self, requests: AsyncIterator[Request]) -> AsyncGenerator[Response, None]:
-        """Serve a stream through gRPC: read its frames, yield the responses, close its sessions at the end."""
-        ready = asyncio.Event()
-        outbox = Outbox(ready.set)
-        self._routes.enter(outbox)
-        reader = asyncio.create_task(self._read(requests, outbox))
-        reader.add_done_callback(lambda _: ready.set())
-        self._ends.add(end := reader.cancel)
+    async def _serve_call(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Serve a stream whose frames use gRPC, until it ends."""
+        await context.send_initial_metadata(())  # so that a write and the call's end cannot both send it
+        ended: asyncio.Future[None] = self._loop.create_future()
+        stream = CallStream(CallWriter(context), lambda error: self._loop.call_soon_threadsafe(_resolve, ended, error))
+        self._ends.add(end := partial(_resolve, ended, None))
+        self._engine.call(partial(self._call_streams.begin, stream))
+        reader = asyncio.create_task(self._read(context, stream))
+        reader.add_done_callback(lambda _: end())
         try:
-            while True:
-                await ready.wait()
-                if reader.done():
-                    break
-                output = outbox.take()
-                if not outbox.full:
-                    ready.clear()
-                yield self._encode(output)
-            if not reader.cancelled() and (error := reader.exception()) is not None:
-                raise error
+            await ended
+            if reader.done() and not reader.cancelled():
+                reader.result()
         finally:
             self._ends.discard(end)
             reader.cancel()
-            if orphans := self._routes.leave(outbox):
-                self._engine.submit(Message(closes=orphans))
+            self._engine.call(partial(self._call_streams.end, stream))
 
-    async def _read(self, requests: AsyncIterator[Request], outbox: Outbox) -> None:
+    async def _read(self, context: grpc.aio.ServicerContext[Any, Any], stream: CallStream) -> None:
         try:
-            async for frame in requests:
+            while (frame := await context.read()) is not grpc.aio.EOF:
                 message, failures = self._decode(frame)
-                self._routes.note(message, outbox)
-                self._engine.submit(message)
-                if failures:
-                    outbox.fail(failures)
+                self._engine.call(partial(self._call_streams.receive, stream, message, failures))
         except InvalidRequest as error:
             log.warning("a stream is closed, because a frame cannot be decoded: %s", error.message)
             raise

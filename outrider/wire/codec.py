@@ -22,6 +22,7 @@ from outrider.serving.messages import (
     SessionFailure,
     StepOutput,
 )
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.wire.arrays import F32, I32, U8, U32, U64, concatenate, numbers_of, pack, split, unpack
 from outrider.wire.features import features_from_pb, features_to_pb
@@ -103,6 +104,7 @@ def commits_to_pb(commits: Sequence[Commit]) -> common_pb2.CommitBatch:
         finish_reasons=pack((int(c.finish_reason) for c in commits), U8),
         cached_counts=pack((c.cached_tokens for c in commits), U32),
         draft_budgets=pack((c.draft_budget for c in commits), U32),
+        draft_sources=pack((c.source for c in commits), U8),
     )
 
 
@@ -125,15 +127,27 @@ def commits_from_pb(message: common_pb2.CommitBatch) -> list[Commit]:
         reasons,
         numbers_of(message.cached_counts, U32, count),
         numbers_of(message.draft_budgets, U32, count),
+        _sources_of(message, count),
     )
     return [
-        Commit(session_id, base, tokens[span], root, verified, accepted, reason, cached, draft_budget=wanted)
-        for session_id, base, span, root, verified, accepted, reason, cached, wanted in zip(*columns, strict=True)
+        Commit(
+            session_id, base, tokens[span], root, verified, accepted, reason, cached, draft_budget=wanted, source=source
+        )
+        for session_id, base, span, root, verified, accepted, reason, cached, wanted, source in zip(
+            *columns, strict=True
+        )
     ]
 
 
-CommitRow = tuple[int, int, list[int], int, int, int, int, int]
-"""A commit: session id, base length, tokens, root hash, verified, accepted, finish reason, cached tokens."""
+def _sources_of(message: common_pb2.CommitBatch, count: int) -> list[int]:
+    sources = numbers_of(message.draft_sources, U8, count)
+    if max(sources, default=0) > max(SourceKind):
+        raise InvalidRequest(f"a commit cannot be read: draft source {max(sources)} is unknown to this version")
+    return sources
+
+
+CommitRow = tuple[int, int, list[int], int, int, int, int, int, int]
+"""A commit: session id, base length, tokens, root hash, verified, accepted, finish reason, cached tokens, source."""
 
 
 def commit_rows(batch: common_pb2.CommitBatch) -> Iterator[CommitRow]:
@@ -157,6 +171,7 @@ def commit_rows(batch: common_pb2.CommitBatch) -> Iterator[CommitRow]:
         numbers_of(batch.accepted_counts, U32, size),
         reasons,
         numbers_of(batch.cached_counts, U32, size),
+        _sources_of(batch, size),
         strict=True,
     )
     return iter(columns)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import Grammar, GrammarKind, OpenSession, SessionFailure
+from outrider.speculation.draft_source import ALL_SOURCES, SourceKind
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire.arrays import F64, U32, U64, numbers_of, pack, unpack
 from outrider.wire.v1 import common_pb2
@@ -35,6 +36,7 @@ def open_to_pb(request: OpenSession) -> common_pb2.OpenSession:
         priority=request.priority,
         max_draft_tokens=request.max_draft_tokens,
         traceparent=request.traceparent,
+        draft_sources=draft_sources_to_pb(request.draft_sources),
     )
 
 
@@ -57,7 +59,27 @@ def open_from_pb(message: common_pb2.OpenSession) -> OpenSession:
         priority=message.priority,
         max_draft_tokens=message.max_draft_tokens if message.HasField("max_draft_tokens") else None,
         traceparent=message.traceparent,
+        draft_sources=draft_sources_from_pb(message.draft_sources),
     )
+
+
+def draft_sources_to_pb(sources: Collection[SourceKind]) -> list[common_pb2.DraftSource]:
+    """The sources that may draft, as a field in which empty allows all."""
+    return [] if len(sources) == len(ALL_SOURCES) else [source_to_pb(source) for source in sorted(sources)]
+
+
+def source_to_pb(source: int) -> common_pb2.DraftSource:
+    """One source."""
+    return common_pb2.DraftSource.Name(source)
+
+
+def draft_sources_from_pb(values: Iterable[int]) -> frozenset[SourceKind]:
+    """The sources that may draft. Raises InvalidRequest for one that is unknown."""
+    try:
+        return frozenset(map(SourceKind, values)) or ALL_SOURCES
+    except ValueError as error:
+        message = f"draft_sources: {error} of this version"
+        raise InvalidRequest(message, param="draft_sources") from None
 
 
 def _grammar_to_pb(grammar: Grammar | None) -> common_pb2.Grammar | None:

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-DEVICES = 4
+from tests.support.draft.devices import DEVICES
 
 # Refused once JAX has started; it is set here and not in the environment, which other processes of a run inherit.
 jax.config.update("jax_num_cpu_devices", DEVICES)

@@ -16,9 +16,9 @@ from services.draft.model.layers.config import Attention
 from services.draft.model.layers.pallas_backend import with_cache_for
 from services.draft.model.layers.rope import Rope
 from services.draft.sessions.batch import StepShape
-from tests.draft.kernels.test_lowering import check_in_place, head_of, step_of
 from tests.support.draft.helpers import request as opening
 from tests.support.draft.helpers import settle, standalone
+from tests.support.draft.lowering import check_in_place, head_of, step_of
 from tests.support.draft.ragged import Batch, draw
 from tests.support.draft.stepping import PAGE, Stepper
 from tests.support.tiny import VOCAB, write_model

@@ -68,7 +68,7 @@ def test_labels_that_the_dashboard_groups_by_are_there(exposed):
 
 
 @pytest.mark.system
-def test_hints_are_accounted_for(exposed):
+def test_draft_tokens_are_accounted_for(exposed):
     def total(name):
         return sum(sample.value for sample in exposed[name])
 

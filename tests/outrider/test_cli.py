@@ -192,7 +192,7 @@ async def test_http_health():
 
     async def answer(reader, writer):
         request = await reader.readuntil(b"\r\n\r\n")
-        line = status if request.startswith(b"GET /health ") else "404 Not Found"
+        line = status if request.startswith(b"GET /health/ready ") else "404 Not Found"
         writer.write(f"HTTP/1.1 {line}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
         await writer.drain()
         writer.close()

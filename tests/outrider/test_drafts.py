@@ -16,13 +16,19 @@ def head(tmp_path, monkeypatch):
     return str(tmp_path)
 
 
-def chosen(model, **options):
-    made = resolve_drafter(DraftOptions(**options), model)
+def chosen(model, *, own_place=True, **options):
+    made = resolve_drafter(DraftOptions(**options), model, own_place=own_place)
     return made.speculative_algorithm, made.speculative_draft_model_path, made.speculative_ngram_beside
 
 
 def test_the_default_model_has_a_head_beside_ngrams(head):
     assert chosen("default") == ("EAGLE3", head, True)
+
+
+def test_on_the_targets_cores_n_grams_draft_unless_a_draft_model_is_asked_for(head):
+    assert chosen("default", own_place=False) == ("NGRAM", None, False)
+    assert chosen("default", own_place=False, speculative_algorithm="EAGLE3") == ("EAGLE3", head, False)
+    assert chosen("default", own_place=False, draft_page_size=32) == ("EAGLE3", head, True)
 
 
 def test_a_head_that_is_named_drafts_alone(head):
@@ -49,5 +55,5 @@ def test_explicit_flags_are_kept(head):
 
 
 def test_a_named_draft_model_needs_its_algorithm(head):
-    with pytest.raises(ConfigError, match="needs --speculative-algorithm"):
+    with pytest.raises(ConfigError, match="name it with --speculative-algorithm"):
         chosen("default", speculative_draft_model_path="mine")

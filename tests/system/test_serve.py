@@ -128,8 +128,17 @@ def test_missing_weights_are_refused(draft_folder, tmp_path):
     assert "/nowhere" in refused("--model-path", "/nowhere")
 
 
-def test_a_draft_with_another_vocabulary_is_refused(draft_folder, tmp_path):
+def test_a_required_draft_that_is_not_there_is_refused(draft_folder):
+    flags = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "/nowhere", "--require-draft"]
+    assert "/nowhere" in refused("--model-path", draft_folder, *flags)
+    assert "--require-draft needs a drafter" in refused(
+        "--model-path", draft_folder, "--speculative-algorithm", "NONE", "--require-draft"
+    )
+
+
+def test_a_required_draft_with_another_vocabulary_is_refused(draft_folder, tmp_path):
     draft = [
+        "--require-draft",
         "--speculative-algorithm",
         "STANDALONE",
         "--speculative-draft-model-path",

@@ -21,8 +21,10 @@ from gateway.orchestration.generation import Generation, Part, merged
 from gateway.sessions.request import GenerationRequest
 from gateway.sessions.step_stats import Detail, StepStats
 from gateway.text.pieces import Pieces
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.proposal import FinishReason
 
+_LABELS: dict[int, str] = {kind: kind.label for kind in SourceKind}
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 
 
@@ -299,7 +301,7 @@ class CompletionReply:
 
 
 def _steps(tokens: Sequence[int], steps: Sequence[StepStats], pieces: Pieces) -> dict[str, list[Any]]:
-    """Statistics of each step: tokens, verified and accepted draft tokens, and texts of the tokens.
+    """Statistics of each step: tokens, verified and accepted draft tokens, their source, and texts of the tokens.
 
     draft_texts: the draft tokens that the draft service scored highest; `guesses` is the former name
     """
@@ -309,6 +311,7 @@ def _steps(tokens: Sequence[int], steps: Sequence[StepStats], pieces: Pieces) ->
         "tokens": [step.tokens for step in steps],
         "verified": [step.verified for step in steps],
         "accepted": [step.accepted for step in steps],
+        "sources": [_LABELS.get(step.source) for step in steps],
         "texts": [
             [pieces.text(token) for token in tokens[end - step.tokens : end]]
             for step, end in zip(steps, ends, strict=True)

@@ -32,7 +32,7 @@ class ClientGone(Exception):
     """The client closed its connection before the answer was complete."""
 
 
-async def unless_gone(
+async def until_disconnect(
     receive: Receive, work: Coroutine[Any, Any, Result], periodic: Callable[[], Awaitable[float]] | None = None
 ) -> Result:
     """The work's result. Raises ClientGone if the client disconnects first, which cancels the work.
@@ -90,7 +90,7 @@ async def respond(
     if stream:
         return EventStream(reply, generations, failed)
     try:
-        whole = await unless_gone(request.receive, reply.whole(generations))
+        whole = await until_disconnect(request.receive, reply.whole(generations))
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     finally:
@@ -134,7 +134,7 @@ class EventStream(Response):
         """Send all events, unless the client disconnects. Raises errors that precede the first event."""
         self._due = asyncio.get_running_loop().time() + self._silence
         try:
-            await unless_gone(receive, self._send(send), partial(self._keep_alive, send))
+            await until_disconnect(receive, self._send(send), partial(self._keep_alive, send))
         except ClientGone:
             if not self._started:
                 await Response(status_code=_CLIENT_CLOSED_REQUEST)(scope, receive, send)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from gateway.api.requests.fields import Biases, Count, Flag, Items, Number, few
 from gateway.api.requests.grammars import grammar_of
 from gateway.api.requests.schemas import biases
+from gateway.api.requests.speculation import SpeculationField, reports_steps, speculation_of
 from gateway.orchestration.sampling_defaults import SamplingDefaults
 from gateway.sessions.request import GenerationRequest, StopOptions, TextOptions
 from outrider.errors import InvalidRequest
@@ -83,6 +84,7 @@ class NativeBody(BaseModel):
     top_logprobs_num: Count | Items[Count] | None = None
     return_text_in_logprobs: Flag = False
     stream: Flag = False
+    speculation: SpeculationField | Annotated[Items[SpeculationField], Field(max_length=MAX_GENERATIONS)] | None = None
     priority: Count | None = Field(None, gt=-(2**31), lt=2**31)  # the target gets its negative, in 32 bits
 
     def check_supported(self) -> None:
@@ -154,7 +156,11 @@ def native_requests(
                 f"logprob_start_len must be less than the prompt's {len(prompt)} tokens", param="logprob_start_len"
             )
         name = own_id or (request_id if count == 1 else f"{request_id}-{index}")
+        speculation = _of(body.speculation, index, count, "speculation")
+        if reports_steps(speculation):
+            raise InvalidRequest("`speculation.report` is for chats and completions", param="speculation.report")
         request = _request(body, params, prompt, top, None if first is None else top, timeout, defaults)
+        request = replace(request, **speculation_of(speculation))
         for choice, one in enumerate(request.choices(params.n)):
             requests.append(NativeRequest(name if params.n == 1 else f"{name}-{choice}", one, first))
     return requests

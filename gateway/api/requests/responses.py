@@ -85,6 +85,8 @@ class ResponsesBody(GenerationBody):
             raise InvalidRequest("`n` is 1 here", param="n")
         if self.candidates > 1:
             raise InvalidRequest("`best_of` is 1 here", param="best_of")
+        if self.reports_steps:
+            raise InvalidRequest("`speculation.report` is for chats and completions", param="speculation.report")
         if unknown := [name for name in self.include or () if name != _LOGPROBS]:
             raise InvalidRequest(f"`include` may name {_LOGPROBS}, and not {unknown[0]}", param="include")
 

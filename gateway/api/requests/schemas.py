@@ -6,13 +6,14 @@ An unsupported field that would change the text is refused by name, never ignore
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.api.requests.fields import BOUNDED, Biases, Count, Flag, Items, Number, few
+from gateway.api.requests.fields import BOUNDED, Biases, Count, Flag, Items, Number
 from gateway.api.requests.grammars import grammar_of
 from gateway.api.requests.messages import Message, conversation_options
+from gateway.api.requests.speculation import SpeculationField, reports_steps, speculation_of
 from gateway.api.requests.tools import Tools, tools_of
 from gateway.orchestration.sampling_defaults import SamplingDefaults
 from gateway.sessions.request import PROMPT, GenerationRequest, StopOptions, TextOptions
@@ -61,19 +62,6 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: Flag | None = None
 
 
-class SpeculationBody(BaseModel):
-    """Speculation for a request, which does not change its text.
-
-    max_draft_tokens: draft tokens that a step verifies at most. report: return statistics of every step.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    enabled: Flag = True
-    max_draft_tokens: Count | None = Field(None, ge=0, lt=2**31)
-    report: Flag = False
-
-
 class GenerationBody(BaseModel):
     """Fields that all request bodies share."""
 
@@ -102,7 +90,7 @@ class GenerationBody(BaseModel):
     truncate_prompt_tokens: Count | None = Field(None, ge=-1)
     priority: Count | None = Field(None, ge=-(2**31), lt=2**31)
     timeout: Number | None = Field(None, gt=0)
-    speculation: Annotated[SpeculationBody, few(16)] | Literal["off", "auto"] | None = None
+    speculation: SpeculationField | None = None
     rid: str | None = Field(None, min_length=1, max_length=128)
     request_id: str | None = Field(None, min_length=1, max_length=128)
     cache_salt: str | None = None
@@ -136,7 +124,7 @@ class GenerationBody(BaseModel):
     @property
     def reports_steps(self) -> bool:
         """True if the answer has statistics of every step."""
-        return isinstance(self.speculation, SpeculationBody) and self.speculation.report
+        return reports_steps(self.speculation)
 
     def cut(self, prompt: list[int], context: int) -> list[int]:
         """The requested part of a prompt: its last tokens. Raises InvalidRequest.
@@ -223,7 +211,7 @@ class GenerationBody(BaseModel):
             logprobs=self.top_logprobs_count(),
             prompt_logprobs=self._prompt_logprobs_count(),
             priority=self.priority or 0,
-            max_draft_tokens=self._max_draft_tokens(),
+            **speculation_of(self.speculation),
             watch_draft=self.reports_steps,
             prompt_field=self.prompt_field,
         )
@@ -231,11 +219,6 @@ class GenerationBody(BaseModel):
     def grammar(self) -> Grammar | None:
         """The grammar of the answer. Raises InvalidRequest."""
         return grammar_of(self.model_extra or {})
-
-    def _max_draft_tokens(self) -> int | None:
-        if isinstance(self.speculation, SpeculationBody):
-            return self.speculation.max_draft_tokens if self.speculation.enabled else 0
-        return 0 if self.speculation == "off" else None
 
     def _prompt_logprobs_count(self) -> int | None:
         echoed = self.top_logprobs_count() if self.echoes else None

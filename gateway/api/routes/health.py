@@ -1,4 +1,4 @@
-"""Health routes: liveness, readiness, and a generated token."""
+"""Health routes: liveness, readiness, the full state, and a generated token."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ import orjson
 from fastapi import FastAPI
 from starlette.responses import Response
 
+from gateway.control.health import Health
 from gateway.orchestration.generator import Generator
 from gateway.sessions.request import GenerationRequest, StopOptions
 from outrider.errors import OutriderError
 from outrider.speculation.sampling import SamplingParams
 
-_DRAINING = "it is shutting down"
 _PROBE_SECONDS = 20.0  # for the token of a probe
 
 
-def install(app: FastAPI, generator: Generator) -> None:
+def install(app: FastAPI, generator: Generator, health: Health) -> None:
     """Add the routes to an app. They require no key."""
 
     @app.get("/health", tags=["health"])
-    async def health() -> Response:
-        """200 if all services are up; otherwise 503 with the missing ones."""
-        missing = generator.orchestrator.missing() + (["gateway: " + _DRAINING] if generator.admission.draining else [])
-        return _json({"status": "ok"} if not missing else {"status": "unavailable", "missing": missing}, bool(missing))
+    async def full() -> Response:
+        """The full state: 200 if requests can be served, otherwise 503; the body has the state of every service."""
+        return _json(health.state(), not health.ready)
 
     @app.get("/health/live", tags=["health"])
     @app.get("/live", tags=["health"], include_in_schema=False)
@@ -37,8 +36,7 @@ def install(app: FastAPI, generator: Generator) -> None:
     @app.get("/ready", tags=["health"], include_in_schema=False)
     async def ready() -> Response:
         """200 if requests can be served, with or without a draft; otherwise 503."""
-        serves = any(target.up for target in generator.orchestrator.targets) and not generator.admission.draining
-        return _json({"status": "ok" if serves else "unavailable"}, not serves)
+        return _json({"status": "ok" if health.ready else "unavailable"}, not health.ready)
 
     @app.get("/health_generate", tags=["health"])
     async def health_generate() -> Response:

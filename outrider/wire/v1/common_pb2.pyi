@@ -21,6 +21,14 @@ class GrammarKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     GRAMMAR_KIND_REGEX: _ClassVar[GrammarKind]
     GRAMMAR_KIND_EBNF: _ClassVar[GrammarKind]
 
+class DraftSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DRAFT_SOURCE_UNSPECIFIED: _ClassVar[DraftSource]
+    DRAFT_SOURCE_DRAFT_SERVICE: _ClassVar[DraftSource]
+    DRAFT_SOURCE_PROMPT_LOOKUP: _ClassVar[DraftSource]
+    DRAFT_SOURCE_EAGLE_HEAD: _ClassVar[DraftSource]
+    DRAFT_SOURCE_QUANTIZED: _ClassVar[DraftSource]
+
 class FeatureFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FEATURE_FORMAT_UNSPECIFIED: _ClassVar[FeatureFormat]
@@ -42,6 +50,11 @@ GRAMMAR_KIND_UNSPECIFIED: GrammarKind
 GRAMMAR_KIND_JSON_SCHEMA: GrammarKind
 GRAMMAR_KIND_REGEX: GrammarKind
 GRAMMAR_KIND_EBNF: GrammarKind
+DRAFT_SOURCE_UNSPECIFIED: DraftSource
+DRAFT_SOURCE_DRAFT_SERVICE: DraftSource
+DRAFT_SOURCE_PROMPT_LOOKUP: DraftSource
+DRAFT_SOURCE_EAGLE_HEAD: DraftSource
+DRAFT_SOURCE_QUANTIZED: DraftSource
 FEATURE_FORMAT_UNSPECIFIED: FeatureFormat
 FEATURE_FORMAT_BFLOAT16: FeatureFormat
 FEATURE_FORMAT_FLOAT8_E4M3: FeatureFormat
@@ -96,7 +109,7 @@ class Grammar(_message.Message):
     def __init__(self, kind: _Optional[_Union[GrammarKind, str]] = ..., text: _Optional[str] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("session_id", "tokens", "prompt_length", "sampling", "stop", "cache_salt", "logprobs", "prompt_logprobs", "feature_spec", "features_from", "grammar", "drafting_paused", "priority", "max_draft_tokens", "traceparent")
+    __slots__ = ("session_id", "tokens", "prompt_length", "sampling", "stop", "cache_salt", "logprobs", "prompt_logprobs", "feature_spec", "features_from", "grammar", "drafting_paused", "priority", "max_draft_tokens", "traceparent", "draft_sources")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +125,7 @@ class OpenSession(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SOURCES_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     tokens: bytes
     prompt_length: int
@@ -127,7 +141,8 @@ class OpenSession(_message.Message):
     priority: int
     max_draft_tokens: int
     traceparent: str
-    def __init__(self, session_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., feature_spec: _Optional[int] = ..., features_from: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., drafting_paused: _Optional[bool] = ..., priority: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    draft_sources: _containers.RepeatedScalarFieldContainer[DraftSource]
+    def __init__(self, session_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., feature_spec: _Optional[int] = ..., features_from: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., drafting_paused: _Optional[bool] = ..., priority: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., draft_sources: _Optional[_Iterable[_Union[DraftSource, str]]] = ...) -> None: ...
 
 class FeatureSpec(_message.Message):
     __slots__ = ("spec_id", "layers", "final", "format", "norm_epsilon")
@@ -180,7 +195,7 @@ class ProposalBatch(_message.Message):
     def __init__(self, session_ids: _Optional[bytes] = ..., anchor_lengths: _Optional[bytes] = ..., anchor_hashes: _Optional[bytes] = ..., node_counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., log_scores: _Optional[bytes] = ..., committed_lengths: _Optional[bytes] = ...) -> None: ...
 
 class CommitBatch(_message.Message):
-    __slots__ = ("session_ids", "base_lengths", "token_counts", "tokens", "root_hashes", "verified_counts", "accepted_counts", "finish_reasons", "cached_counts", "draft_budgets")
+    __slots__ = ("session_ids", "base_lengths", "token_counts", "tokens", "root_hashes", "verified_counts", "accepted_counts", "finish_reasons", "cached_counts", "draft_budgets", "draft_sources")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +206,7 @@ class CommitBatch(_message.Message):
     FINISH_REASONS_FIELD_NUMBER: _ClassVar[int]
     CACHED_COUNTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_BUDGETS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SOURCES_FIELD_NUMBER: _ClassVar[int]
     session_ids: bytes
     base_lengths: bytes
     token_counts: bytes
@@ -201,7 +217,8 @@ class CommitBatch(_message.Message):
     finish_reasons: bytes
     cached_counts: bytes
     draft_budgets: bytes
-    def __init__(self, session_ids: _Optional[bytes] = ..., base_lengths: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., root_hashes: _Optional[bytes] = ..., verified_counts: _Optional[bytes] = ..., accepted_counts: _Optional[bytes] = ..., finish_reasons: _Optional[bytes] = ..., cached_counts: _Optional[bytes] = ..., draft_budgets: _Optional[bytes] = ...) -> None: ...
+    draft_sources: bytes
+    def __init__(self, session_ids: _Optional[bytes] = ..., base_lengths: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., root_hashes: _Optional[bytes] = ..., verified_counts: _Optional[bytes] = ..., accepted_counts: _Optional[bytes] = ..., finish_reasons: _Optional[bytes] = ..., cached_counts: _Optional[bytes] = ..., draft_budgets: _Optional[bytes] = ..., draft_sources: _Optional[bytes] = ...) -> None: ...
 
 class SessionError(_message.Message):
     __slots__ = ("session_id", "code", "message", "param")

@@ -12,7 +12,7 @@ class GetTargetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTargetInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "model", "eos_token_ids", "max_session_tokens", "max_running_sessions", "max_draft_tokens", "page_size", "kv_cache_dtype", "weight_version", "first_fingerprint")
+    __slots__ = ("protocol_version", "software_version", "model", "eos_token_ids", "max_session_tokens", "max_running_sessions", "max_draft_tokens", "page_size", "kv_cache_dtype", "weight_version", "first_fingerprint", "draft_sources")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class GetTargetInfoResponse(_message.Message):
     KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     FIRST_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SOURCES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     model: _common_pb2.ModelInfo
@@ -35,7 +36,8 @@ class GetTargetInfoResponse(_message.Message):
     kv_cache_dtype: str
     weight_version: str
     first_fingerprint: str
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_session_tokens: _Optional[int] = ..., max_running_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., weight_version: _Optional[str] = ..., first_fingerprint: _Optional[str] = ...) -> None: ...
+    draft_sources: _containers.RepeatedScalarFieldContainer[_common_pb2.DraftSource]
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_session_tokens: _Optional[int] = ..., max_running_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., weight_version: _Optional[str] = ..., first_fingerprint: _Optional[str] = ..., draft_sources: _Optional[_Iterable[_Union[_common_pb2.DraftSource, str]]] = ...) -> None: ...
 
 class UpdateWeightsFromDiskRequest(_message.Message):
     __slots__ = ("folder", "update")

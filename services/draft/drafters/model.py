@@ -28,6 +28,8 @@ from services.draft.sessions.session import DraftSession
 
 # Gain of a root for each round of waiting, so that shapes with few rows cannot starve it.
 _WAITING_GAIN = 0.25
+BATCH_SIZES = (1, 4, 16, 64)
+_SMALL_BATCH = 16  # larger ones expand two nodes a session
 
 
 @dataclass
@@ -47,17 +49,25 @@ class PendingWork:
         return sum(self.reach[:rows])
 
 
-def expansion_shapes(max_running: int, tree: TreeShape | None = None) -> list[StepShape]:
+def expansion_shapes(
+    max_running: int, tree: TreeShape | None = None, sizes: Sequence[int] = BATCH_SIZES
+) -> list[StepShape]:
     """Shapes of rounds of expansion, small to large.
 
-    tree: of explicit trees; then a round expands a level, or computes the rows of a commit and expands the root
+    tree: of explicit trees; then a round expands a level, or computes the rows of a commit and expands the root.
+    sizes: sessions in a round; those beyond the first that holds `max_running` sessions are left out
     """
-    sizes = [1, 4, 16, 64]
+    sizes = sorted({1, *sizes})
     count = next((i for i, size in enumerate(sizes) if size >= max_running), len(sizes) - 1)
-    rows = {1: (1, 4, 8), 4: (1, 4), 16: (1, 4), 64: (2,)}
-    if tree is not None:
-        rows = dict.fromkeys(sizes, tuple(sorted({tree.topk, tree.steps + 1})))
-    return [StepShape(size, q, q) for size in sizes[: count + 1] for q in rows[size]]
+    level = None if tree is None else tuple(sorted({tree.topk, tree.steps + 1}))
+    return [StepShape(size, q, q) for size in sizes[: count + 1] for q in level or _adaptive_rows(size)]
+
+
+def _adaptive_rows(sessions: int) -> tuple[int, ...]:
+    """Rows a session of the rounds that grow adaptive trees."""
+    if sessions == 1:
+        return (1, 4, 8)
+    return (1, 4) if sessions <= _SMALL_BATCH else (2,)
 
 
 class ModelDrafter(Drafter):
@@ -72,14 +82,20 @@ class ModelDrafter(Drafter):
         self.max_session_tokens = min(runner.config.context, runner.table_pages * runner.page_size)
         self.prefix_kvs: dict[int, PrefixKV] = {}  # by session
         self._max_running = max_running
+        self._sizes: Sequence[int] = BATCH_SIZES
         self._chunk_shape = StepShape(1, chunk, 1)
         self._ran_chunk = False  # the last round computed a chunk of a prompt
         self.set_expansion_shapes(expansion_shapes(max_running))
 
+    def set_batch_sizes(self, sizes: Sequence[int]) -> None:
+        """Compile rounds for these numbers of sessions, and for one. Called before `set_tree_shape`."""
+        self._sizes = sizes
+        self.set_expansion_shapes(expansion_shapes(self._max_running, sizes=sizes))
+
     def set_tree_shape(self, tree: TreeShape) -> None:
         """Grow explicit trees, which keep unlikely candidates. Called before the warm-up."""
         self.executor.min_edge = -math.inf
-        self.set_expansion_shapes(expansion_shapes(self._max_running, tree))
+        self.set_expansion_shapes(expansion_shapes(self._max_running, tree, self._sizes))
 
     def set_expansion_shapes(self, shapes: list[StepShape]) -> None:
         """Set the shapes of rounds of expansion. Called before the warm-up."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.checkpoints.checkpoint import load_json
+from outrider.config import LoadFormat
 from outrider.errors import ConfigError
 from services.draft.formats.base import DraftCheckpoint
 from services.draft.formats.gemma import describe_gemma, describe_gemma3_text
@@ -16,7 +17,7 @@ from services.draft.formats.llama import describe_llama
 from services.draft.model.layers.config import ModelConfig
 from services.draft.model.params import Params
 from services.draft.model.weights.arrays import layer_params, layer_shapes, putter
-from services.draft.model.weights.tensors import Tensors
+from services.draft.model.weights.dummy import open_tensors
 
 _READERS = {
     "LlamaForCausalLM": describe_llama, "MistralForCausalLM": describe_llama, "Qwen2ForCausalLM": describe_llama,
@@ -29,10 +30,10 @@ _IMAGES = ("vision_tower.", "multi_modal_projector.")
 _NOT_READ = ".not_read"
 
 
-def read_decoder(folder: Path) -> DraftCheckpoint:
+def read_decoder(folder: Path, load_format: LoadFormat = "auto") -> DraftCheckpoint:
     """A decoder checkpoint. Raises ConfigError."""
     config = read_config(folder)
-    return DraftCheckpoint(config, lambda dtype: load_params(folder, config, dtype))
+    return DraftCheckpoint(config, lambda dtype: load_params(folder, config, dtype, load_format))
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -61,11 +62,11 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def load_params(folder: Path, config: ModelConfig, dtype: Any) -> Params:
+def load_params(folder: Path, config: ModelConfig, dtype: Any, load_format: LoadFormat = "auto") -> Params:
     """Load a checkpoint's weights onto the device. Raises ConfigError with the tensor that does not fit."""
     put, shapes = putter(dtype), expected_shapes(config)
     offset = 1.0 if config.architecture.startswith("Gemma") else 0.0  # Gemma's norms multiply by 1 + weight
-    with Tensors(folder, _plain) as tensors:
+    with open_tensors(folder, _plain, load_format) as tensors:
         # Files with a tied head may store the head again.
         tensors.check(f"a {config.architecture}", shapes, [_NOT_READ, *([_HEAD] if config.tied_head else [])])
         embed = tensors.read(_EMBED, shapes[_EMBED])

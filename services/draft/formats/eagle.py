@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.checkpoints.checkpoint import load_json
+from outrider.config import LoadFormat
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
 from services.draft.formats.base import DraftCheckpoint
@@ -19,6 +20,7 @@ from services.draft.model.layers.config import Layer, Mlp, ModelConfig, attentio
 from services.draft.model.layers.heads import EagleHead
 from services.draft.model.params import Params
 from services.draft.model.weights.arrays import layer_params, layer_shapes, putter
+from services.draft.model.weights.dummy import open_tensors
 from services.draft.model.weights.tensors import Tensors
 
 _WHAT = "an EAGLE head"
@@ -26,10 +28,10 @@ _FC, _BIAS = "fc.weight", "fc.bias"
 _NOT_READ = ("embed_tokens.weight", "lm_head.weight")  # frozen copies of the target's
 
 
-def read_eagle(folder: Path, target: TargetCheckpoint) -> DraftCheckpoint:
+def read_eagle(folder: Path, target: TargetCheckpoint, load_format: LoadFormat = "auto") -> DraftCheckpoint:
     """An EAGLE-1 or -2 head. Raises ConfigError with the part that does not fit."""
     raw = load_json(folder / "config.json")
-    with Tensors(folder, plain_name) as tensors:
+    with open_tensors(folder, plain_name, load_format) as tensors:
         try:
             config = _config(raw, tensors, target)
         except KeyError as error:
@@ -41,7 +43,8 @@ def read_eagle(folder: Path, target: TargetCheckpoint) -> DraftCheckpoint:
         tensors.check(_WHAT, shapes, _NOT_READ)
 
     def load(dtype: Any) -> Params:
-        return _load(folder, config, shapes, target, dtype)
+        with open_tensors(folder, plain_name, load_format) as tensors:
+            return _load(tensors, config, shapes, dtype) | target.embedding_and_head(putter(dtype))
 
     return DraftCheckpoint(config, load, FeatureSpec(final=True), shares=True)
 
@@ -83,16 +86,12 @@ def _shapes(config: ModelConfig, *, bias: bool) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _load(
-    folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]], target: TargetCheckpoint, dtype: Any
-) -> Params:
+def _load(tensors: Tensors, config: ModelConfig, shapes: dict[str, tuple[int, ...]], dtype: Any) -> Params:
     put = putter(dtype)
-    with Tensors(folder, plain_name) as tensors:
-        params: Params = {"fuse": put(tensors.read(_FC, shapes[_FC]).T)}
-        if _BIAS in shapes:
-            params["fuse_bias"] = put(tensors.read(_BIAS, shapes[_BIAS]))
-        params["layers"] = [
-            layer_params(tensors, f"layers.{i}.", layer, config.hidden_size, put)
-            for i, layer in enumerate(config.layers)
-        ]
-    return params | target.embedding_and_head(put)
+    params: Params = {"fuse": put(tensors.read(_FC, shapes[_FC]).T)}
+    if _BIAS in shapes:
+        params["fuse_bias"] = put(tensors.read(_BIAS, shapes[_BIAS]))
+    params["layers"] = [
+        layer_params(tensors, f"layers.{i}.", layer, config.hidden_size, put) for i, layer in enumerate(config.layers)
+    ]
+    return params

@@ -20,6 +20,7 @@ from safetensors.numpy import save
 
 from outrider.checkpoints.checkpoint import load_json
 from outrider.checkpoints.eagle3 import DEFAULT_STATES, flat, is_speculators, layer_ids, plain_name, target_ids
+from outrider.config import LoadFormat
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
 from services.draft.formats.base import DraftCheckpoint
@@ -28,6 +29,7 @@ from services.draft.model.layers.config import Layer, Mlp, ModelConfig, attentio
 from services.draft.model.layers.heads import Eagle3Head
 from services.draft.model.params import Params
 from services.draft.model.weights.arrays import layer_params, layer_shapes, putter
+from services.draft.model.weights.dummy import open_tensors
 from services.draft.model.weights.tensors import Tensors
 
 _WHAT = "an EAGLE-3 head"
@@ -36,12 +38,12 @@ _NOT_READ = (_EMBED, _MEMBERS, _OFFSETS, "verifier_norm.weight", "verifier_lm_he
 _Shapes = dict[str, tuple[int, ...]]
 
 
-def read_eagle3(folder: Path, target: TargetCheckpoint) -> DraftCheckpoint:
+def read_eagle3(folder: Path, target: TargetCheckpoint, load_format: LoadFormat = "auto") -> DraftCheckpoint:
     """An EAGLE-3 head. Raises ConfigError with the part that does not fit."""
     raw = load_json(folder / "config.json")
-    with Tensors(folder, plain_name) as tensors:
+    with open_tensors(folder, plain_name, load_format) as tensors:
         try:
-            reader = _Reader(folder, flat(raw), tensors, target, speculators=is_speculators(raw))
+            reader = _Reader(folder, flat(raw), tensors, target, load_format, speculators=is_speculators(raw))
             return reader.draft()
         except KeyError as error:
             raise ConfigError(f"{folder / 'config.json'} lacks {error}") from None
@@ -55,6 +57,7 @@ class _Reader:
     raw: dict[str, Any]
     tensors: Tensors
     target: TargetCheckpoint
+    load_format: LoadFormat
     speculators: bool
 
     def draft(self) -> DraftCheckpoint:
@@ -69,7 +72,7 @@ class _Reader:
         ids = self._target_ids(config.vocab_size)
 
         def load(dtype: Any) -> Params:
-            with Tensors(self.folder, plain_name) as tensors:
+            with open_tensors(self.folder, plain_name, self.load_format) as tensors:
                 return self._load(tensors, config, shapes, ids, dtype)
 
         shares = _EMBED not in shapes or _HEAD not in shapes
@@ -194,7 +197,7 @@ class _Reader:
     def _target_ids(self, entries: int) -> NDArray[np.int32] | None:
         """The target's id of each entry of the head; None if the ids are equal. Raises ConfigError."""
         vocab = self.target.vocab_size
-        if _OFFSETS not in self.tensors:
+        if _OFFSETS not in self.tensors and not self.tensors.invented:
             if entries != vocab:
                 raise ConfigError(
                     f"{self.folder} lacks {_OFFSETS}, which maps the {entries} entries of its head to the {vocab} "

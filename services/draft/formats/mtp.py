@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 from outrider.checkpoints.checkpoint import load_json
+from outrider.config import LoadFormat
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
 from services.draft.formats.base import DraftCheckpoint
@@ -36,6 +37,7 @@ from services.draft.model.layers.config import Attention, Layer, ModelConfig, ch
 from services.draft.model.layers.heads import MtpHead
 from services.draft.model.params import Params
 from services.draft.model.weights.arrays import Put, layer_params, layer_shapes, putter
+from services.draft.model.weights.dummy import open_tensors
 from services.draft.model.weights.tensors import Tensors
 
 FeatureState = Literal["auto", "normed", "raw"]
@@ -68,7 +70,7 @@ class MtpLayout:
     outside:       names of a single layer that begin otherwise, the fusion layer first, and their replacements
     feature_first: the fusion layer reads [feature; embedding]
     norm_offset:   added to published weights of norms
-    blind_start:   the embedding at position 0 counts as zeros
+    zero_first_embedding:   the embedding at position 0 counts as zeros
     raw_feature:   the feature is the target's last state before the final norm instead of behind it
     stacked:       each layer predicts one token further, from the target's states
     chained:       stacked layers but the first read the state of the layer before instead, taken before its final norm
@@ -81,7 +83,7 @@ class MtpLayout:
     outside: tuple[tuple[str, str], ...] = ()
     feature_first: bool = False
     norm_offset: float = 0.0
-    blind_start: bool = False
+    zero_first_embedding: bool = False
     raw_feature: bool = False
     stacked: bool = False
     chained: bool = False
@@ -90,7 +92,9 @@ class MtpLayout:
 
 _PREFIX = r"^(?:language_model\.)?(?:model\.)?(?:language_model\.)?"
 MTP_LAYOUTS = (
-    MtpLayout("MiMo-7B", _PREFIX + r"mtp_layers\.(\d+)\.", "input_proj.weight", feature_first=True, blind_start=True),
+    MtpLayout(
+        "MiMo-7B", _PREFIX + r"mtp_layers\.(\d+)\.", "input_proj.weight", feature_first=True, zero_first_embedding=True
+    ),
     MtpLayout("MiMo-V2", _PREFIX + r"mtp\.layers\.(\d+)\.", raw_feature=True, stacked=True),
     MtpLayout(
         "Step-3.5",
@@ -134,6 +138,7 @@ def read_mtp(
     feature: FeatureState = "auto",
     own: FeatureState = "auto",
     several: bool = False,
+    load_format: LoadFormat = "auto",
 ) -> DraftCheckpoint:
     """The MTP layers of a checkpoint. Raises ConfigError with the part that does not fit.
 
@@ -153,7 +158,7 @@ def read_mtp(
         known_as = _renaming(layout, tensors.names)
     with Tensors(folder, known_as) as tensors:
         try:
-            return _Reader(folder, raw, tensors, target, layout, known_as, several).draft(feature, own)
+            return _Reader(folder, raw, tensors, target, layout, known_as, several, load_format).draft(feature, own)
         except KeyError as error:
             raise ConfigError(f"{folder / 'config.json'} lacks {error}") from None
 
@@ -189,6 +194,7 @@ class _Reader:
     layout: MtpLayout
     known_as: Callable[[str], str]
     several: bool
+    load_format: LoadFormat
 
     def draft(self, feature: FeatureState, own: FeatureState) -> DraftCheckpoint:
         """Raises ConfigError for a part that does not fit, KeyError for a key that config.json lacks."""
@@ -203,7 +209,7 @@ class _Reader:
             self.tensors.check_shape(name, shape)
 
         def load(dtype: Any) -> Params:
-            with Tensors(self.folder, self.known_as) as tensors:
+            with open_tensors(self.folder, self.known_as, self.load_format) as tensors:
                 return self._load(tensors, config, shapes, dtype)
 
         raw_feature = self.layout.raw_feature if feature == "auto" else feature == "raw"
@@ -230,8 +236,8 @@ class _Reader:
             context=int(raw.get("max_position_embeddings", 2048)),
             head=MtpHead(
                 epsilon,
-                hands_normed=own == "normed" or (own == "auto" and not self.layout.chained),
-                blind_start=self.layout.blind_start,
+                passes_normed=own == "normed" or (own == "auto" and not self.layout.chained),
+                zero_first_embedding=self.layout.zero_first_embedding,
             ),
             stacked=len(layers) > 1 or self.layout.own_heads,
             chained=self.layout.chained,

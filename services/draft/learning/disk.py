@@ -15,7 +15,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
-def explain_full_disk(folders: str) -> Iterator[None]:
+def reporting_full_disk(folders: str) -> Iterator[None]:
     """Turn errors of a full disk into an EngineFault that names the remedy. folders: their description."""
     try:
         yield

@@ -89,9 +89,9 @@ class Objective:
             beside = take(p, step.place).reshape(len(weights), -1)
             model = self.algorithm.model
             loss = cross_entropy(model.factor * states, head, beside, weights, model.softcap)
-            if self.algorithm.imitation:
+            if self.algorithm.state_loss_weight:
                 final = take(self._final(target, batch), step.place).reshape(states.shape)
-                loss += self.algorithm.imitation * jnp.sum(weights * _smooth_distance(states - final))
+                loss += self.algorithm.state_loss_weight * jnp.sum(weights * _smooth_distance(states - final))
             losses.append(loss)
             counts.append(weights.sum())
         sums = LossSums(jnp.stack(losses), jnp.stack(counts))

@@ -29,6 +29,7 @@ from services.draft.drafters.base import Drafter
 from services.draft.drafters.ngram import NgramDrafter, store
 from services.draft.engine.engine import DraftEngine
 from services.draft.ngrams.corpus import read_corpus
+from services.draft.process.attempts import load_with_retries
 from services.draft.process.flags import MODEL_CHILDREN, check, ngram_options, tree_limits, tree_shape, uses_ngram
 from services.draft.process.service import DraftServicer
 
@@ -36,7 +37,10 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the service with command-line flags. Returns the exit code; 2 for invalid flags or files, or a used port."""
+    """Run the service with command-line flags. Returns the exit code; 2 for invalid flags or a used port.
+
+    A draft that cannot be loaded is tried again; with --require-draft it gives code 2.
+    """
     config = parse_flags(DraftConfig, argv, "outrider draft")
     _collect_rarely()
     return process.run("draft", config, serve, share_of_draft)
@@ -62,7 +66,14 @@ async def serve(config: DraftConfig) -> int:
         servicers.append(DraftServicer(hub, loop))
         return servicers[0].register(server)
 
+    def report(reason: str) -> None:
+        servicers[0].failed(reason)
+        servers[0].set_progress(f"cannot be loaded: {reason}")
+
     def build_engine() -> DraftEngine:
+        return build_once() if config.require_draft else load_with_retries(build_once, report)
+
+    def build_once() -> DraftEngine:
         servers[0].set_progress("loading")
         engine, model = build(config)
         for drafter in engine.drafters:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider.checkpoints import checkpoint
-from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, DraftConfig
+from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, DraftConfig, LoadFormat
 from outrider.errors import ConfigError
 from outrider.wire.v1 import common_pb2
 from services.draft.formats.base import DraftCheckpoint
@@ -19,10 +19,19 @@ from services.draft.formats.mtp import holds_mtp, read_mtp
 from services.draft.formats.target import TargetCheckpoint, read_target
 from services.draft.formats.token_map import read_token_map, with_token_map
 from services.draft.model.layers.config import ModelConfig
+from services.draft.model.weights.dummy import has_weights
 
 log = logging.getLogger(__name__)
 
-_HEADS: dict[str, Callable[[Path, TargetCheckpoint], DraftCheckpoint]] = {"EAGLE": read_eagle, "EAGLE3": read_eagle3}
+_HEADS: dict[str, Callable[[Path, TargetCheckpoint, LoadFormat], DraftCheckpoint]] = {
+    "EAGLE": read_eagle, "NEXTN": read_eagle, "EAGLE3": read_eagle3,
+}  # fmt: skip
+
+
+def draft_folder(config: DraftConfig) -> Path:
+    """The folder of the draft model, downloaded and converted if necessary. Raises ConfigError."""
+    load_format = config.speculative_draft_load_format
+    return checkpoint.resolve_draft(draft_path(config), config.speculative_draft_model_revision, load_format)
 
 
 def draft_path(config: DraftConfig) -> str:
@@ -37,19 +46,29 @@ def read_draft(folder: Path, config: DraftConfig, shared: Path | None = None) ->
 
     shared: folder of the target's embedding and head, if it is not --model-path
     """
+    load_format = config.speculative_draft_load_format
     if config.speculative_algorithm not in FED_ALGORITHMS:
-        return read_decoder(folder), folder
+        return read_decoder(folder, load_format), folder
     assert config.model_path is not None
     target = checkpoint.resolve(config.model_path)
     algorithm, facts = config.speculative_algorithm, read_target(target)
     if shared is not None:
         facts = replace(facts, folder=shared)
-    if algorithm == "NEXTN" or (algorithm in BUILT_IN_ALGORITHMS and (folder == target or holds_mtp(folder))):
-        states = config.speculative_mtp_feature, config.speculative_mtp_own_state
-        draft = read_mtp(folder, facts, feature=states[0], own=states[1], several=config.enable_multi_layer_eagle)
+    if algorithm in BUILT_IN_ALGORITHMS and (folder == target or _holds_mtp(folder, load_format)):
+        draft = read_mtp(
+            folder, facts, feature=config.speculative_mtp_feature, own=config.speculative_mtp_own_state,
+            several=config.enable_multi_layer_eagle, load_format=load_format,
+        )  # fmt: skip
         _check_steps(config, draft)
         return draft, target
-    return _HEADS[algorithm](folder, facts), target
+    if config.enable_multi_layer_eagle:
+        log.warning("--enable-multi-layer-eagle has no effect: %s holds a head, not MTP layers", folder)
+    return _HEADS[algorithm](folder, facts, load_format), target
+
+
+def _holds_mtp(folder: Path, load_format: LoadFormat) -> bool:
+    """True if a folder has MTP layers. Random weights of a folder without files are those of a head."""
+    return (load_format != "dummy" or has_weights(folder)) and holds_mtp(folder)
 
 
 def _check_steps(config: DraftConfig, draft: DraftCheckpoint) -> None:
@@ -84,9 +103,10 @@ def describe_model(
     folder: Path, vocabulary: Path, config: DraftConfig, model: ModelConfig, dtype: str
 ) -> common_pb2.ModelInfo:
     """Facts of a draft model for the handshake. folder: its own; vocabulary: folder of its tokenizer."""
+    dummy = config.speculative_draft_load_format == "dummy"
     return common_pb2.ModelInfo(
         model_path=checkpoint.display_name(draft_path(config)),
-        fingerprint=checkpoint.fingerprint(folder),
+        fingerprint="dummy" if dummy else checkpoint.fingerprint(folder),
         architecture=model.architecture,
         # The vocabulary of a feature-based head is internal: its ids are mapped to the target's.
         vocab_size=read_target(vocabulary).vocab_size if model.head.uses_features else model.vocab_size,

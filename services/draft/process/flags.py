@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 MODEL_CHILDREN = 4  # largest number of children that a model proposes for a node
 _MAX_NODES = 256
 _DEFAULT_DEPTH = 16
+_QUANTIZATIONS = ("int8", "fp8", "unquant")
 _MAX_NGRAM_NODES = 1 << 31  # by the width of their indices
 
 
@@ -64,6 +65,19 @@ _POSITIVE = (
 
 def _check_numbers(config: DraftConfig) -> None:
     check_minimum(config, dict.fromkeys(_POSITIVE, 1))
+    if config.precompile_bs_paddings is not None and min(config.precompile_bs_paddings, default=0) < 1:
+        raise ConfigError("--precompile-bs-paddings needs batch sizes of 1 or more")
+    if config.online and config.speculative_draft_load_format == "dummy":
+        raise ConfigError(
+            "--online trains the draft's weights, and --speculative-draft-load-format dummy has random ones; leave one "
+            "of them out"
+        )
+    quantization = config.speculative_draft_model_quantization
+    if quantization not in (None, *_QUANTIZATIONS):
+        raise ConfigError(
+            f"--speculative-draft-model-quantization {quantization} is not supported; expected one of "
+            f"{', '.join(_QUANTIZATIONS)}"
+        )
     fraction = config.draft_mem_fraction_static
     if fraction is not None and not 0.0 < fraction <= 1.0:
         raise ConfigError(f"--draft-mem-fraction-static must lie in (0, 1], not {fraction}")
@@ -130,9 +144,9 @@ def tree_limits(config: DraftConfig) -> TreeLimits:
     """Limits of the trees: those of the flags, or what drafting ahead can use. NGRAM's breadth has flags of its own."""
     shape = tree_shape(config)
     if shape is not None:
-        if shape.rows != config.speculative_num_draft_tokens:
-            log.warning("a chain of %d steps has %d tokens: --speculative-num-draft-tokens is %d",
-                        shape.steps, shape.rows, shape.rows)  # fmt: skip
+        asked = config.speculative_num_draft_tokens
+        if asked is not None and asked != shape.rows:
+            log.warning("%s", shape.note(asked))
         nodes = max(_MAX_NODES, shape.candidates)
         if uses_ngram(config):  # its paths are longer, and its nodes are added first
             return TreeLimits(2 * nodes, max(shape.steps, _DEFAULT_DEPTH), 2 * nodes, floor=0.0, shape=shape)

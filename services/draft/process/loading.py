@@ -26,13 +26,12 @@ from services.draft.formats.target import read_target
 from services.draft.kernels.base import Paging
 from services.draft.model.layers.pallas_backend import with_cache_for
 from services.draft.model.matrices.packed import pack_params
-from services.draft.model.matrices.quantized import check_quantization
 from services.draft.model.parallel.devices import bytes_a_device, choose_devices, dtype_of, pages_that_fit
 from services.draft.model.params import Params
 from services.draft.model.programs.runner import ModelRunner
 from services.draft.online.options import options_of
 from services.draft.online.swap import WeightFormat
-from services.draft.process.checkpoints import describe_model, draft_path, read_draft, vocab_limit, with_map_of
+from services.draft.process.checkpoints import describe_model, draft_folder, read_draft, vocab_limit, with_map_of
 from services.draft.process.weights import choose_backend, chosen_quantization, place_weights
 
 if TYPE_CHECKING:
@@ -56,10 +55,9 @@ def load_model_drafter(
 
     shape: of explicit trees; children: candidates a node of adaptive ones
     """
-    check_quantization(config.speculative_draft_model_quantization)
     devices = choose_devices(config.draft_device, config.draft_tp_size)
     _cache_programs()
-    origin = checkpoint.resolve(draft_path(config), torch_files=True)
+    origin = draft_folder(config)
     folder, draft, vocabulary, online = _read(origin, config)
     facts = describe_model(folder, vocabulary, config, draft.config, dtype_of(config, devices[0])[1])
     draft = with_map_of(config, draft)
@@ -67,6 +65,8 @@ def load_model_drafter(
     drafter = _drafter(draft, config, runner, prefix, _CHUNK.get(devices[0].platform, _DEFAULT_CHUNK), online)
     if draft.shares and online is None:
         drafter.shared_weights = _shared_weights(drafter, origin, config, devices)
+    if config.precompile_bs_paddings is not None:
+        drafter.set_batch_sizes(config.precompile_bs_paddings)
     if shape is not None:
         drafter.set_tree_shape(shape)
     allocator = prefix.allocator

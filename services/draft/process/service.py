@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from outrider.errors import OutriderError, Unavailable
+from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.serving.loop import EngineLoop
 from outrider.transport.rpc import GrpcServer, statuses
 from outrider.transport.stream import StreamHub
@@ -25,18 +25,26 @@ SERVICE_NAME = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """DraftService around an engine's streams. Until `serve` is called, calls fail with Unavailable."""
+    """DraftService around an engine's streams.
+
+    Until `serve` is called, calls fail with Unavailable, or with ConfigError once the draft could not be loaded.
+    """
 
     def __init__(self, hub: StreamHub[Any, Any], loop: EngineLoop) -> None:
         self._hub = hub
         self._loop = loop
         self._engine: DraftEngine | None = None
         self._info: draft_pb2.GetDraftInfoResponse | None = None
+        self._failure: str | None = None
         self._refreshing = asyncio.Lock()
 
     def serve(self, info: draft_pb2.GetDraftInfoResponse, engine: DraftEngine) -> None:
         """Begin to serve: the drafters are built and warmed up."""
         self._info, self._engine = info, engine
+
+    def failed(self, reason: str) -> None:
+        """The drafters could not be loaded, and will be tried again. Any thread may call."""
+        self._failure = reason
 
     def register(self, server: GrpcServer) -> tuple[str, ...]:
         """Add the service to a server. Returns its full name."""
@@ -45,7 +53,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     def _built(self) -> tuple[draft_pb2.GetDraftInfoResponse, DraftEngine]:
         if self._info is None or self._engine is None:
-            raise Unavailable("the draft service is starting up; retry in a moment")
+            if self._failure is not None:
+                raise ConfigError(f"the draft cannot be loaded: {self._failure}")
+            raise Unavailable("the draft service is starting up; retry in a moment", retry_after=1)
         return self._info, self._engine
 
     async def GetDraftInfo(  # noqa: N802
@@ -96,9 +106,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self,
         request_iterator: AsyncIterator[draft_pb2.ProposeRequest],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[draft_pb2.ProposeResponse]:
+    ) -> None:
         """One gateway's stream of sessions."""
+        del request_iterator  # frames are read and written through the context
         async with statuses(context):
             self._built()
-            async for frame in self._hub.answer(request_iterator, context, draft_pb2.ProposeRequest):
-                yield frame
+            await self._hub.answer(context, draft_pb2.ProposeRequest)

@@ -30,7 +30,7 @@ from outrider.checkpoints import checkpoint
 from outrider.config import ProcessConfig, ServiceTlsOptions, TrainConfig, parse_flags
 from outrider.errors import ConfigError
 from outrider.process import process
-from services.draft.learning.disk import explain_full_disk
+from services.draft.learning.disk import reporting_full_disk
 from services.draft.train.memory import keep_freed_memory
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def train(config: TrainConfig) -> int:
     """Run all stages that are not done yet. Returns 0. Raises OutriderError."""
     check(config)
     keep_freed_memory()
-    with explain_full_disk(f"--output {config.output} or of its answers"):
+    with reporting_full_disk(f"--output {config.output} or of its answers"):
         _train(config)
     print(f"the draft is in {Path(config.output).expanduser()}")  # noqa: T201
     return 0

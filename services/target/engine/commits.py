@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.proposal import Commit, FinishReason
 from services.target.sampling.session import TargetSession
 from services.target.step.programs import LoopIteration
@@ -27,18 +28,22 @@ def first(commit: Commit, entry: TargetSession) -> Commit:
 
 
 def of_earlier_iterations(
-    entry: TargetSession, iterations: Sequence[LoopIteration], tokens: NDArray[np.uint32]
+    entry: TargetSession, iterations: Sequence[LoopIteration], tokens: NDArray[np.uint32], kind: SourceKind
 ) -> tuple[list[Commit], NDArray[np.uint32]]:
     """A commit for each iteration of a session's loop but the last, whose tokens are appended to the session.
 
-    tokens: of all iterations, [n]. Returns the commits, and the tokens of the last iteration.
+    tokens: of all iterations, [n]. kind: of the draft tokens' source. Returns the commits, and the tokens of the last
+    iteration.
     """
     commits: list[Commit] = []
     for one in iterations[:-1]:
         part, tokens = tokens[: one.committed], tokens[one.committed :]
         base = entry.session.length
         entry.append(part)
-        commit = Commit(entry.session.id, base, part, entry.tree.root_hash, one.verified, one.accepted, draft_budget=0)
+        commit = Commit(
+            entry.session.id, base, part, entry.tree.root_hash, one.verified, one.accepted, draft_budget=0,
+            source=kind if one.verified else 0,
+        )  # fmt: skip
         commits.append(commit if base > entry.session.opened_length else first(commit, entry))
     return commits, tokens
 

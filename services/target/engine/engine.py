@@ -166,7 +166,7 @@ class TargetEngine(Engine):
         return self._in_flight is not None
 
     @property
-    def patience(self) -> float:
+    def draft_wait(self) -> float:
         """Seconds for which the next step may still be held for proposals, where that pays."""
         return 0.0 if self._in_flight else self.speculation.policy.wait.remaining
 
@@ -181,7 +181,7 @@ class TargetEngine(Engine):
             pending, self._pending = self._pending, StepOutput()
             return replace(pending, load=replace(self.load(), weight_version=pending.load.weight_version), urgent=True)
         present = self.scheduler.running + self.scheduler.waiting
-        self.speculation.policy.begin(min(present, self.scheduler.limits.max_running))
+        self.speculation.begin(min(present, self.scheduler.limits.max_running))
         output = StepOutput(failures=self.sessions.begin())
         step, self._in_flight = self._in_flight, None
         if step is not None:

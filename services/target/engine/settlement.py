@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from outrider.errors import EngineFault
 from outrider.serving.messages import StepOutput
 from outrider.serving.session import Session
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.proposal import Commit, FinishReason
 from services.target.engine import commits
 from services.target.engine.sessions import OpenSessions
@@ -107,7 +108,8 @@ class Settlement:
         drafted = Outcome(session, outcome.path, goes_on, samples.iterations)
         plan.observe(work, drafted)
         if samples.iterations:
-            earlier, rest = commits.of_earlier_iterations(entry, samples.iterations, outcome.tokens)
+            kind = plan.source_of(session.id).kind
+            earlier, rest = commits.of_earlier_iterations(entry, samples.iterations, outcome.tokens, kind)
             settled.commits += earlier
             settled.urgent = settled.urgent or any(self._is_urgent(commit, session) for commit in earlier)
             outcome = outcome._replace(tokens=rest)
@@ -134,7 +136,8 @@ class Settlement:
         base, held = session.length, len(tree)
         logprobs = samples.logprobs(entry, outcome.path, len(outcome.tokens))
         entry.append(outcome.tokens)
-        verified = len(work.draft.tokens) if plan.from_service else 0
+        source = plan.source_of(session.id).kind
+        verified = len(work.draft.tokens) if source is SourceKind.DRAFT else 0
         self._speculation.service.stats.unverified += held - verified - len(tree)
         budget = 0
         if outcome.reason == FinishReason.RUNNING:
@@ -145,7 +148,7 @@ class Settlement:
             self._close(session.id)
         commit = Commit(
             session.id, base, outcome.tokens, tree.root_hash, *counts, outcome.reason,
-            draft_budget=budget, logprobs=logprobs,
+            draft_budget=budget, logprobs=logprobs, source=source if counts[0] else 0,
         )  # fmt: skip
         return commit if base > session.opened_length else commits.first(commit, entry)
 

@@ -34,7 +34,7 @@ from services.target.features.deferred import DeferredStates
 from services.target.features.fusion import Fusion
 from services.target.features.registry import FusionRegistry
 from services.target.features.store import FeatureStore
-from services.target.kernels.cpu.weights import PackedWeight
+from services.target.kernels.cpu.matrices.weights import PackedWeight
 from services.target.model.base import Model
 from services.target.step.batch import Batch, Capture, SessionWork
 

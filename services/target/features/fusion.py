@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from outrider.errors import ConfigError
 from outrider.serving.features import FLOAT8_MAX, FeatureFormat, FeatureSpec
-from services.target.kernels.cpu.weights import PackedWeight
+from services.target.kernels.cpu.matrices.weights import PackedWeight
 from services.target.model.base import Model, Runner
 from services.target.model.linear import NativeLinear, laid_out
 from services.target.model.native import ProgramRunner

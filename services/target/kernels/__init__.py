@@ -8,6 +8,6 @@
 
 The tree mask is applied where attention scores are computed: in `reference.paged_attention`, in
 `cuda.attention_kernels._blocks` (from the bits of `ragged.ancestor_words`) and in `AttentionWorker::attend` of
-`cpu/csrc/attention.h` (from the paths of `Batch`). A new kernel goes into `cpu` or `cuda`, with a plain twin that its
-tests compare it with.
+`cpu/csrc/attention/attention.h` (from the paths of `Batch`). A new kernel goes into `cpu` or `cuda`, with a plain twin
+that its tests compare it with.
 """

@@ -1,7 +1,7 @@
 """Choice of the kernel for ragged paged attention with a tree mask.
 
 `reference.paged_attention` is the plain twin that all others are tested against; `grouped` gathers pages for PyTorch's
-fused attention, on any device; `cuda.attention` reads pages in place on CUDA, `cpu.attention` on CPUs.
+fused attention, on any device; `cuda.attention` reads pages in place on CUDA, `cpu.attention.paged` on CPUs.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _native(device: torch.device) -> Planner:
         library.load()
     except library.Unavailable as reason:
         raise ConfigError(f"--attention-backend native is not available: {reason}") from None
-    from services.target.kernels.cpu.attention import NativeAttention
+    from services.target.kernels.cpu.attention.paged import NativeAttention
 
     return NativeAttention
 

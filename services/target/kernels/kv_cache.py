@@ -56,9 +56,10 @@ class KVCache:
         self._on_device: Any = None
         self._mover: Any = None
         if device.type == "cpu":
-            from services.target.kernels.cpu import cache, library
+            from services.target.kernels.cpu import library
+            from services.target.kernels.cpu.attention.row_moves import Mover
 
-            self._mover = cache.Mover(self._pools) if library.available() else None
+            self._mover = Mover(self._pools) if library.available() else None
         if device.type == "cuda" and importlib.util.find_spec("triton"):
             from services.target.kernels.cuda import cache as triton_cache
 
@@ -88,12 +89,6 @@ class KVCache:
         for pool in self._pools:
             rows = indexable(pool).flatten(0, 1)
             rows.index_copy_(0, destinations, rows.index_select(0, sources))
-
-    @property
-    def mover(self) -> object | None:
-        """The compiled code that moves rows; None if there is none."""
-        mover: object | None = self._mover
-        return mover
 
     def move_paths(self, moves: Tensor) -> None:
         """Copy rows of many sessions between slots in every layer. moves: [2, S, D] int64, sources and destinations.

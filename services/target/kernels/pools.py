@@ -65,11 +65,6 @@ class CachePools(Protocol):
     values: list[Tensor]
     states: Tensor | None
 
-    @property
-    def mover(self) -> object | None:
-        """The compiled code that moves rows; None if there is none."""
-        ...
-
 
 def stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert rows to the format of a pool."""

@@ -63,7 +63,7 @@ class Model:
     context_length: longest sequence, in tokens; eos_token_ids: the model's own end-of-sequence ids
     tokenizer_file: tokenizer.json of its folder, if it has one
     copied: True if the runner can draft with a copy of the weights in fewer bits (quantized self-draft)
-    head: the local EAGLE head, if there is one
+    head: the local EAGLE head, if there is one; not beside a copy
     prompt_lookup: True if prompt lookup drafts for it, too
     """
 

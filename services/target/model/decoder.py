@@ -60,19 +60,19 @@ class LayerModules:
 def parts(layer: Any) -> LayerModules:
     """The modules of a layer of `transformers`."""
     attention, mlp = layer.self_attn, layer.mlp
-    sandwiched = hasattr(layer, "pre_feedforward_layernorm")
+    four_norms = hasattr(layer, "pre_feedforward_layernorm")
     return LayerModules(
         layer.input_layernorm,
         (attention.q_proj, attention.k_proj, attention.v_proj),
         getattr(attention, "q_norm", None),
         getattr(attention, "k_norm", None),
         attention.o_proj,
-        layer.post_attention_layernorm if sandwiched else None,
-        layer.pre_feedforward_layernorm if sandwiched else layer.post_attention_layernorm,
+        layer.post_attention_layernorm if four_norms else None,
+        layer.pre_feedforward_layernorm if four_norms else layer.post_attention_layernorm,
         mlp.gate_proj,
         mlp.up_proj,
         mlp.down_proj,
-        layer.post_feedforward_layernorm if sandwiched else None,
+        layer.post_feedforward_layernorm if four_norms else None,
     )
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from outrider.checkpoints.eagle3 import DEFAULT_STATES
 from services.target.kernels.cpu.library import AttentionShape
-from services.target.kernels.cpu.program import Activation, Buffer, Program
+from services.target.kernels.cpu.matrices.weights import Format, packed
+from services.target.kernels.cpu.programs.program import Activation, Buffer, Program
 from services.target.kernels.cpu.sampling import HeadDraftTokens
-from services.target.kernels.cpu.weights import Format, packed
 from services.target.kernels.kv_cache import KVCache
 from services.target.kernels.pools import States
 from services.target.model.eagle_head_weights import LAYER, EagleHeadWeights

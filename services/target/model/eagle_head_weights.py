@@ -17,9 +17,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from outrider.checkpoints.checkpoint import load_json, weight_files
 from outrider.checkpoints.eagle3 import DEFAULT_STATES, flat, is_speculators, layer_ids, plain_name, target_ids
 from outrider.errors import ConfigError
-from services.target.kernels.cpu.attention import serves
-from services.target.kernels.cpu.program import Norm
-from services.target.kernels.cpu.weights import Format, PackedWeight, interleaved, packed
+from services.target.kernels.cpu.attention.paged import serves
+from services.target.kernels.cpu.matrices.weights import Format, PackedWeight, interleaved, packed
+from services.target.kernels.cpu.programs.program import Norm
 from services.target.kernels.pools import LayerShape
 
 FORMAT = Format.INT4

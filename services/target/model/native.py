@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from services.target.kernels.cpu import library
-from services.target.kernels.cpu.attention import WIDEST_HEAD, reads
-from services.target.kernels.cpu.program import Program
-from services.target.kernels.cpu.weights import Format
+from services.target.kernels.cpu.attention.paged import WIDEST_HEAD, reads
+from services.target.kernels.cpu.matrices.weights import Format
+from services.target.kernels.cpu.programs.program import Program
 from services.target.kernels.kv_cache import KVCache
 from services.target.model import decoder
 from services.target.model.attention import Probe
@@ -23,7 +23,7 @@ from services.target.model.program_builder import ProgramBuilder
 from services.target.step.batch import Batch
 from services.target.step.programs import FusedLoop
 
-_WIDEST_NORM = 16384  # in kernels/cpu/csrc/norm.h
+_WIDEST_NORM = 16384  # in kernels/cpu/csrc/matrices/norm.h
 
 
 def serves(settings: Any) -> bool:
@@ -71,7 +71,7 @@ class ProgramRunner:
 
         number_format: of the weights; None: the model's own. positions: most tokens of a session;
         pools: dtype of the KV cache. copied: the format of a narrow copy of the weights, for drafting steps.
-        prompt_lookup: as in Model. head: the local EAGLE head.
+        prompt_lookup: as in Model. head: the local EAGLE head; not beside a copy.
         """
         own = plain_format(module.dtype)
         assert own is not None, "other formats have an unsupported_reason"
@@ -88,7 +88,7 @@ class ProgramRunner:
         if head is not None:
             depth = len(module.model.layers)
             self.head = EagleHead(head, self.program, self.threads, table, pools, depth, positions)
-            self.draft_bytes = self.draft_bytes if self.copied else self.head.bytes
+            self.draft_bytes = self.head.bytes
 
     @property
     def drafts(self) -> bool:

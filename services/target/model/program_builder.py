@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from services.target.kernels.cpu import weights
 from services.target.kernels.cpu.library import AttentionShape
-from services.target.kernels.cpu.program import Activation, Buffer, Norm, Program
-from services.target.kernels.cpu.pruned_head import PrunedHead
-from services.target.kernels.cpu.weights import Format, PackedWeight
+from services.target.kernels.cpu.matrices import weights
+from services.target.kernels.cpu.matrices.weights import Format, PackedWeight
+from services.target.kernels.cpu.programs.program import Activation, Buffer, Norm, Program
+from services.target.kernels.cpu.programs.pruned_head import PrunedHead
 from services.target.model import decoder
 from services.target.model.attention import Probe
 from services.target.model.linear import head_format

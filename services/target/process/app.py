@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.checkpoints import checkpoint
-from outrider.config import TargetConfig, parse_flags
+from outrider.config import TargetConfig, check_device, parse_flags
+from outrider.config.compatibility.on_cpu import for_cpu
 from outrider.placement.shares import share_of_target
 from outrider.process import process
 from outrider.process.garbage_collection import imports_without_gc
@@ -42,6 +43,7 @@ async def serve(config: TargetConfig) -> int:
     """Serve until a signal or a fault. Returns the process's exit code. Raises ConfigError."""
     servicers: list[TargetServicer] = []
     tls = config.server_tls()
+    check_device(config.device)
 
     def register(server: GrpcServer, hub: StreamHub[Any, Any], loop: EngineLoop) -> Sequence[str]:
         servicers.append(TargetServicer(hub, loop))
@@ -71,6 +73,7 @@ def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:
         from services.target.engine.step_log import StepLog
         from services.target.process.warmup import warm_up
 
+    config = _for_device(config)
     engine = TargetEngine(_load(folder, config), config)
     warm_up(engine)
     if log.isEnabledFor(logging.INFO):
@@ -85,6 +88,19 @@ def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:
         config.page_size,
     )
     return engine
+
+
+def _for_device(config: TargetConfig) -> TargetConfig:
+    """The flags as the device can follow them; what is changed, or has no effect, is logged. Raises ConfigError."""
+    with imports_without_gc():
+        from services.target.model.loading.load import pick_device
+
+    if pick_device(config.device).type != "cpu":
+        return config
+    config, notes = for_cpu(config)
+    for note in notes:
+        log.warning("%s", note)
+    return config
 
 
 def _load(folder: Path, config: TargetConfig) -> Model:

@@ -18,6 +18,7 @@ from outrider.serving.loop import EngineLoop
 from outrider.transport.rpc import GrpcServer, statuses
 from outrider.transport.stream import StreamHub
 from outrider.wire.features import feature_spec_from_pb
+from outrider.wire.opens import source_to_pb
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 
 if TYPE_CHECKING:  # PyTorch is not needed to answer
@@ -76,6 +77,7 @@ def describe(folder: Path, engine: TargetEngine, config: TargetConfig) -> Facts:
         weight_version=engine.weight_version,
         kv_cache_dtype=str(model.cache_dtype).removeprefix("torch."),
         first_fingerprint=fingerprint,
+        draft_sources=[source_to_pb(source) for source in sorted(engine.speculation.allowed.own)],
     )
     return Facts(folder, info)
 
@@ -248,9 +250,9 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self,
         request_iterator: AsyncIterator[target_pb2.VerifyRequest],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[target_pb2.VerifyResponse]:
+    ) -> None:
         """One gateway's stream of sessions."""
+        del request_iterator  # frames are read and written through the context
         async with statuses(context):
             self._loaded()
-            async for frame in self._hub.answer(request_iterator, context, target_pb2.VerifyRequest):
-                yield frame
+            await self._hub.answer(context, target_pb2.VerifyRequest)

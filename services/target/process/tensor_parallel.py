@@ -43,7 +43,7 @@ _CACHE, _BATCH, _MOVE = range(3)
 _INLINE = 2048  # numbers in the first broadcast; longer messages need a second one
 _JOIN_TIMEOUT = timedelta(minutes=10)  # until all ranks have imported the libraries and joined
 _NO_TIMEOUT = timedelta(days=3650)  # an idle engine broadcasts nothing for any time
-_EXIT_SECONDS = 5.0  # seconds that a follower has to end
+_EXIT_SECONDS = 5.0  # seconds that a worker has to end
 
 
 def load_split(

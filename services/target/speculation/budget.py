@@ -92,18 +92,6 @@ class Budget:
         seconds, cheapest = self.cost.step(tokens, kv_tokens, most)
         return sessions / (self.held + seconds - self.cost.prefill(tokens, sessions)) * cheapest
 
-    def throughput(
-        self,
-        gains: NDArray[np.float64],
-        added: NDArray[np.integer],
-        sessions: int,
-        tokens: int,
-        kv_tokens: int,
-        drafting: float | NDArray[np.floating[Any]] = 0.0,
-    ) -> NDArray[np.float64]:
-        """`throughput` with the model's own cost."""
-        return throughput(self.cost, gains, added, sessions, tokens, kv_tokens, drafting)
-
     def plain_throughput(self, sessions: int, kv_tokens: int) -> float:
         """Tokens per second of some sessions without draft tokens."""
         return sessions / self.cost.step(sessions, kv_tokens)[0]
@@ -132,7 +120,8 @@ class Budget:
         order = np.argsort(-chances, kind="stable")
         gains = np.concatenate([[0.0], np.cumsum(chances[order])])
         waiting = self.held if held is None else held
-        rates = self.throughput(gains, np.arange(len(gains)), sessions or len(drafts), tokens, kv_tokens, waiting)
+        added = np.arange(len(gains))
+        rates = throughput(self.cost, gains, added, sessions or len(drafts), tokens, kv_tokens, waiting)
         # More tokens win a tie, and a difference below rounding is one: they cost nothing.
         taken = int(np.flatnonzero(rates >= rates.max() * (1.0 - 1e-9))[-1])
         chosen = np.bincount(owners[order[:taken]], minlength=len(drafts)).tolist()

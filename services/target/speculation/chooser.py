@@ -3,32 +3,29 @@
 1. matches     prompt lookup where its chains let the step exceed plain decoding and the model source
 2. drafts      the model source (quantized self-draft or local EAGLE head) for the other sessions, where it pays
 3. neither     plain steps, several at once where the sessions are alone
+
+A source drafts only for sessions that allow it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import MessageWatch
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.tree import TreeSlice
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
 from services.target.sampling.session import TargetSession
 from services.target.speculation.planner import Planner
-from services.target.speculation.sources.base import Demand, DraftSource, ModelSource
+from services.target.speculation.sources.base import Demand, Drafts, DraftSource, ModelSource
 from services.target.speculation.sources.local_eagle_head import LocalEagleHead
 from services.target.speculation.sources.prompt_lookup import PromptLookup
 from services.target.speculation.sources.quantized_self_draft import QuantizedSelfDraft
 from services.target.step.batch import SessionWork
 from services.target.step.programs import FusedLoop
-
-# Minimum predicted speedup of prompt lookup over plain decoding; a lookup ends multi-step decoding for the whole batch.
-# Eight sessions in int8 at temperature 1 had 0.97 times the throughput of plain steps with 1.02, 0.99 with 1.08 and
-# 1.00 with 1.15.
-_LOOKUP_LEAD = 1.1
 
 
 @dataclass(frozen=True)
@@ -64,6 +61,11 @@ class SourceChooser:
     def _sources(self) -> list[DraftSource]:
         return [self.lookup] if self.source is None else [self.lookup, self.source]
 
+    @property
+    def kinds(self) -> frozenset[SourceKind]:
+        """The target's own draft sources."""
+        return frozenset(source.kind for source in self._sources)
+
     def forget(self) -> None:
         """Drop what sessions have taught."""
         for source in self._sources:
@@ -79,23 +81,23 @@ class SourceChooser:
         for source in self._sources:
             source.closed(session_id)
 
-    def choose(self, works: Sequence[SessionWork], listen: MessageWatch, loop_seconds: float) -> Choice:
+    def choose(
+        self, works: Sequence[SessionWork], listen: MessageWatch, loop_seconds: float, *, beside_service: bool = False
+    ) -> Choice:
         """Draft for those sessions of a step that only decode.
 
         listen: how a message interrupts the drafting. loop_seconds: after which a fused loop begins no iteration; 0
-        for no loops.
+        for no loops. beside_service: sessions that allow the draft service are left to it
         """
         tokens, kv_tokens = sum(len(work.chunk) for work in works), sum(work.chunk.stop for work in works)
-        demand = Demand([work for work in works if self._serves(work)], len(works), tokens, kv_tokens)
+        served = [work for work in works if self._serves(work, beside_service=beside_service)]
+        demand = Demand(served, len(works), tokens, kv_tokens)
         source = self.source
         if source is not None and not source.pays(demand.sessions, kv_tokens) and not self.always:
             source = None
-        self.judge_lookup(demand.sessions, kv_tokens, source)
-        if not demand.works:
-            return Choice(works)
-        found = self._look_up(demand, source)
-        rest = [work for work in demand.works if work.chunk.session.id not in found]
-        drafted: Mapping[int, TreeSlice] = {}
+        found: Drafts = self._look_up(demand, source, listen) if self.looks_up else {}
+        rest = [work for work in demand.works if work.chunk.session.id not in found and _allows(work, source)]
+        drafted: Drafts = {}
         if rest and source is not None:
             if loop_seconds and len(works) == len(rest) == 1 and (loop := source.loop(rest[0], loop_seconds)):
                 return Choice(works, loop=(source, loop))
@@ -106,43 +108,33 @@ class SourceChooser:
         if source is not None:
             sources |= dict.fromkeys(drafted, source)
         drafts = {**found, **drafted}
-        none = works[0].draft  # none has any yet
-        return Choice([replace(work, draft=drafts.get(work.chunk.session.id, none)) for work in works], sources)
+        return Choice([replace(work, draft=drafts.get(work.chunk.session.id, work.draft)) for work in works], sources)
 
-    def _serves(self, work: SessionWork) -> bool:
+    def _serves(self, work: SessionWork, *, beside_service: bool) -> bool:
         """True for a session that only wants its next tokens. Drafts of grammars are left to the draft service."""
         chunk = work.chunk
         session = chunk.session
-        if len(chunk) > 1 or not chunk.last or not session.max_draft_tokens:
+        if len(chunk) > 1 or not chunk.last or not session.draft_sources:
+            return False
+        if beside_service and SourceKind.DRAFT in session.draft_sources:
             return False
         return self._sessions[session.id].matcher is None and self._planner.depth(session) > 0
 
-    def judge_lookup(self, sessions: int, kv_tokens: int, source: ModelSource | None = None) -> None:
-        """Decide which matches pay in steps of some sessions, if that was not decided lately.
+    def _look_up(self, demand: Demand, source: ModelSource | None, listen: MessageWatch) -> Drafts:
+        """Lookups of sessions that allow them. Where the source may not draft, they are compared with plain steps."""
+        works = [work for work in demand.works if _allows(work, self.lookup)]
+        rivalled = [work for work in works if _allows(work, source)]
+        found: dict[int, TreeSlice] = {}
+        if not works or rivalled:
+            found |= self.lookup.draft(replace(demand, works=rivalled, rival=source), listen)
+        if len(rivalled) < len(works):
+            others = [work for work in works if not _allows(work, source)]
+            found |= self.lookup.draft(replace(demand, works=others), listen)
+        return found
 
-        kv_tokens: of all of them. source: drafts for sessions without a match
-        """
-        floor = partial(self._floor, sessions, kv_tokens, source)
-        self.lookup.judge((sessions, source is not None), sessions, kv_tokens, floor)
 
-    def _floor(self, sessions: int, kv_tokens: int, source: ModelSource | None) -> float:
-        """Throughput that a step with lookups must exceed, in tokens per second."""
-        plain = _LOOKUP_LEAD * self._planner.budget.plain_throughput(sessions, kv_tokens)
-        return plain if source is None else max(plain, source.throughput(sessions, kv_tokens))
-
-    def _look_up(self, demand: Demand, source: ModelSource | None) -> dict[int, TreeSlice]:
-        """Chains of prompt lookup, where they pay, with pages for their tokens."""
-        offer = self.lookup.offer(demand) if self.looks_up else None
-        if offer is None or not offer.drafts:
-            return {}
-        if offer.throughput <= self._floor(demand.sessions, demand.kv_tokens, source):
-            return {}
-        sessions = {work.chunk.session.id: work.chunk.session for work in demand.works}
-        return {
-            session_id: chain
-            for session_id, chain in offer.drafts.items()
-            if self._planner.reserve([sessions[session_id]], len(chain))
-        }
+def _allows(work: SessionWork, source: DraftSource | None) -> bool:
+    return source is not None and source.kind in work.chunk.session.draft_sources
 
 
 def model_source(
@@ -150,5 +142,5 @@ def model_source(
 ) -> ModelSource | None:
     """The model source of a model's sessions, if it has one."""
     if model.copied:
-        return QuantizedSelfDraft(model, cache, prefix, planner, sessions)
+        return QuantizedSelfDraft(model, cache, planner, sessions)
     return None if model.head is None else LocalEagleHead(model, model.head, cache, prefix, planner, sessions)

@@ -19,13 +19,14 @@ from services.target.features.features import Features
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
 from services.target.sampling.session import TargetSession
+from services.target.speculation.allowed import AllowedSources
 from services.target.speculation.chooser import SourceChooser, model_source
 from services.target.speculation.draft_wait import MEASURING_WAIT
 from services.target.speculation.mode_policy import ModePolicy
 from services.target.speculation.mode_selector import SpeculationMode
-from services.target.speculation.multi_step import MultiStepPlanner, interrupts, texts
+from services.target.speculation.multi_step import MultiStepPlanner, interrupts, lookup_texts
 from services.target.speculation.planner import Planner, last_chunks
-from services.target.speculation.plans import LoopStep, MultiStep, SelfDraftStep, ServiceStep, StepPlan
+from services.target.speculation.plans import LoopStep, MixedStep, MultiStep, SelfDraftStep, ServiceStep, StepPlan
 from services.target.speculation.sources.base import Demand
 from services.target.speculation.sources.draft_service import DraftService
 from services.target.step.batch import SessionWork
@@ -35,6 +36,7 @@ from services.target.step.programs import MultiStepDecoding
 class Speculation:
     """Decides for one engine.
 
+    allowed: which draft sources the open sessions allow
     service_only: the draft service's proposals are verified, whatever is measured; for the warm-up
     """
 
@@ -58,6 +60,8 @@ class Speculation:
         self.policy: ModePolicy
         self._sessions = sessions
         self._modes, self._features = modes, features
+        speculates = chooser is not None and SpeculationMode.SELF_SPECULATE in modes
+        self.allowed = AllowedSources(chooser.kinds if chooser is not None and speculates else frozenset())
         self._longest = MEASURING_WAIT if config.speculative_always else None
         self._start_policy()
 
@@ -79,6 +83,7 @@ class Speculation:
     def opened(self, session_id: int) -> None:
         """A session begins."""
         self.service.opened(session_id)
+        self.allowed.opened(self._sessions[session_id].session)
 
     def closed(self, entry: TargetSession) -> None:
         """A session has ended and returned its pages."""
@@ -86,18 +91,23 @@ class Speculation:
         self.policy.wait.closed(session_id)
         self.service.stats.ended(session_id, entry.tree)
         self.service.closed(session_id)
+        self.allowed.closed(entry.session)
         if self.chooser is not None:
             self.chooser.closed(session_id)
 
     def receive(self, proposal: Proposal) -> None:
-        """Merge a proposal. One of a session that is not open is dropped."""
+        """Merge a proposal. One of a session that is not open, or allows no draft service, is dropped."""
         entry = self._sessions.get(proposal.session_id)
-        if entry is not None:
+        if entry is not None and self.service.serves(entry.session):
             fresh = proposal.committed_length >= entry.session.length
             self.policy.received(proposal.session_id, fresh=fresh)
             self.service.merge(proposal, entry)
 
     # --- modes ---
+
+    def begin(self, sessions: int) -> None:
+        """A step begins. sessions: as of ModePolicy."""
+        self.policy.begin(sessions, served=self.allowed.service, apart=self.allowed.service_alone)
 
     @property
     def drafting_paused(self) -> bool:
@@ -135,12 +145,20 @@ class Speculation:
         if self._self_speculates and self.chooser is not None:
             plan = self._self_drafted(works, listen, self.chooser, alone=alone)
         else:
-            chosen = self.service.offer(demand).drafts if drafts and not self.drafting_paused else None
+            chosen = self.service.draft(demand, listen) if drafts and not self.drafting_paused else None
             if chosen:
                 works = [replace(work, draft=chosen.get(work.chunk.session.id, work.draft)) for work in works]
-            plan = self._plain(works, alone=alone and not any(work.draft for work in works))
+            if drafts and self.allowed.own_without_service and self.chooser is not None and not self.service_only:
+                plan = self._mixed(works, listen, self.chooser)
+            else:
+                plan = self._plain(works, alone=alone and not any(work.draft for work in works))
         self.service.count_misses(plan.works, paused=self.drafting_paused)
         return plan
+
+    def _mixed(self, works: Sequence[SessionWork], listen: MessageWatch, chooser: SourceChooser) -> StepPlan:
+        """A step with proposals, in which the target's own sources draft for sessions that allow no draft service."""
+        choice = chooser.choose(works, listen, 0.0, beside_service=True)
+        return MixedStep(choice.works, self.service, self.planner.budget, choice.sources)
 
     def _self_drafted(
         self, works: Sequence[SessionWork], listen: MessageWatch, chooser: SourceChooser, *, alone: bool
@@ -150,7 +168,9 @@ class Speculation:
         parts = self.service, self.planner.budget
         if choice.loop is not None:
             source, loop = choice.loop
-            match = chooser.lookup.min_match if chooser.looks_up else 0
+            session = works[0].chunk.session
+            looks_up = chooser.looks_up and chooser.lookup.kind in session.draft_sources
+            match = chooser.lookup.min_match if looks_up else 0
             return LoopStep(works, *parts, source, replace(loop, texts=replace(loop.texts, match=match)))
         if choice.sources:
             return SelfDraftStep(choice.works, *parts, choice.sources)
@@ -163,7 +183,7 @@ class Speculation:
         if steps < 2:
             return ServiceStep(works, *parts)
         entries = [self._sessions[work.chunk.session.id] for work in works]
-        looked_up = texts(entries, steps, match) if match else None
+        looked_up = lookup_texts(entries, steps, match)
         return MultiStep(works, *parts, MultiStepDecoding(steps, interrupts(entries), looked_up))
 
     def launched(self, works: Sequence[SessionWork]) -> None:

@@ -9,6 +9,7 @@ from bisect import bisect_left
 
 from outrider.serving.messages import DraftStats
 from outrider.serving.session import Session
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.tree import SpeculationTree
 
@@ -54,7 +55,7 @@ class DraftStatsRecorder:
         if session.length == session.opened_length:
             return
         answered = self._answers.get(session.id)
-        if not session.max_draft_tokens:
+        if SourceKind.DRAFT not in session.draft_sources:
             self._paused += 1
         elif answered is None:
             self._without_drafter += 1

@@ -15,7 +15,7 @@ _SETTLING = 2
 _UNANSWERED_TRIALS = 2  # trials after which missing proposals are a measurement, too
 _MAX_EXCESS = 4.0  # a step that takes longer than this many usual ones of its mode counts as one that takes this long
 _MANY = 2  # as of `_load`: three sessions and more
-_STEP_WEIGHT, _TRIAL_WEIGHT = 0.2, 0.1  # EMA weights of a step's time: of any mode, and of one mode
+_EMA_WEIGHT = 0.2  # of the last step in the usual time of one
 
 SERVICE_MODES = (*DRAFT_MODES, SpeculationMode.NONE)  # of a target without draft sources of its own
 MEASURING_MODES = (SpeculationMode.WAIT_FOR_DRAFT,)
@@ -44,11 +44,15 @@ class ModePolicy:
         self._modes = modes
         self._expensive = expensive
         self.wait = DraftWait(clock, longest)
-        self._selectors: dict[int, ModeSelector] = {}  # by load: 1, 2, 3 to 5, 6 to 11 sessions, and so on
+        # By load: 1, 2, 3 to 5, 6 to 11 sessions, and so on; apart where only the draft service may draft.
+        self._selectors: dict[int, ModeSelector] = {}
+        self._other_selectors: dict[int, ModeSelector] = {}
+        self._served, self._apart = True, False
+        self._alone = next((mode for mode in modes if mode not in DRAFT_MODES), modes[0])
         self.prefill_cost = PrefillCost()
-        self._load = self._coming = -1  # logarithms of sessions: of those measured, and of those present
+        self._load = self._present_load = -1  # logarithms of sessions: of those measured, and of those present
         self._start_trial()
-        self._usual: dict[SpeculationMode, float] = {}  # seconds of a measured step at this load
+        self._typical_seconds: dict[SpeculationMode, float] = {}  # seconds of a measured step at this load
         self.step_seconds = 0.0  # of a step without prompts, waits excluded ...
         self._step_tokens = 1.0  # ... and the tokens per session that it commits
         self._ended = self._began = clock()
@@ -56,7 +60,14 @@ class ModePolicy:
     @property
     def mode(self) -> SpeculationMode:
         """The mode of the next step."""
+        return self._selected if self._served else self._alone
+
+    @property
+    def _selected(self) -> SpeculationMode:
+        """The mode of sessions that allow the draft service."""
         selector = self.selector
+        if selector is None and self._apart:
+            return next((mode for mode in self._modes if mode in DRAFT_MODES), self._modes[0])
         return selector.mode if selector is not None else self._modes[0]
 
     @property
@@ -67,33 +78,39 @@ class ModePolicy:
     @property
     def drafting_paused(self) -> bool:
         """True if drafting is paused. Until the first proposal arrives it is not."""
-        return self.wait.has_drafter and self.mode not in DRAFT_MODES
+        return self.wait.has_drafter and self._selected not in DRAFT_MODES
 
     @property
     def without_drafts(self) -> bool:
-        """True if no drafter is there, or drafting has been paused for some steps."""
-        return not self.wait.has_drafter or (self.drafting_paused and self._steps >= 0)
+        """True if no drafter is there, no session allows one, or drafting has been paused for some steps."""
+        return not (self.wait.has_drafter and self._served) or (self.drafting_paused and self._steps >= 0)
 
-    def begin(self, sessions: int = 0) -> None:
+    def begin(self, sessions: int = 0, *, served: bool = True, apart: bool = False) -> None:
         """A step begins. sessions: that are present, those that still have prompts to read included.
 
         They will all want tokens soon, so it is their load that counts: their prompts are read in the better mode.
+        served: a session allows the draft service. apart: no session allows another source, so that the modes without
+        a draft service are plain decoding; these are measured apart, and begin with the draft service.
         """
+        if apart is not self._apart:
+            self._selectors, self._other_selectors = self._other_selectors, self._selectors
+            self._load, self._apart = -1, apart
+        self._served = served
         self._began = self._clock()
         self.wait.begin(self._began)
-        self._coming = _load(sessions)
-        if self._selects and self._coming > self._load:
-            self._meet(self._coming)
+        self._present_load = _load(sessions)
+        if self._selects and self._present_load > self._load:
+            self._change_load(self._present_load)
 
     @property
     def _selects(self) -> bool:
         """True if there is more than one mode: without a draft service there is not."""
-        return self.wait.has_drafter
+        return self.wait.has_drafter and self._served
 
     def received(self, session_id: int, *, fresh: bool) -> None:
         """As of DraftWait."""
         if not self.wait.has_drafter:
-            self._selectors, self._load = {}, -1
+            self._selectors, self._other_selectors, self._load = {}, {}, -1
         self.wait.received(session_id, fresh=fresh)
 
     def end(self, wanted: Collection[int], count: int, tokens: int, *, prompts: int = 0, steps: int = 1) -> None:
@@ -108,12 +125,12 @@ class ModePolicy:
             self.prefill_cost.committed(tokens)
             self._account(count, tokens, prompts, computing, seconds - computing)
             load = _load(count)
-            if count and (load > self._load or (load < self._load and not prompts and self._coming < self._load)):
-                self._meet(load)
-            elif count and not prompts and self._judges(bool(self.wait.any_of(wanted))):
+            if count and (load > self._load or (load < self._load and not prompts and self._present_load < self._load)):
+                self._change_load(load)
+            elif count and not prompts and self._is_measurement(bool(self.wait.any_of(wanted))):
                 self._measure(count, tokens / count, seconds, steps)
         if count and not prompts:
-            new = _STEP_WEIGHT if self.step_seconds else 1.0
+            new = _EMA_WEIGHT if self.step_seconds else 1.0
             self.step_seconds += new * (computing / steps - self.step_seconds)
             self._step_tokens += new * (tokens / count / steps - self._step_tokens)
         hold = self.mode is SpeculationMode.WAIT_FOR_DRAFT
@@ -127,11 +144,11 @@ class ModePolicy:
             others = self.step_seconds * tokens / (count * self._step_tokens) if tokens else 0.0
             self.prefill_cost.observe(self.mode, prompts, max(0.0, computing - others))
             if selector is not None:
-                selector.prefill(computing)
+                selector.add_prefill(computing)
         elif count and selector is not None:
-            selector.spend(tokens / count, computing + min(waited, MAX_WAIT))
+            selector.add_step(tokens / count, computing + min(waited, MAX_WAIT))
 
-    def _judges(self, drafted: bool) -> bool:
+    def _is_measurement(self, drafted: bool) -> bool:
         # A drafter that has not answered a session yet may have its prompt to read: that is no measurement of its
         # draft tokens, unless it goes on like that.
         if drafted or self.mode not in DRAFT_MODES:
@@ -139,20 +156,20 @@ class ModePolicy:
         self._unanswered += 1
         return self._unanswered > _UNANSWERED_TRIALS * TRIAL
 
-    def _meet(self, load: int) -> None:
+    def _change_load(self, load: int) -> None:
         """Go on at another load."""
-        mode, self._load, self._usual = self.mode, load, {}
+        mode, self._load, self._typical_seconds = self._selected, load, {}
         new = load not in self._selectors
         self._start_trial(settling=_SETTLING if new else 0)
         if new:
             known = max((known for known in self._selectors if known < load), default=-1)
-            fewer, many = self._selectors.get(known), load >= _MANY or self._expensive()
+            fewer, many = self._selectors.get(known), not self._apart and (load >= _MANY or self._expensive())
             self._selectors[load] = ModeSelector(self._modes, mode, self.prefill_cost, fewer, load - known, many=many)
 
     def _measure(self, count: int, tokens: float, seconds: float, steps: int) -> None:
         # The first step after a pause is long. A deep draft's step is, too, so that each mode has its own measure.
-        usual = self._usual.get(self.mode, seconds / steps)
-        self._usual[self.mode] = usual + _TRIAL_WEIGHT * (min(seconds / steps, _MAX_EXCESS * usual) - usual)
+        usual = self._typical_seconds.get(self.mode, seconds / steps)
+        self._typical_seconds[self.mode] = usual + _EMA_WEIGHT * (min(seconds / steps, _MAX_EXCESS * usual) - usual)
         if seconds > _MAX_EXCESS * steps * usual:
             seconds = steps * usual
         self._steps += steps

@@ -15,22 +15,24 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 TRIAL = 16  # measured steps of a trial; the first trials at a load are shorter, so that a losing mode ends soon
-_FIRST_TRIAL = 4
+_FIRST_TRIAL = TRIAL // 4
 _DOUBLINGS = (TRIAL // _FIRST_TRIAL).bit_length() - 1
-_SHORT_TRIAL = 8  # of a mode that is far behind
+_SHORT_TRIAL = TRIAL // 2  # of a mode that is far behind
 _FAR_BEHIND = 0.9  # of the best mode's throughput
 # A losing mode is retried when its last trial's cost is at most this share of the time since. The worse of two modes
 # with drafts waits longer where plain steps are best: it hardly wins if the better one does not.
-_COST_SHARE, _COST_SHARE_OF_WORST = 0.005, 0.00125
+_COST_SHARE = 0.005
+_COST_SHARE_OF_WORST = _COST_SHARE / 4
 _MIN_PAUSE_TRIALS = 16  # of the mode's own trials
 _MAX_PAUSE = 300.0  # seconds
 # A trial may go wrong for reasons outside its mode, such as a program that is compiled or a process that starts. So a
 # mode is given up for long only after several losses: its first pause is at most one second, or 16 trials of the
-# best mode, each further one this many times as long, up to _MAX_LOSSES.
-_FIRST_PAUSE, _PAUSE_GROWTH, _MAX_LOSSES = 1.0, 4.0, 8
-_FIRST_REST = 30.0  # seconds that a load lasts before drafts are tried where a trial costs about one second
+# best mode, each further one this many times as long. More losses than _MAX_LOSSES lead beyond the longest pause.
+_FIRST_PAUSE, _PAUSE_GROWTH = 1.0, 4.0
+_MAX_LOSSES = math.ceil(math.log(_MAX_PAUSE / _FIRST_PAUSE, _PAUSE_GROWTH))
+_FIRST_DELAY = 30.0  # seconds that a load lasts before drafts are tried where a trial costs about one second
 _GAIN_LOSS = 1.5  # factor by which the gain of drafts shrinks with twice as many sessions
-_LEAD = 1.02  # minimum gain of drafts: less may be noise, and costs drafters their time
+_MIN_GAIN = 1.02  # minimum gain of drafts: less may be noise, and costs drafters their time
 _DECAY, _MIN_DECAY = 0.9, 0.3  # of a measurement, per trial of any mode since, and at most between two of its own
 _PROMPT_DECAY = 0.98  # of the cost of prompts, per step that computes some in the same mode
 _PROMPT_PRIOR = 512  # prompt tokens for which the average over all modes counts
@@ -106,13 +108,13 @@ class _Measured:
     steps: float = 0.0
     trials: int = 0  # of all modes, when this one was measured last; 0 for never
     trial: _Trial = _Trial(0.0, 0.0, 0.0)
-    hopeful: bool = False  # the last trial beat the incumbent; retry soon, because the average lags
+    retry_soon: bool = False  # the last trial beat the incumbent; retry soon, because the average lags
     losses: int = 0  # consecutive trials after which it was not the best
 
     @property
     def gains(self) -> bool:
         """Whether its steps commit more than the one token of a plain step."""
-        return self.tokens > _LEAD * self.steps
+        return self.tokens > _MIN_GAIN * self.steps
 
     def add(self, trials: int, tokens: float, seconds: float, steps: float) -> None:
         """Add a trial."""
@@ -156,17 +158,17 @@ class ModeSelector:
         self._sessions = 1.0
         self.loss: float | None = fewer.loss if fewer is not None else None
         self.gain: float = fewer.gain / _GAIN_LOSS**doublings if fewer is not None else 0.0
-        self._first_pause = _FIRST_REST if many else _FIRST_PAUSE
-        self._rest = self._first_rest(many)
-        self.mode = self._alone if self._rest and first in DRAFT_MODES and self._alone is not None else first
+        self._first_pause = _FIRST_DELAY if many else _FIRST_PAUSE
+        self._delay = self._first_delay(many)
+        self.mode = self._alone if self._delay and first in DRAFT_MODES and self._alone is not None else first
 
-    def _first_rest(self, many: bool) -> float:
+    def _first_delay(self, many: bool) -> float:
         """Seconds after which drafts are tried first."""
         if self._alone is None:
             return 0.0
         if self.loss is not None:
             return _pause(self.loss, _COST_SHARE)
-        return _FIRST_REST if many and self.gain < 1.0 else 0.0
+        return _FIRST_DELAY if many and self.gain < 1.0 else 0.0
 
     @property
     def steps(self) -> int:
@@ -174,13 +176,13 @@ class ModeSelector:
         doublings = min(self.trials // len(self._measured), _DOUBLINGS)
         return min(_FIRST_TRIAL << doublings, _SHORT_TRIAL if self._short else TRIAL)
 
-    def spend(self, tokens: float, seconds: float) -> None:
+    def add_step(self, tokens: float, seconds: float) -> None:
         """Add a step without prompts, measured or not. tokens: per session."""
         self._elapsed += seconds
         self._tokens += tokens
         self._seconds += seconds
 
-    def prefill(self, seconds: float) -> None:
+    def add_prefill(self, seconds: float) -> None:
         """Add a step with prompts."""
         self._elapsed += seconds
 
@@ -191,19 +193,20 @@ class ModeSelector:
         """
         self.trials += 1
         present = self._measured[self.mode]
-        rested = self._rest > 0.0 and self.mode in DRAFT_MODES and not present.trials
+        after_delay = self._delay > 0.0 and self.mode in DRAFT_MODES and not present.trials
         present.add(self.trials, tokens, seconds, steps)
         present.trial = _Trial(self._elapsed, self._tokens, self._seconds)
         self._tokens = self._seconds = 0.0
         self._sessions = sessions
         rates = self._rates()
-        best = max(rates, key=lambda mode: rates[mode] * (1.0 if mode in DRAFT_MODES else _LEAD))
-        # After a rest, drafts are chosen by scores that are not calibrated yet, and the next trial may be a quarter of
+        best = max(rates, key=lambda mode: rates[mode] * (1.0 if mode in DRAFT_MODES else _MIN_GAIN))
+        # After a delay, drafts are chosen by scores that are not calibrated yet, and the next trial may be a quarter of
         # a minute away: a first trial that is not far behind is followed by another one.
-        hope = _FAR_BEHIND if rested and self.mode is not best else 1.0
-        present.hopeful = tokens > _LEAD * steps and self._rate_of(seconds / tokens, self.mode) > hope * rates[best]
-        present.losses = present.losses + 1 if self.mode is not best and not present.hopeful else 0
-        self._judge_drafts(rates)
+        threshold = _FAR_BEHIND if after_delay and self.mode is not best else 1.0
+        rate = self._rate_of(seconds / tokens, self.mode) if tokens > _MIN_GAIN * steps else 0.0
+        present.retry_soon = rate > threshold * rates[best]
+        present.losses = present.losses + 1 if self.mode is not best and not present.retry_soon else 0
+        self._update_gain(rates)
         due = [mode for mode in self._measured if mode is not best and self._due(mode, rates, best) <= self._elapsed]
         self.mode = due[0] if due else best
         self._short = self.mode is not best and rates.get(self.mode, math.inf) < _FAR_BEHIND * rates[best]
@@ -218,13 +221,13 @@ class ModeSelector:
                 rates[mode] = min(rates[mode], alone)
         return rates
 
-    def _judge_drafts(self, rates: dict[SpeculationMode, float]) -> None:
+    def _update_gain(self, rates: dict[SpeculationMode, float]) -> None:
         drafted = [mode for mode in rates if mode in DRAFT_MODES]
         alone = None if self._alone is None else rates.get(self._alone)
         if not alone or not drafted:
             return
         self.gain = max(map(rates.__getitem__, drafted)) / alone
-        self.loss = max(self._lost(mode, alone) for mode in drafted) if self.gain < _FAR_BEHIND else None
+        self.loss = max(self._trial_cost(mode, alone) for mode in drafted) if self.gain < _FAR_BEHIND else None
 
     def _due(self, mode: SpeculationMode, rates: dict[SpeculationMode, float], best: SpeculationMode) -> float:
         """When a mode that is not the best has its next trial; seconds at this load."""
@@ -234,19 +237,19 @@ class ModeSelector:
             if mode not in DRAFT_MODES:  # drafters have nothing to catch up on
                 return 0.0
             if not drafted or self.loss is None:
-                return self._rest
+                return self._delay
             latest = max(self._measured[other].trial.ended for other in drafted)
             return latest + _pause(self.loss, _COST_SHARE_OF_WORST)
-        if measured.hopeful:
+        if measured.retry_soon:
             return measured.trial.ended
         worst = best not in DRAFT_MODES and len(drafted) > 1 and rates[mode] == min(rates.values())
-        lost = self._lost(mode, max(rates.values()))
+        lost = self._trial_cost(mode, max(rates.values()))
         pause = _pause(lost, _COST_SHARE_OF_WORST if worst else _COST_SHARE, measured.trial.seconds)
         first = max(self._first_pause, _MIN_PAUSE_TRIALS * self._measured[best].trial.seconds)
         losses = min(max(measured.losses - 1 + worst, 0), _MAX_LOSSES)
         return measured.trial.ended + min(pause, first * _PAUSE_GROWTH**losses)
 
-    def _lost(self, mode: SpeculationMode, rate: float) -> float:
+    def _trial_cost(self, mode: SpeculationMode, rate: float) -> float:
         """Seconds that a mode's last trial cost beside a throughput, in tokens per session and second."""
         trial = self._measured[mode].trial
         prompts = self._sessions * self._prompts.seconds(mode)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from outrider.speculation.draft_source import SourceKind
 from services.target.sampling.session import TargetSession
 from services.target.speculation.planner import Planner
 from services.target.step.batch import SessionWork
@@ -30,6 +32,16 @@ def texts(entries: Sequence[TargetSession], room: int, match: int = 0) -> Sessio
     sessions = [entry.session for entry in entries]
     addresses = array("q", [session.tokens_with_room(room) for session in sessions])
     return SessionTexts(addresses, array("q", [session.length for session in sessions]), match)
+
+
+def lookup_texts(entries: Sequence[TargetSession], room: int, match: int) -> SessionTexts | None:
+    """The texts of sessions that allow prompt lookup; of the others the address is 0. None if no session does."""
+    allowed = [SourceKind.LOOKUP in entry.session.draft_sources for entry in entries]
+    if not match or not any(allowed):
+        return None
+    found = texts(entries, room, match)
+    addresses = array("q", [address if allows else 0 for address, allows in zip(found.addresses, allowed, strict=True)])
+    return replace(found, addresses=addresses)
 
 
 class MultiStepPlanner:

@@ -3,6 +3,7 @@
 ServiceStep     one step: committed tokens, and draft tokens of draft services
 MultiStep       several plain steps in one call
 SelfDraftStep   one step with draft tokens of the target's own sources
+MixedStep       one step with proposals for some sessions, and draft tokens of the target's own for others
 LoopStep        a fused loop of drafting and verification, of one session
 """
 
@@ -13,7 +14,6 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from outrider.serving.loop import MessageWatch
 from outrider.serving.session import Session
@@ -56,7 +56,10 @@ class StepPlan(ABC):
     service: DraftService
     budget: Budget
 
-    from_service: ClassVar[bool]  # draft tokens of the step are the draft service's
+    def source_of(self, session_id: int) -> DraftSource:
+        """The source of a session's draft tokens, if it has any."""
+        del session_id
+        return self.service
 
     @contextmanager
     def program(self, listen: MessageWatch) -> Iterator[StepProgram | None]:
@@ -100,7 +103,6 @@ class StepPlan(ABC):
 class ServiceStep(StepPlan):
     """A step that verifies proposals, or none: then it is plain decoding."""
 
-    from_service = True
     observe = StepPlan._observe_service
     finish = StepPlan._finish_service
 
@@ -111,7 +113,6 @@ class MultiStep(StepPlan):
 
     decoding: MultiStepDecoding
 
-    from_service = True
     observe = StepPlan._observe_service
 
     @contextmanager
@@ -132,7 +133,9 @@ class SelfDraftStep(StepPlan):
 
     sources: Mapping[int, DraftSource]
 
-    from_service = False
+    def source_of(self, session_id: int) -> DraftSource:
+        """As of StepPlan."""
+        return self.sources.get(session_id, self.service)
 
     def observe(self, work: SessionWork, outcome: Outcome) -> None:
         """As of StepPlan."""
@@ -146,13 +149,40 @@ class SelfDraftStep(StepPlan):
 
 
 @dataclass
+class MixedStep(SelfDraftStep):
+    """A step with proposals, and draft tokens of the target's own for sessions that allow no draft service.
+
+    accepted_proposals: accepted draft tokens of the draft service
+    """
+
+    accepted_proposals: int = 0
+
+    def observe(self, work: SessionWork, outcome: Outcome) -> None:
+        """As of StepPlan."""
+        if outcome.session.id in self.sources:
+            super().observe(work, outcome)
+        else:
+            self._observe_service(work, outcome)
+            self.accepted_proposals += len(outcome.path)
+
+    def finish(self, works: Sequence[SessionWork], accepted: int, timing: Timing) -> None:
+        """As of StepPlan."""
+        del accepted
+        others = [work for work in works if work.chunk.session.id not in self.sources]
+        self._finish_service(others, self.accepted_proposals, timing)
+
+
+@dataclass
 class LoopStep(StepPlan):
     """A fused loop. source: whose it is; loop: without the files of its interrupts."""
 
     source: ModelSource
     loop: FusedLoop
 
-    from_service = False
+    def source_of(self, session_id: int) -> DraftSource:
+        """As of StepPlan."""
+        del session_id
+        return self.source
 
     @contextmanager
     def program(self, listen: MessageWatch) -> Iterator[StepProgram | None]:

@@ -34,7 +34,8 @@ class Interrupts:
 class SessionTexts:
     """The sessions' own tokens, for programs that read or extend them.
 
-    addresses: [S] int64 ("q"), addresses of their tokens, uint32, with room for those that the program commits
+    addresses: [S] int64 ("q"), addresses of their tokens, uint32, with room for those that the program commits; 0 for a
+               session that multi-step decoding does not look up
     lengths:   [S] int64 ("q"), tokens of each
     match:     the program returns once the last `match` tokens of a text occurred in it before; 0 to go on
     """
@@ -107,47 +108,27 @@ class HeadDrafting:
 
 
 @dataclass(frozen=True)
-class CopyInLoop:
-    """The narrow copy in a fused loop.
-
-    chain:   tokens after which the copy drafts no more
-    longest: most tokens that it may have drafted then
-    """
-
-    chain: int
-    longest: int
-
-
-@dataclass(frozen=True)
 class HeadInLoop:
     """The local EAGLE head in a fused loop.
 
     known:              rows that the head has written
-    depth:              most draft tokens of an iteration, one below the other
-    alternatives:       the first draft tokens, beside each of which a second candidate may be verified
     value, acceptance:  as of HeadDrafting
-    second_acceptance:  the same of second candidates
     """
 
     known: int
-    depth: int
-    alternatives: int
     value: DraftTokenValue
     acceptance: array[float]
-    second_acceptance: array[float]
 
 
 @dataclass(frozen=True)
 class FusedLoop:
     """Drafting and verification of one session, without a return to the engine between two iterations.
 
-    head alone       the head drafts, the model verifies
-    copy alone       the copy drafts a chain, the model verifies it
-    copy and head    the head drafts, the copy verifies, until there is a chain; the model verifies that
-
     steps:   most iterations
     seconds: no iteration begins later
-    room:    most tokens that may be committed
+    room:    most tokens that may be committed, at least 2
+    depth:   most draft tokens of an iteration
+    head:    drafts; None if the narrow copy of the weights does
     """
 
     steps: int
@@ -155,13 +136,13 @@ class FusedLoop:
     texts: SessionTexts
     seconds: float
     room: int
-    copy: CopyInLoop | None = None
+    depth: int
     head: HeadInLoop | None = None
 
     @property
     def extra_slots(self) -> int:
         """As of MultiStepDecoding."""
-        return self.room + (self.head.alternatives if self.head is not None else 0)
+        return self.room
 
 
 StepProgram = MultiStepDecoding | CopyDrafting | HeadDrafting | FusedLoop
@@ -171,30 +152,19 @@ class LoopIteration(NamedTuple):
     """The outcome of one iteration of a fused loop.
 
     written:                       rows of committed tokens that the head computed first
-    drafted, chain:                draft tokens that the head proposed; those verified one below the other
-    alternatives:                  the places of the chain beside which a second candidate was verified
-    accepted_chain, accepted:      accepted tokens of the chain; accepted draft tokens, second candidates included
+    drafted, verified, accepted:   draft tokens
     committed:                     tokens
     draft_seconds, verify_seconds: time of each half
-    probabilities:                 the head's probability of each token of the chain, and of its second candidate
+    probabilities:                 of the verified draft tokens, as the head gives them
     known:                         rows of committed tokens that the head has written
-    inner:                         iterations of the copy that made the chain
     """
 
     written: int
     drafted: int
-    chain: int
-    alternatives: Sequence[int]
-    accepted_chain: int
+    verified: int
     accepted: int
     committed: int
     draft_seconds: float
     verify_seconds: float
-    probabilities: Sequence[tuple[float, float]]
+    probabilities: Sequence[float]
     known: int
-    inner: Sequence[LoopIteration] = ()
-
-    @property
-    def verified(self) -> int:
-        """Draft tokens that were verified."""
-        return self.chain + len(self.alternatives)

@@ -8,9 +8,9 @@ from tests.support.bench.server import TOKENS, WORDS, running
 
 
 async def test_conversations_with_several_turns():
-    told = []
+    answered = []
     async with running() as (server, url):
-        seconds, talks = await generate(url, [("one", "two"), ("three",)], 2, {"temperature": 0.5}, told.append)
+        seconds, talks = await generate(url, [("one", "two"), ("three",)], 2, {"temperature": 0.5}, answered.append)
         with pytest.raises(RuntimeError, match="HTTP 429: no "):
             await generate(url, [("429",)], 1, {})
     assert seconds > 0
@@ -19,7 +19,7 @@ async def test_conversations_with_several_turns():
     assert new_tokens(answers) == 3 * TOKENS
     assert speculation(answers) == {"accept_length": 2.0, "acceptance_rate": pytest.approx(1 / 3)}
     assert speculation([]) == {"accept_length": 1.0, "acceptance_rate": 0.0}
-    assert len(told) == 3
+    assert len(answered) == 3
     assert {(body["stream"], body["temperature"]) for body in server.requests[:3]} == {(False, 0.5)}
 
 

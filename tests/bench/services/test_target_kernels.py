@@ -7,7 +7,7 @@ import torch
 
 from bench.services import target_kernels as kernels
 from services.target.kernels.cpu import library
-from services.target.kernels.cpu.weights import Format, packed
+from services.target.kernels.cpu.matrices.weights import Format, packed
 
 pytestmark = [
     pytest.mark.threads,

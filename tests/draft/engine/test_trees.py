@@ -342,8 +342,15 @@ def test_tree_flags_are_set_all_or_none():
     for flags in ((3, None, None), (None, 4, None), (3, 4, None), (None, None, 8)):
         with pytest.raises(ConfigError, match="set all three, or none"):
             explicit_shape(*flags)
-    with pytest.raises(ConfigError, match="12 to choose from"):
-        explicit_shape(2, 3, 14)
+
+
+def test_a_tree_has_no_more_tokens_than_its_levels_give():
+    shape = explicit_shape(2, 2, 8)
+    assert shape == TreeShape(2, 2, 7)
+    assert "--speculative-num-draft-tokens 8 becomes 7" in shape.note(8)
+    assert "6 nodes below the root" in shape.note(8)
+    assert explicit_shape(2, 3, 13) == TreeShape(2, 3, 13)
+    assert "a chain of 3 steps has 4 tokens" in explicit_shape(3, 1, 9).note(9)
 
 
 def config(**flags):
@@ -361,4 +368,4 @@ def test_flags_that_do_not_fit(model):
 def test_chain_length_follows_the_steps(caplog):
     limits = tree_limits(config(speculative_num_steps=3, speculative_eagle_topk=1, speculative_num_draft_tokens=8))
     assert limits.shape == TreeShape(3, 1, 4)
-    assert "--speculative-num-draft-tokens is 4" in caplog.text
+    assert "--speculative-num-draft-tokens 8 becomes 4" in caplog.text

@@ -13,9 +13,9 @@ from outrider.speculation.sampling import SamplingParams
 from services.draft.kernels.base import Paging
 from services.draft.model.matrices.sharded import ColumnSharded
 from services.draft.model.parallel.devices import bytes_a_device
-from tests.draft.conftest import DEVICES
 from tests.support.checkpoints.heads import MAKERS, write_head
 from tests.support.checkpoints.mtp import write_mtp
+from tests.support.draft.devices import DEVICES
 from tests.support.draft.helpers import GREEDY, commit_of, feature_engine, request, settle, standalone
 from tests.support.draft.trees import check_same_tree, tree_of
 from tests.support.tiny import VOCAB, write_model

@@ -116,12 +116,12 @@ def test_nothing_is_recorded_behind_a_gap():
 
 
 def test_rows_are_recorded_as_they_arrive():
-    heard = []
+    received = []
     held = FeatureRows()
     held.skip(3)
     held.add(3, rows(3, 4))
-    recorded = RecordedFeatures(held, lambda first, part: heard.append((first, len(part))))
+    recorded = RecordedFeatures(held, lambda first, part: received.append((first, len(part))))
     recorded.add(7, rows(7, 2))
-    assert heard == [(3, 4), (7, 2)]
+    assert received == [(3, 4), (7, 2)]
     assert (recorded.first, recorded.end, recorded.lost) == (3, 9, False)
     np.testing.assert_array_equal(recorded.take(), rows(3, 6))

@@ -24,7 +24,10 @@ REFUSALS = {
     "NONE": (["--speculative-algorithm", "NONE"], "needs no draft service"),
     "no model": (["--speculative-algorithm", "STANDALONE"], "needs --speculative-draft-model-path"),
     "no folder": (
-        ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "/no/such/folder"],
+        [
+            *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "/no/such/folder"),
+            "--require-draft",
+        ],
         "there is no folder",
     ),
     "long window": (["--speculative-ngram-max-match-window-size", "18"], "windows must satisfy"),
@@ -61,6 +64,7 @@ REFUSALS = {
         ],
         "needs NGRAM",
     ),
+    "quantization": (["--speculative-draft-model-quantization", "int7"], "int7 is not supported"),
     "rows": (["--speculative-num-draft-tokens", "1"], "counts the root"),
     "cores": (["--cores", "99999"], "may not use core"),
 }

@@ -37,7 +37,7 @@ def block(first, count):
     return FeatureBlock(1, first, np.full((count, ROW), first, np.uint8))
 
 
-def heard(*frames):
+def answer_from(*frames):
     """The result of `write` for frames, each a list of commits and blocks: tokens and states, or the error."""
 
     async def run():
@@ -57,40 +57,43 @@ def heard(*frames):
 
 def test_an_answer_ends_with_its_end_token_and_all_states():
     first = [commit(3, [9, 8]), block(0, 4)]
-    assert heard(first, [commit(5, [EOS, 9]), block(4, 2)]) == ([*PROMPT, 9, 8, EOS], [0, 0, 0, 0, 4])
-    assert heard(first, [commit(5, [EOS])], [commit(6, [9])], [block(4, 1)]) == ([*PROMPT, 9, 8, EOS], [0, 0, 0, 0, 4])
+    assert answer_from(first, [commit(5, [EOS, 9]), block(4, 2)]) == ([*PROMPT, 9, 8, EOS], [0, 0, 0, 0, 4])
+    assert answer_from(first, [commit(5, [EOS])], [commit(6, [9])], [block(4, 1)]) == (
+        [*PROMPT, 9, 8, EOS],
+        [0, 0, 0, 0, 4],
+    )
 
 
 def test_an_answer_without_an_end_token_ends_where_its_states_do():
     finish = [commit(4, [8, 8], FinishReason.LENGTH), block(3, 1)]
-    assert heard([commit(3, [9]), block(0, 3)], finish) == ([*PROMPT, 9, 8], [0, 0, 0, 3])
+    assert answer_from([commit(3, [9]), block(0, 3)], finish) == ([*PROMPT, 9, 8], [0, 0, 0, 3])
 
 
 def test_late_states_of_an_ended_answer_are_awaited(monkeypatch):
     """States of wide models take several frames, behind all commits."""
     monkeypatch.setattr(collect, "_LATE_ROWS", 3600.0)
     begun, finish = [commit(3, [9])], [commit(4, [8, 8], FinishReason.LENGTH), block(0, 1)]
-    assert heard(begun, finish, [block(1, 1)], [block(2, 1)]) == ([*PROMPT, 9], [0, 1, 2])
+    assert answer_from(begun, finish, [block(1, 1)], [block(2, 1)]) == ([*PROMPT, 9], [0, 1, 2])
     finish = [commit(4, [8]), commit(5, [EOS, 8], FinishReason.LENGTH), block(0, 3), block(3, 1)]
-    assert heard(begun, finish) == ([*PROMPT, 9, 8], [0, 0, 0, 3])
+    assert answer_from(begun, finish) == ([*PROMPT, 9, 8], [0, 0, 0, 3])
 
 
 def test_wait_for_missing_states_is_bounded(monkeypatch):
     monkeypatch.setattr(collect, "_LATE_ROWS", 0.01)
     ended = [commit(4, [EOS])], [commit(5, [9, 9], FinishReason.LENGTH)]
-    assert heard([commit(3, [9])], *ended) == (PROMPT[:1], [])
-    assert heard([commit(3, [9]), block(0, 3)], *ended) == ([*PROMPT, 9], [0, 0, 0])
+    assert answer_from([commit(3, [9])], *ended) == (PROMPT[:1], [])
+    assert answer_from([commit(3, [9]), block(0, 3)], *ended) == ([*PROMPT, 9], [0, 0, 0])
 
 
 def test_late_states_of_a_closed_session_are_awaited(monkeypatch):
     monkeypatch.setattr(collect, "_LATE_ROWS", 3600.0)
     frames = [commit(3, [9])], [commit(4, [EOS])], [commit(5, [9], FinishReason.LENGTH)], [block(0, 3)], [block(3, 1)]
-    assert heard(*frames) == ([*PROMPT, 9, EOS], [0, 0, 0, 3])
+    assert answer_from(*frames) == ([*PROMPT, 9, EOS], [0, 0, 0, 3])
 
 
 def test_an_answer_with_a_gap_in_its_states_fails():
     with pytest.raises(Overloaded, match="dropped on the way"):
-        heard([commit(3, [9]), block(0, 3)], [commit(4, [9]), commit(5, [9]), block(4, 1)])
+        answer_from([commit(3, [9]), block(0, 3)], [commit(4, [9]), commit(5, [9]), block(4, 1)])
 
 
 def test_unreadable_frame_breaks_the_stream():
@@ -223,7 +226,7 @@ def test_overloaded_target_is_asked_again(tmp_path, monkeypatch):
     )
     run()
     assert store.jobs == {0, 1, 3}
-    assert collector.left_out_in_words == "1 failed (the last one: full)"
+    assert collector.left_out_summary == "1 failed (the last one: full)"
 
 
 def test_refused_and_failed_prompts_are_skipped(tmp_path):

@@ -143,7 +143,7 @@ def test_the_loss_is_cross_entropy(tmp_path, monkeypatch, name, factor, cap):
     file = target.folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | logits_of))
     algorithm, ids, params = head_of(target, name=name)
-    monkeypatch.setattr(algorithm, "imitation", 0.0)
+    monkeypatch.setattr(algorithm, "state_loss_weight", 0.0)
     shared = shared_of(target, ids)
     records, batch = pack_of(tmp_path / "answers", ids=ids, states=len(algorithm.states.layers) + 1)
     objective = Objective(algorithm, UNROLL_STEPS, 1.0, False, *target_logits(target))

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from gateway.api.answers import errors
 from gateway.api.answers.streaming import EventStream
-from gateway.api.middleware import Edge
+from gateway.api.middleware import EdgeMiddleware
 from gateway.api.requests import http
 from gateway.api.requests.native import NativeBody
 from gateway.api.requests.responses import ResponsesBody
@@ -487,7 +487,7 @@ def test_a_body_that_grows_too_large_after_valid_json_is_not_processed(gateway, 
 
 async def test_a_disconnect_is_reported_after_a_body_that_is_too_large():
     messages = [{"type": "http.request", "body": b"12345678", "more_body": True}, {"type": "http.disconnect"}]
-    heard, sent = [], []
+    received, sent = [], []
 
     async def receive():
         return messages.pop(0)
@@ -498,20 +498,20 @@ async def test_a_disconnect_is_reported_after_a_body_that_is_too_large():
     async def app(scope, receive, send):
         with pytest.raises(HTTPException):
             await receive()
-        heard.append(await receive())
+        received.append(await receive())
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    edge = Edge(max_body_bytes=7)
+    edge = EdgeMiddleware(max_body_bytes=7)
     edge.app = app
     await edge({"type": "http", "path": "/", "headers": []}, receive, send)
-    assert heard == [{"type": "http.disconnect"}]
+    assert received == [{"type": "http.disconnect"}]
     assert sent[0]["status"] == 413
 
 
 @pytest.mark.parametrize("started", [False, True])
 async def test_a_request_cut_by_shutdown_gets_503(started):
     """The client stalls while it sends the body or reads the answer."""
-    edge, begun, sent = Edge(max_body_bytes=7), asyncio.Event(), []
+    edge, begun, sent = EdgeMiddleware(max_body_bytes=7), asyncio.Event(), []
 
     async def app(scope, receive, send):
         if started:

@@ -141,7 +141,7 @@ def test_a_timeout_ends_an_answer(gateway, target, draft, by_header):
 
 def test_a_request_without_speculation_is_not_opened_on_the_draft(client, target, draft):
     opened = draft.engine.opened
-    for value in ("off", {"enabled": False}, {"max_draft_tokens": 0}):
+    for value in ("off", {"enabled": False}, {"max_draft_tokens": 0}, {"sources": []}):
         answer = client.completions.create(
             model="default", prompt="A", max_tokens=40, temperature=0, extra_body={"speculation": value}
         )
@@ -165,13 +165,14 @@ def test_step_statistics_are_returned_on_request(client, stream):
         **options, stream=stream, extra_body={"speculation": {"report": True}, "return_token_ids": True}
     )
     choices = [chunk.choices[0] for chunk in answer if chunk.choices] if stream else answer.choices
-    steps = {"tokens": [], "verified": [], "accepted": [], "texts": [], "draft_texts": [], "guesses": []}
+    steps = {"tokens": [], "verified": [], "accepted": [], "sources": [], "texts": [], "draft_texts": [], "guesses": []}
     for choice in choices:
         assert sum(choice.speculation["tokens"]) == len(choice.token_ids)
         for name, values in choice.speculation.items():
             steps[name] += values
     assert sum(steps["accepted"]) > 0
-    for count, verified, accepted, texts, draft, former in zip(*steps.values(), strict=True):
+    for count, verified, accepted, source, texts, draft, former in zip(*steps.values(), strict=True):
+        assert source == ("draft" if verified else None)
         assert accepted <= min(count, verified)
         assert len(texts) == count
         assert draft[:accepted] == texts[:accepted], "accepted tokens are those with the highest scores"

@@ -6,14 +6,17 @@ import socket
 import subprocess
 import sys
 
+import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.process.app import first_target
 from outrider.client import Client
 from outrider.errors import ConfigError, ModelNotFound, Unavailable
 from outrider.process.ports import take_port
-from outrider.wire.v1 import common_pb2, target_pb2
+from outrider.transport.rpc import statuses
+from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
 from tests.support.gateway.services import Draft, Gateway, Service, Target, answers, free_port, refused, until
 
 
@@ -21,14 +24,115 @@ from tests.support.gateway.services import Draft, Gateway, Service, Target, answ
     ("facts", "words"),
     [({"vocab_hash": "v2"}, ["v1", "v2"]), ({"vocab_hash": "", "vocab_size": 299}, ["299", "300"])],
 )
-def test_a_draft_with_another_vocabulary(folder, target, facts, words):
+def test_a_required_draft_with_another_vocabulary_is_refused(folder, target, facts, words):
     draft = Service(Draft, f"unix:{folder}/strange", **facts).start()
     try:
-        output = refused("--target", target.address, "--draft", draft.address)
+        output = refused("--target", target.address, "--draft", draft.address, "--require-draft")
         assert "vocabular" in output
         assert all(word in output for word in words)
     finally:
         draft.stop()
+
+
+def test_a_required_draft_that_does_not_come_ends_the_gateway(folder, target):
+    flags = "--draft", f"unix:{folder}/absent", "--require-draft", "--connect-timeout", 1
+    assert "the draft at" in refused("--target", target.address, *flags, code=1)
+
+
+def grpc_health(gateway, service=""):
+    """True if the gateway's gRPC health service reports SERVING for a name."""
+    with grpc.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+    return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def states(gateway):
+    """What /health says of the drafts, which /server_info and the metrics say as well."""
+    body = gateway.client.get("/health").json()
+    info = gateway.client.get("/server_info").json()
+    (draft,) = body["drafts"]
+    same = {name: info["drafts"][0][name] for name in draft} == draft
+    if not same or not gateway.metric("outrider_service_state", service="draft", state=draft["state"]):
+        return None, None, "it changes, or they differ"
+    return body["status"], draft["state"], draft["reason"]
+
+
+def test_a_draft_with_another_vocabulary_is_not_used_until_it_fits(folder, target):
+    draft = Service(Draft, f"unix:{folder}/other", vocab_hash="v2").start()
+    gateway = Gateway(folder, [target.address], [draft.address])
+    try:
+        until(lambda: answers(gateway, "/health/ready") == 200, seconds=60)
+        until(lambda: states(gateway)[1] == "refused")
+        status, _, reason = states(gateway)
+        assert status == "degraded"
+        assert "hash v2, not v1" in reason
+        assert any("hash v2" in line for line in gateway.client.get("/health").json()["missing"])
+        assert answers(gateway, "/health") == answers(gateway, "/health/live") == 200
+        assert grpc_health(gateway)
+        assert not grpc_health(gateway, draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name)
+        assert gateway.text("A", max_tokens=3) == "BCD"
+        draft.stop()
+        draft.facts.clear()
+        draft.start()
+        gateway.wait()
+        assert states(gateway) == ("ok", "ready", None)
+        until(lambda: grpc_health(gateway, draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name))
+        gateway.complete("A", max_tokens=50)
+        until(lambda: draft.engine.opened == 1)
+    finally:
+        assert gateway.stop() == 0
+        draft.stop()
+
+
+def test_a_draft_that_cannot_load_says_why(folder, target):
+    reason = "the draft cannot be loaded: there is no folder /x"
+    draft = Service(FailingDraft, f"unix:{folder}/failing").start()
+    gateway = Gateway(folder, [target.address], [draft.address])
+    try:
+        until(lambda: answers(gateway, "/health/ready") == 200, seconds=60)
+        until(lambda: states(gateway) == ("degraded", "failed", reason))
+        until(lambda: gateway.log.read_text().count(reason) == 1)
+        assert gateway.text("A", max_tokens=3) == "BCD"
+    finally:
+        assert gateway.stop() == 0
+        draft.stop()
+
+
+def test_the_supervisor_s_report_is_the_reason_of_a_draft_that_ended(folder, target):
+    report = folder / "draft.report"
+    gateway = Gateway(folder, [target.address], [f"unix:{folder}/gone"], draft_report=report)
+    try:
+        until(lambda: answers(gateway, "/health/ready") == 200, seconds=60)
+        until(lambda: states(gateway)[:2] == ("degraded", "unreachable"))
+        assert "No such file" in states(gateway)[2]
+        report.write_text("the draft process ended with SIGKILL")
+        assert states(gateway)[2] == "the draft process ended with SIGKILL"
+        report.unlink()
+    finally:
+        assert gateway.stop() == 0
+
+
+def test_a_gateway_that_loses_its_target_is_not_ready_over_grpc_either(folder):
+    own = Service(Target, f"unix:{folder}/own").start()
+    gateway = Gateway(folder, [own.address]).wait()
+    try:
+        until(lambda: grpc_health(gateway))
+        own.stop()
+        until(lambda: not grpc_health(gateway))
+        assert [answers(gateway, f"/health{path}") for path in ("", "/ready", "/live")] == [503, 503, 200]
+        body = gateway.client.get("/health").json()
+        assert (body["status"], body["targets"][0]["state"]) == ("unavailable", "unreachable")
+        own.start()
+        until(lambda: grpc_health(gateway))
+    finally:
+        assert gateway.stop() == 0
+        own.stop()
+
+
+class FailingDraft(Draft):
+    async def GetDraftInfo(self, request, context):
+        async with statuses(context):
+            raise ConfigError("the draft cannot be loaded: there is no folder /x")
 
 
 def test_targets_with_different_models(folder, target):
@@ -174,7 +278,8 @@ def test_an_absent_draft_is_logged_and_used_when_it_is_up(folder, target):
     gateway = Gateway(folder, [target.address], [draft.address])
     try:
         until(lambda: gateway.log.exists() and "draft" in gateway.log.read_text(), seconds=60)
-        until(lambda: answers(gateway, "/health") == 503, seconds=60)
+        until(lambda: answers(gateway, "/health") == 200, seconds=60)
+        assert gateway.client.get("/health").json()["status"] == "degraded"
         assert gateway.text("A", max_tokens=3) == "BCD"
         draft.start()
         gateway.wait()

@@ -27,17 +27,17 @@ def watch_of_a_tree():
 
 
 def test_the_best_path_follows_the_accepted_tokens():
-    assert watch_of_a_tree().commit([99], 4) == (10, 11, 13)
-    assert watch_of_a_tree().commit([10, 99], 4) == (10, 11, 13)
-    assert watch_of_a_tree().commit([20, 99], 4) == (20, 21)
-    assert watch_of_a_tree().commit([10, 11, 12, 99], 4) == (10, 11, 12)
+    assert watch_of_a_tree().commit([99], drafted=True) == (10, 11, 13)
+    assert watch_of_a_tree().commit([10, 99], drafted=True) == (10, 11, 13)
+    assert watch_of_a_tree().commit([20, 99], drafted=True) == (20, 21)
+    assert watch_of_a_tree().commit([10, 11, 12, 99], drafted=True) == (10, 11, 12)
 
 
 def test_a_plain_step_has_no_path_and_keeps_the_tree():
     watch = watch_of_a_tree()
-    assert watch.commit([10], 0) == ()
-    assert watch.commit([99], 2) == (11, 13)
-    assert watch.commit([98], 2) == ()
+    assert watch.commit([10], drafted=False) == ()
+    assert watch.commit([99], drafted=True) == (11, 13)
+    assert watch.commit([98], drafted=True) == ()
 
 
 def test_only_watched_sessions_merge_proposals():
@@ -46,4 +46,4 @@ def test_only_watched_sessions_merge_proposals():
     watches.merge(batch)
     watches[1] = DraftWatch(PROMPT)
     watches.merge(batch)
-    assert watches[1].commit([99], 1) == (10,)
+    assert watches[1].commit([99], drafted=True) == (10,)

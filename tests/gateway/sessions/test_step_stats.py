@@ -13,12 +13,16 @@ from gateway.sessions.request import GenerationRequest
 from gateway.sessions.session import Session
 from gateway.sessions.step_stats import SpeculationReport, StepStats
 from gateway.telemetry.metrics import Metrics
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from tests.support.gateway.requests import request_for
 from tests.support.gateway.services import Gateway
 
-STEPS = [StepStats(1, 0, 0), StepStats(3, 3, 2), StepStats(1, 3, 0), StepStats(4, 3, 3), StepStats(1, 0, 0)]
+STEPS = [
+    StepStats(1, 0, 0), StepStats(3, 3, 2, source=SourceKind.DRAFT), StepStats(1, 3, 0, source=SourceKind.LOOKUP),
+    StepStats(4, 3, 3, source=SourceKind.DRAFT), StepStats(1, 0, 0),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,7 @@ async def test_continuous_usage_has_the_prompt_with_any_first_choice(order):
         async def next(self):
             while len(fields) < self._turn:
                 await asyncio.sleep(0)
-            return Part("x", [5], FinishReason.LENGTH, 7, 1, 1, 0, 0, 2, 1, None, None, "", ())
+            return Part("x", [5], FinishReason.LENGTH, 7, 1, 1, 0, 0, 2, 1, None, None, {}, "", ())
 
     sent = GenerationRequest([5] * 7, SamplingParams()).choices(2)
     options = ResponseOptions(None, detail="off", usage=True, continuous_usage=True)
@@ -69,6 +73,10 @@ def test_a_report_in_vllm_s_shape():
         "num_accepted_draft_tokens": 5,
         "num_draft_tokens": 9,
         "num_spec_tokens": 3,
+        "sources": {
+            "draft": {"num_draft_tokens": 6, "num_accepted_draft_tokens": 5},
+            "lookup": {"num_draft_tokens": 3, "num_accepted_draft_tokens": 0},
+        },
         "per_step_accepted": [2, 0, 3],
         "per_step_drafted": [3, 3, 3],
     }

@@ -7,24 +7,34 @@ import subprocess
 import sys
 
 import grpc
+import numpy as np
 import pytest
 
 from gateway.streams import link as links
 from gateway.streams.target import TargetLink
+from outrider.errors import ConfigError
+from outrider.serving.messages import OpenSession
+from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.transport.frame_socket import SocketCall
-from outrider.wire.v1 import target_pb2
+from outrider.wire.opens import open_to_pb
+from outrider.wire.v1 import common_pb2, target_pb2
 from tests.support.gateway.services import Service, Target, free_port
 
 
 class Call:
-    """A stream that is silent until it ends."""
+    """A stream with the frames that a test puts in, until it ends."""
 
     def __init__(self):
-        self.end = asyncio.Event()
+        self.end, self.frames = asyncio.Event(), asyncio.Queue()
 
     async def read(self):
-        await self.end.wait()
-        return grpc.aio.EOF
+        waits = [asyncio.create_task(self.end.wait()), asyncio.create_task(self.frames.get())]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return waits[1].result() if waits[1] in done else grpc.aio.EOF
 
     def cancel(self):
         self.end.set()
@@ -96,17 +106,74 @@ async def test_a_lost_stream_reconnects(monkeypatch):
 
 
 @pytest.mark.parametrize("one_machine", [True, False])
-async def test_frames_bypass_grpc_on_one_machine(tmp_path, one_machine):
+@pytest.mark.parametrize("transport", ["grpc", "auto"])
+async def test_frames_bypass_grpc_on_one_machine_if_allowed(tmp_path, one_machine, transport):
     address = f"unix:{tmp_path}/target" if one_machine else f"127.0.0.1:{free_port()}"
     service = await asyncio.to_thread(Service(Target, address).start)
-    link = TargetLink(address)
+    link = TargetLink(address, transport=transport)
     async with link.open_channel() as channel:
         call = await link.start_call(channel)
-        assert isinstance(call, SocketCall) is one_machine
-        await call.write(target_pb2.VerifyRequest(closes=b"123"))
+        bypasses = one_machine and transport == "auto"
+        assert isinstance(call, SocketCall) is bypasses
+        assert link.transport == ("socket" if bypasses else "grpc")
+        await call.write(target_pb2.VerifyRequest(closes=b"123").SerializeToString())
         with pytest.raises(grpc.aio.AioRpcError, match="3 bytes"):
             await call.read()
     await asyncio.to_thread(service.stop)
+
+
+async def test_frames_that_must_use_a_socket_need_one(tmp_path):
+    for address, reason in (
+        (f"127.0.0.1:{free_port()}", "its address is no Unix domain socket"),
+        (f"unix:{tmp_path}/target", "no process listens at .*target.frames"),
+    ):
+        with pytest.raises(ConfigError, match=f"--stream-transport socket: .*{reason}; choose grpc or auto"):
+            await TargetLink(address, transport="socket").start_call(None)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "socket"])
+async def test_frames_and_their_bytes_are_counted(tmp_path, transport):
+    address = f"unix:{tmp_path}/target"
+    service = await asyncio.to_thread(Service(Target, address).start)
+    link, frames = TargetLink(address, transport=transport), []
+    link.on_frame = _collector(frames)
+    link.start()
+    await link.wait_up(15)
+    request = open_to_pb(OpenSession(1, np.arange(3, 9, dtype=np.uint32), 6, SamplingParams(0.0), StopConditions(4)))
+    link.open(request)
+    async with asyncio.timeout(15):
+        while not any(frame.commits.session_ids for frame in frames):
+            await asyncio.sleep(0.01)
+    await link.stop()
+    await asyncio.to_thread(service.stop)
+    counts = link.traffic.counts
+    assert {lane.transport for lane in counts} == {transport}
+    sent, received = counts["target", "sent", transport], counts["target", "received", transport]
+    assert (sent.frames, sent.bytes) == (1, target_pb2.VerifyRequest(opens=[request]).ByteSize())
+    assert (received.frames, received.bytes) == (len(frames), sum(frame.ByteSize() for frame in frames))
+    assert counts["features", "received", transport].frames == 0
+
+
+async def test_hidden_states_are_counted_on_their_own():
+    link = Near()
+    link.start()
+    await link.wait_up(5)
+    rows = bytes(96)
+    link.calls[0].frames.put_nowait(
+        target_pb2.VerifyResponse(features=common_pb2.FeatureBatch(rows=rows)).SerializeToString()
+    )
+    async with asyncio.timeout(5):
+        while not (count := link.traffic.count("features", "received", "grpc")).frames:
+            await asyncio.sleep(0.01)
+    assert count.bytes == len(rows)
+    await link.stop()
+
+
+def _collector(frames):
+    async def collect(frame):
+        frames.append(frame)
+
+    return collect
 
 
 _SERVICE = """

@@ -122,11 +122,11 @@ def test_a_refused_call_is_an_error(gateway, channel, collector, endpoint, n, at
 
 def test_unsampled_traces_are_not_exported(gateway, channel, collector):
     silent, metadata = caller(32, sampled=False)
-    heard, others = caller(33)
+    followed, others = caller(33)
     for endpoint, n, _ in ENDPOINTS:
         endpoint(gateway, channel, metadata, n, 3, "silent")
-    vllm(gateway, channel, others, 1, 3, "heard")
-    only_span(collector, heard)
+    vllm(gateway, channel, others, 1, 3, "followed")
+    only_span(collector, followed)
     assert collector.trace(silent) == {}
 
 

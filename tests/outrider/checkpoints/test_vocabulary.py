@@ -41,10 +41,10 @@ def test_the_vocabulary_is_read_from_files(tmp_path):
     ("STANDALONE", pytest.raises(ConfigError, match=f"300 tokens, not {VOCAB}")),
     ("EAGLE", contextlib.nullcontext()),
 ])  # fmt: skip
-def test_serve_compares_vocabularies_before_it_starts_processes(tmp_path, algorithm, refusal):
+def test_serve_compares_vocabularies_of_a_required_draft_before_it_starts_processes(tmp_path, algorithm, refusal):
     """A head uses its target's tokens, whatever its own files contain."""
     target, draft = (str(write_model(tmp_path / str(vocab), vocab=vocab)) for vocab in (VOCAB, 300))
     options = DraftOptions(speculative_algorithm=algorithm, speculative_draft_model_path=draft)
-    config = ServeConfig(target=TargetOptions(model_path=target), draft=options)
+    config = ServeConfig(target=TargetOptions(model_path=target), draft=options, require_draft=True)
     with refusal, contextlib.closing(Display()) as display:
         prepare_models(config, display)

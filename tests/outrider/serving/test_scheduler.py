@@ -320,7 +320,7 @@ def test_preempted_sessions_do_not_count_as_passing_over():
     queue.add(known)
     back = session(s, 3, 9)
     for _ in range(MAX_PASSED_OVER):
-        queue.give_back(back)
+        queue.requeue(back)
         queue.take(queue.next())
     assert list(queue) == [stranger, known]
     assert queue.next() is known

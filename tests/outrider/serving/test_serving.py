@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 
+import grpc
 import numpy as np
 import pytest
 
@@ -81,21 +82,21 @@ def test_a_session_ends_if_the_open_that_replaces_it_is_refused(last):
 
 def test_commits_of_a_frame_are_received_before_its_closes():
     """Online learning reads these commits."""
-    heard = []
+    received = []
 
     class Listening(CountingEngine):
         def close(self, session_id):
-            heard.append(session_id)
+            received.append(session_id)
 
         def receive(self, proposals, commits):
-            heard.append([commit.session_id for commit in commits])
+            received.append([commit.session_id for commit in commits])
 
     loop, _, faults = running_loop(Listening())
     commits = [Commit(session_id, 2, np.array([3], np.uint32), 0) for session_id in (1, 2, 1)]
     loop.submit(Message(commits=commits, closes=[4, 1]))
     loop.call(lambda: None).result(10)
     loop.stop()
-    assert heard == [[1, 1], 4, 1, [1, 2, 1]]
+    assert received == [[1, 1], 4, 1, [1, 2, 1]]
     assert faults == []
 
 
@@ -344,11 +345,26 @@ def test_features_for_a_slow_reader_are_dropped():
     assert [b.first for b in outbox.unsent_features] == [1, 3]
 
 
-async def frames(queue):
-    while (frame := await queue.get()) is not None:
+class StreamCall:
+    """The service's side of a stream call: reads frames from a queue, and collects what is written."""
+
+    def __init__(self, queue, outputs):
+        self.queue, self.outputs = queue, outputs
+
+    def invocation_metadata(self):
+        return ()
+
+    async def send_initial_metadata(self, metadata):
+        pass
+
+    async def read(self):
+        frame = await self.queue.get()
         if isinstance(frame, Exception):
             raise frame
-        yield frame
+        return grpc.aio.EOF if frame is None else frame
+
+    async def write(self, output):
+        self.outputs.append(output)
 
 
 @pytest.fixture
@@ -362,26 +378,22 @@ async def hub(request):
     await asyncio.to_thread(loop.stop)
 
 
-async def collect(stream, outputs):
-    async for output in stream:
-        outputs.append(output)
-
-
 def finished(outputs):
     return [c.session_id for o in outputs for c in o.commits if c.finish_reason != FinishReason.RUNNING]
 
 
 async def test_each_stream_receives_output_of_its_own_sessions(hub):
     hub, _ = hub
-    queues, heard = [asyncio.Queue(), asyncio.Queue()], [[], []]
-    tasks = [asyncio.create_task(collect(hub.serve(frames(q)), out)) for q, out in zip(queues, heard, strict=True)]
+    queues, received = [asyncio.Queue(), asyncio.Queue()], [[], []]
+    calls = [StreamCall(q, out) for q, out in zip(queues, received, strict=True)]
+    tasks = [asyncio.create_task(hub.answer(call, None)) for call in calls]
     queues[0].put_nowait(Message(opens=[request(1), request(2)]))
     queues[1].put_nowait(Message(opens=[request(3), request(4, prompt=(666,))]))
-    await until(lambda: len(finished(heard[0])) == 2 and finished(heard[1]))
-    assert sorted(finished(heard[0])) == [1, 2]
-    assert finished(heard[1]) == [3]
-    assert [f.session_id for o in heard[1] for f in o.failures] == [4]
-    assert not [f for o in heard[0] for f in o.failures]
+    await until(lambda: len(finished(received[0])) == 2 and finished(received[1]))
+    assert sorted(finished(received[0])) == [1, 2]
+    assert finished(received[1]) == [3]
+    assert [f.session_id for o in received[1] for f in o.failures] == [4]
+    assert not [f for o in received[0] for f in o.failures]
     for queue in queues:
         queue.put_nowait(None)
     await asyncio.gather(*tasks)
@@ -390,13 +402,14 @@ async def test_each_stream_receives_output_of_its_own_sessions(hub):
 @pytest.mark.parametrize("hub", [{"audit_seconds": 0.02}], indirect=True)
 async def test_all_streams_receive_a_load_that_changes_while_idle(hub):
     hub, _ = hub
-    queues, heard = [asyncio.Queue(), asyncio.Queue()], [[], []]
-    tasks = [asyncio.create_task(collect(hub.serve(frames(q)), out)) for q, out in zip(queues, heard, strict=True)]
+    queues, received = [asyncio.Queue(), asyncio.Queue()], [[], []]
+    calls = [StreamCall(q, out) for q, out in zip(queues, received, strict=True)]
+    tasks = [asyncio.create_task(hub.answer(call, None)) for call in calls]
     queues[0].put_nowait(Message(opens=[request(1, max_tokens=10**9)]))
-    await until(lambda: heard[0] and heard[0][-1].load.running_sessions == 1)
+    await until(lambda: received[0] and received[0][-1].load.running_sessions == 1)
     queues[0].put_nowait(Message(closes=[1]))
-    await until(lambda: all(outputs and outputs[-1].load.running_sessions == 0 for outputs in heard))
-    assert not any(output.has_output for output in heard[1])
+    await until(lambda: all(outputs and outputs[-1].load.running_sessions == 0 for outputs in received))
+    assert not any(output.has_output for output in received[1])
     for queue in queues:
         queue.put_nowait(None)
     await asyncio.gather(*tasks)
@@ -405,10 +418,10 @@ async def test_all_streams_receive_a_load_that_changes_while_idle(hub):
 @pytest.mark.parametrize("end", ["half-close", "error", "cancel"])
 async def test_the_end_of_a_stream_closes_its_sessions(hub, end):
     hub, engine = hub
-    queue, heard = asyncio.Queue(), []
-    task = asyncio.create_task(collect(hub.serve(frames(queue)), heard))
+    queue, received = asyncio.Queue(), []
+    task = asyncio.create_task(hub.answer(StreamCall(queue, received), None))
     queue.put_nowait(Message(opens=[request(1, max_tokens=10**9), request(2, max_tokens=10**9)]))
-    await until(lambda: heard)
+    await until(lambda: received)
     if end == "cancel":
         task.cancel()
     else:
@@ -420,10 +433,10 @@ async def test_the_end_of_a_stream_closes_its_sessions(hub, end):
 
 async def test_a_last_commit_ends_a_stream_s_ownership_of_the_session(hub):
     hub, engine = hub
-    queue, heard = asyncio.Queue(), []
-    task = asyncio.create_task(collect(hub.serve(frames(queue)), heard))
+    queue, received = asyncio.Queue(), []
+    task = asyncio.create_task(hub.answer(StreamCall(queue, received), None))
     queue.put_nowait(Message(opens=[request(name, max_tokens=10**9) for name in (1, 2, 3)]))
-    await until(lambda: heard)
+    await until(lambda: received)
     last, other = (Commit(name, 2, np.array([3], np.uint32), 0, 0, 0, end)
                    for name, end in ((1, FinishReason.STOP), (2, FinishReason.RUNNING)))  # fmt: skip
     queue.put_nowait(Message(commits=[last, other], closes=[3]))

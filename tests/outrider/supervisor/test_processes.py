@@ -10,9 +10,10 @@ import time
 
 import pytest
 
+from outrider.process.backoff import Backoff
 from outrider.supervisor import processes
+from outrider.supervisor.draft_watch import DraftWatch
 from outrider.supervisor.health import is_healthy
-from outrider.supervisor.processes import Backoff
 from tests.support.outrider.children import HEALTHY, STUBBORN, child, gone, run, wait_gone
 
 
@@ -105,6 +106,50 @@ async def test_one_that_cannot_start_is_given_up(monkeypatch):
     assert await asyncio.wait_for(run([broken]), 60) is broken
     assert lines == ["start", "broken"] * 3
     assert broken.gave_up == 1
+
+
+async def test_an_optional_one_is_restarted_until_it_starts_and_the_others_run_on(monkeypatch, tmp_path):
+    monkeypatch.setattr(processes, "MAX_FAILED_STARTS", 2)
+    mark, ends = tmp_path / "mended", []
+    broken = f"import os\nif not os.path.exists({str(mark)!r}): raise SystemExit('error: no memory')\n" + HEALTHY
+    optional, other = child(broken), child(HEALTHY)
+    optional.optional, optional.on_end = True, lambda code, wait: ends.append((code, optional.reason))
+    stop = asyncio.Event()
+    task = asyncio.create_task(run([optional, other], stop, starting=other.wait_ready()))
+    await other.wait_ready()
+    untouched = other.pid
+    await until(lambda: len(ends) > 4)
+    assert set(ends) == {(1, "no memory")}
+    mark.touch()
+    await optional.wait_ready()
+    assert other.pid == untouched
+    stop.set()
+    assert await task is None
+
+
+async def test_an_optional_one_with_wrong_flags_ends_all():
+    refuser = child("import sys; print('error: no such flag'); sys.exit(2)")
+    refuser.optional = True
+    assert await asyncio.wait_for(run([child(HEALTHY), refuser]), 60) is refuser
+
+
+async def test_why_a_draft_is_down_is_reported_until_it_is_back(tmp_path):
+    mark, report = tmp_path / "mended", tmp_path / "report"
+    broken = f"import os\nif not os.path.exists({str(mark)!r}): print('error: bad file', flush=True); os.abort()\n"
+    draft = child(broken + HEALTHY, name="draft")
+    draft.optional = True
+    stop, watch = asyncio.Event(), DraftWatch(draft, report)
+    task = asyncio.create_task(run([draft], stop, starting=watch.run()))
+    await until(report.exists)
+    assert report.read_text().startswith('the draft process ended with SIGABRT, after "bad file"; restarted after')
+    mark.touch()
+    await until(lambda: draft.ready)
+    await until(lambda: not report.exists())
+    os.kill(draft.pid, signal.SIGKILL)
+    await until(report.exists)
+    await until(lambda: not report.exists())
+    stop.set()
+    assert await task is None
 
 
 async def test_a_child_that_ignores_sigterm_is_killed_after_grace(monkeypatch):

@@ -31,16 +31,6 @@ def address(tmp_path):
     return f"unix:{tmp_path}/service.sock"
 
 
-class Bytes:
-    """A message that serializes to its content."""
-
-    def __init__(self, content):
-        self.content = content
-
-    def SerializeToString(self):
-        return self.content
-
-
 def exists(path):
     return os.path.exists(path)
 
@@ -293,13 +283,11 @@ def test_a_socket_of_any_type_or_with_a_full_backlog_is_in_use(tmp_path, kind):
 
 class Servicer(target_pb2_grpc.TargetServiceServicer):
     def __init__(self, hub):
-        self.hub, self.through_grpc = hub, 0
+        self.hub = hub
 
     async def Verify(self, request_iterator, context):
         async with statuses(context):
-            async for frame in self.hub.answer(request_iterator, context, target_pb2.VerifyRequest):
-                self.through_grpc += 1
-                yield frame
+            await self.hub.answer(context, target_pb2.VerifyRequest)
 
 
 class Service:
@@ -332,25 +320,33 @@ async def service(address):
 async def socket_call(channel, address):
     key = await connect_beside(address)
     call = target_pb2_grpc.TargetServiceStub(channel).Verify(metadata=key.metadata)
-    return SocketCall(call, key.connection, target_pb2.VerifyResponse), call
+    return SocketCall(call, key.connection), call
+
+
+def opening(*requests):
+    return codec.verify_request_to_pb(Message(opens=list(requests))).SerializeToString()
+
+
+async def output_of(stream):
+    return codec.verify_response_from_pb(target_pb2.VerifyResponse.FromString(await stream.read()))
 
 
 async def test_a_stream_uses_its_socket(service, address):
     async with grpc.aio.insecure_channel(address) as channel:
         stream, _ = await socket_call(channel, address)
-        await stream.write(codec.verify_request_to_pb(Message(opens=[request(1, max_tokens=3)])))
+        await stream.write(opening(request(1, max_tokens=3)))
         tokens, reason = [], FinishReason.RUNNING
         while reason == FinishReason.RUNNING:
-            for commit in codec.verify_response_from_pb(await stream.read()).commits:
+            for commit in (await output_of(stream)).commits:
                 tokens += commit.tokens.tolist()
                 reason = commit.finish_reason
         stream.cancel()
     assert tokens == [3, 4, 5]
-    assert service.servicer.through_grpc == 0
+    assert not service.hub._call_streams._streams
 
 
 async def test_a_malformed_frame_ends_the_call_with_its_status(service, address):
-    for bad in (Bytes(b"\xff\xff"), target_pb2.VerifyRequest(closes=b"123")):
+    for bad in (b"\xff\xff", target_pb2.VerifyRequest(closes=b"123").SerializeToString()):
         async with grpc.aio.insecure_channel(address) as channel:
             stream, _ = await socket_call(channel, address)
             await stream.write(bad)
@@ -371,15 +367,15 @@ async def test_an_unexpected_error_ends_only_its_stream(service, address, monkey
 
     async with grpc.aio.insecure_channel(address) as channel:
         other, _ = await socket_call(channel, address)
-        await other.write(codec.verify_request_to_pb(Message(opens=[request(1, max_tokens=10**9)])))
+        await other.write(opening(request(1, max_tokens=10**9)))
         await other.read()
         monkeypatch.setattr(service.hub._socket_streams, "_decode", surprised)
         stream, _ = await socket_call(channel, address)
-        await stream.write(codec.verify_request_to_pb(Message(closes=[5])))
+        await stream.write(codec.verify_request_to_pb(Message(closes=[5])).SerializeToString())
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await stream.read()
         assert error.value.code() == grpc.StatusCode.UNKNOWN
-        commits = [codec.verify_response_from_pb(await other.read()).commits for _ in range(50)]  # it goes on
+        commits = [(await output_of(other)).commits for _ in range(50)]  # it goes on
         assert all(commits)
         assert service.loop.fault is None
         other.cancel()
@@ -389,7 +385,7 @@ async def test_an_unexpected_error_ends_only_its_stream(service, address, monkey
 async def test_sessions_end_with_either(service, address, cut):
     async with grpc.aio.insecure_channel(address) as channel:
         stream, call = await socket_call(channel, address)
-        await stream.write(codec.verify_request_to_pb(Message(opens=[request(1, max_tokens=10**9)])))
+        await stream.write(opening(request(1, max_tokens=10**9)))
         await stream.read()
         assert service.engine.sessions
         if cut == "call":
@@ -404,7 +400,7 @@ async def test_a_service_that_stops_ends_the_stream(address):
     async with grpc.aio.insecure_channel(address) as channel:
         async with Service(address):
             stream, call = await socket_call(channel, address)
-            await stream.write(codec.verify_request_to_pb(Message(opens=[request(1, max_tokens=10**9)])))
+            await stream.write(opening(request(1, max_tokens=10**9)))
             await stream.read()
             reading = asyncio.create_task(drained(stream))
         await asyncio.wait_for(reading, 10)
@@ -413,7 +409,7 @@ async def test_a_service_that_stops_ends_the_stream(address):
 
 async def write_on(stream):
     while True:
-        await stream.write(target_pb2.VerifyRequest())
+        await stream.write(b"")
         await asyncio.sleep(0)
 
 
@@ -432,12 +428,11 @@ async def test_a_peer_that_does_not_read_delays_no_other(service, address):
         other, _ = await socket_call(channel, address)
         key = await connect_beside(address)
         call = target_pb2_grpc.TargetServiceStub(channel).Verify(metadata=key.metadata)
-        opening = codec.verify_request_to_pb(Message(opens=[request(1, max_tokens=3000)]))
-        await write(key.connection, opening.SerializeToString())
+        await write(key.connection, opening(request(1, max_tokens=3000)))
         await until(lambda: service.engine.sessions)
         await until(lambda: not service.engine.sessions)  # it has come to its end, and has not been heard
-        await other.write(codec.verify_request_to_pb(Message(opens=[request(2, max_tokens=1)])))
-        assert len(codec.verify_response_from_pb(await other.read()).commits) == 1
+        await other.write(opening(request(2, max_tokens=1)))
+        assert len((await output_of(other)).commits) == 1
         tokens, reason = [], FinishReason.RUNNING
         async with asyncio.timeout(20):
             while reason == FinishReason.RUNNING:
@@ -456,9 +451,9 @@ async def test_a_frame_longer_than_the_socket_buffer_arrives(service, address):
     async with grpc.aio.insecure_channel(address) as channel:
         stream, _ = await socket_call(channel, address)
         many = [request(name, prompt=range(1, 2000), max_tokens=1) for name in range(200)]  # 1.6 MB there
-        await stream.write(codec.verify_request_to_pb(Message(opens=many)))
+        await stream.write(opening(*many))
         heard = set()
         async with asyncio.timeout(20):
             while len(heard) < 200:
-                heard |= {commit.session_id for commit in codec.verify_response_from_pb(await stream.read()).commits}
+                heard |= {commit.session_id for commit in (await output_of(stream)).commits}
         stream.cancel()

@@ -20,6 +20,7 @@ import numpy as np
 import safetensors.numpy
 
 from tests.support.checkpoints.heads import DIM, HEADS, Tensors, eagle, eagle3, target_facts, write_head
+from tests.support.checkpoints.mtp import write_mtp
 from tests.support.tiny import write_model
 
 CYCLE = np.arange(40, 80)
@@ -41,6 +42,12 @@ def write_cyclic_target(
     write_model(folder, num_hidden_layers=layers, tie_word_embeddings=False, **options)
     file = folder / "model.safetensors"
     tensors = safetensors.numpy.load_file(file)
+    _make_cyclic(tensors, sharpness, seed)
+    safetensors.numpy.save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+def _make_cyclic(tensors: Tensors, sharpness: float = 1.0, seed: int = 0) -> None:
     embed = _embeddings(*tensors["model.embed_tokens.weight"].shape, np.random.default_rng(seed))
     head = np.zeros_like(embed)
     head[np.roll(CYCLE, -1)] = sharpness * embed[CYCLE]
@@ -48,8 +55,6 @@ def write_cyclic_target(
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensors[name] = np.zeros_like(tensor)
     tensors |= {"model.embed_tokens.weight": embed, "lm_head.weight": head}
-    safetensors.numpy.save_file(tensors, file, {"format": "pt"})
-    return folder
 
 
 def _step(target: Path) -> np.ndarray:
@@ -97,6 +102,19 @@ def write_perfect_mtp(folder: Path, by: str, layers: int = 1) -> Path:
         layer |= {f"{prefix}{name}.weight": ones for name in ("enorm", "hnorm", norm)}
         tensors |= layer | {f"{prefix}eh_proj.weight": join}
     safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def write_perfect_mimo(folder: Path, **changes: object) -> Path:
+    """A cyclic MiMo-7B, with its own code, whose MTP layer looks at the feature. changes: of its configuration."""
+    file = write_mtp(folder, "mimo", **changes) / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    _make_cyclic(tensors)
+    _silent(tensors)
+    safetensors.numpy.save_file(tensors, file, {"format": "pt"})
+    step = np.ascontiguousarray(_step(folder))  # safetensors writes memory as it lies
+    tensors["model.mtp_layers.0.input_proj.weight"] = np.concatenate([step, np.zeros_like(step)], axis=1)
+    safetensors.numpy.save_file(tensors, file, {"format": "pt"})
     return folder
 
 

@@ -52,3 +52,9 @@ def store_of(folder, records):
     for job, record in enumerate(records):
         store.add(job, [record])
     return store
+
+
+def states_of_cycle(target, tokens):
+    """The cyclic target's states at all tokens but the last: its state is the embedding."""
+    embed = np.asarray(read_target(target).embedding_and_head(lambda a: a)["embed"])
+    return embed[tokens[:-1]].astype(ml_dtypes.bfloat16).view(np.uint8)

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from outrider.errors import InvalidRequest, Overloaded, Unavailable
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, StepOutput
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.proposal import UNLIMITED_DRAFT, Commit, FinishReason, Logprobs, Proposal
 from outrider.speculation.tree import ROOT, SpeculationTree
 
@@ -192,7 +193,10 @@ class FakeTarget(FakeEngine):
         tree.commit(new)
         cached, sequence.cached = sequence.cached, 0
         budget = 0 if self.drafting_paused else UNLIMITED_DRAFT
-        commit = Commit(session_id, base, new, tree.root_hash, verified, accepted, reason, cached, draft_budget=budget)
+        commit = Commit(
+            session_id, base, new, tree.root_hash, verified, accepted, reason, cached, draft_budget=budget,
+            source=SourceKind.DRAFT if verified else 0,
+        )  # fmt: skip
         request = sequence.request
         if request.logprobs is not None:
             commit = replace(

@@ -83,8 +83,7 @@ class Target(target_pb2_grpc.TargetServiceServicer):
 
     async def Verify(self, request_iterator, context):
         async with statuses(context):
-            async for frame in self.hub.answer(request_iterator, context, target_pb2.VerifyRequest):
-                yield frame
+            await self.hub.answer(context, target_pb2.VerifyRequest)
 
 
 class Draft(draft_pb2_grpc.DraftServiceServicer):
@@ -106,8 +105,7 @@ class Draft(draft_pb2_grpc.DraftServiceServicer):
 
     async def Propose(self, request_iterator, context):
         async with statuses(context):
-            async for frame in self.hub.answer(request_iterator, context, draft_pb2.ProposeRequest):
-                yield frame
+            await self.hub.answer(context, draft_pb2.ProposeRequest)
 
 
 class Service:
@@ -181,7 +179,7 @@ class Gateway:
 
     def healthy(self):
         with contextlib.suppress(httpx.TransportError):
-            return self.client.get("/health").status_code == 200
+            return self.client.get("/health").json()["status"] == "ok"  # the draft is up, too
         assert self.process.poll() is None, self.log.read_text()
         return False
 

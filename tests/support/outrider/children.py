@@ -6,14 +6,15 @@ import socket
 import sys
 import time
 
-from outrider.supervisor.processes import Backoff, Child, stop_and_kill_events, supervise
+from outrider.process.backoff import Backoff
+from outrider.supervisor.processes import Child, stop_and_kill_events, supervise
 
-# Answers /health with 200; ends at SIGTERM with code 0.
+# Answers /health/ready with 200; ends at SIGTERM with code 0.
 HEALTHY = """
 import http.server, os, signal, sys
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 404)
+        self.send_response(200 if self.path == "/health/ready" else 404)
         self.end_headers()
     def log_message(self, *arguments):
         pass

@@ -31,12 +31,13 @@ class System:
         self.process = subprocess.Popen(command)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
-    def wait(self, seconds=300):
+    def wait(self, seconds=300, state="ok"):
+        """Wait for a state in /health: "ok" with a draft if one is configured, "degraded" without it."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert self.process.poll() is None, "the supervisor ended"
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                if httpx.get(f"{self.url}/health", timeout=5).json()["status"] == state:
                     return self
             time.sleep(0.1)
         self.stop()

@@ -381,13 +381,13 @@ def test_no_wait_for_proposals_of_a_session_that_has_ended(model):
     engine = engine_of(model, speculative_always=True)
     for number in (1, 2):
         engine.open(opening(number, [3, 4, 5], max_tokens=2))
-        assert engine.patience == 0
+        assert engine.draft_wait == 0
         (first,) = engine.step().commits
         assert first.draft_budget
-        assert engine.patience > 5  # seconds, for the answer to this commit
+        assert engine.draft_wait > 5  # seconds, for the answer to this commit
         (last,) = engine.step().commits
         assert last.finish_reason == FinishReason.LENGTH
-        assert engine.patience == 0
+        assert engine.draft_wait == 0
 
 
 def test_proposals_for_unknown_sessions_are_ignored(model):

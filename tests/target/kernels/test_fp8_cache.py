@@ -10,10 +10,10 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from services.target.kernels.cpu import library
-from services.target.kernels.cpu.attention import NativeAttention
+from services.target.kernels.cpu.attention.paged import NativeAttention
 from services.target.kernels.cpu.library import AttentionShape
-from services.target.kernels.cpu.program import Buffer, Norm, Program
-from services.target.kernels.cpu.weights import Format, packed
+from services.target.kernels.cpu.matrices.weights import Format, packed
+from services.target.kernels.cpu.programs.program import Buffer, Norm, Program
 from services.target.kernels.kv_cache import KVCache
 from services.target.kernels.pools import LayerShape, stored
 from services.target.kernels.reference import paged_attention

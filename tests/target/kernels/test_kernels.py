@@ -16,7 +16,7 @@ from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
 from services.target.kernels.cpu import library
-from services.target.kernels.cpu.attention import NativeAttention
+from services.target.kernels.cpu.attention.paged import NativeAttention
 from services.target.kernels.dispatch import plan
 from services.target.kernels.grouped import GroupedAttention
 from services.target.kernels.kv_cache import KVCache

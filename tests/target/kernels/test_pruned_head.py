@@ -10,10 +10,10 @@ from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from outrider.speculation.sampling import SamplingParams
 from services.target.kernels.cpu import library
-from services.target.kernels.cpu.program import Norm, Program
-from services.target.kernels.cpu.pruned_head import PrunedHead
+from services.target.kernels.cpu.matrices.weights import Format, packed
+from services.target.kernels.cpu.programs.program import Norm, Program
+from services.target.kernels.cpu.programs.pruned_head import PrunedHead
 from services.target.kernels.cpu.sampling import pack
-from services.target.kernels.cpu.weights import Format, packed
 from services.target.kernels.kv_cache import KVCache
 from services.target.kernels.pools import LayerShape
 from services.target.model import program_builder

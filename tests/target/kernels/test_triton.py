@@ -16,7 +16,7 @@ from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from outrider.speculation.tree import ROOT, TreeSlice
 from services.target.engine.engine import TargetEngine
-from services.target.kernels.cpu.attention import NativeAttention
+from services.target.kernels.cpu.attention.paged import NativeAttention
 from services.target.kernels.cuda.ragged import _BEGINNING, Load, Ragged, Split, _through, ancestor_words
 from services.target.kernels.dispatch import choose
 from services.target.kernels.grouped import GroupedAttention

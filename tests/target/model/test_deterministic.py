@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from outrider.errors import ConfigError
 from outrider.speculation.sampling import SamplingParams
-from services.target.kernels.cpu import library, rowwise
-from services.target.kernels.cpu.rowwise import Function
+from services.target.kernels.cpu import library
+from services.target.kernels.cpu.matrices import rowwise
+from services.target.kernels.cpu.matrices.rowwise import Function
 from services.target.model.deterministic import invariant_mode
 from services.target.model.modules import ModuleRunner
 from services.target.model.native import ProgramRunner

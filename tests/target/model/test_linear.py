@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from services.target.kernels.cpu import library
-from services.target.kernels.cpu.weights import BLOCK, GROUP, Format, quantize_int4, quantize_int8
+from services.target.kernels.cpu.matrices.weights import BLOCK, GROUP, Format, quantize_int4, quantize_int8
 from services.target.model.linear import NativeLinear, PackedLinear, pack
 
 pytestmark = pytest.mark.threads

@@ -156,7 +156,7 @@ async def test_calls_before_the_model_is_loaded_are_unavailable():
     await server.stop(None)
 
 
-def test_a_port_in_use_is_said_before_the_model_is_loaded(folder):
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(folder):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -143,7 +143,7 @@ def model(tmp_path_factory):
     return load_model(write_model(tmp_path_factory.mktemp("llama"), seed=3))
 
 
-def hints_of(seed):
+def proposals_of(seed):
     rng = np.random.default_rng(seed)
 
     def proposals(session_id, path):
@@ -155,7 +155,7 @@ def hints_of(seed):
 def test_greedy_text_and_text_without_proposals_are_unchanged(model):
     lossy = {"speculative_accept_threshold_single": 0.0, "speculative_accept_threshold_acc": 0.1}
     greedy = [opening(i, [5, i], GREEDY, max_tokens=20) for i in range(3)]
-    assert run(engine_of(model, **lossy), greedy, hints_of(0)).new == run(engine_of(model), greedy).new
+    assert run(engine_of(model, **lossy), greedy, proposals_of(0)).new == run(engine_of(model), greedy).new
     sampled = [opening(i, [5, i], SamplingParams(1.0, seed=i), max_tokens=20) for i in range(3)]
     assert run(engine_of(model, **lossy), sampled).new == run(engine_of(model), sampled).new
 
@@ -163,9 +163,9 @@ def test_greedy_text_and_text_without_proposals_are_unchanged(model):
 def test_sampled_text_accepts_more_draft_tokens(model, caplog):
     requests = [opening(i, [5, i], SamplingParams(1.0, seed=i), max_tokens=40, logprobs=1) for i in range(4)]
     with caplog.at_level(logging.WARNING):
-        exact = run(engine_of(model), requests, hints_of(0))
+        exact = run(engine_of(model), requests, proposals_of(0))
         assert not caplog.records
-        lossy = run(engine_of(model, speculative_accept_threshold_acc=0.01), requests, hints_of(0))
+        lossy = run(engine_of(model, speculative_accept_threshold_acc=0.01), requests, proposals_of(0))
     assert "change sampled text" in caplog.text
     assert exact.new == run(engine_of(model), requests).new
     assert lossy.accepted > exact.accepted + 10

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.target.kernels.cpu.weights import Format
+from services.target.kernels.cpu.matrices.weights import Format
 from services.target.model import eagle_head_weights
 from tests.support.checkpoints.heads import write_pair
 from tests.support.target.self_speculation import LAYERS

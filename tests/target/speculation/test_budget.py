@@ -174,7 +174,7 @@ def test_new_sessions_inherit_the_calibration():
     calibration = Calibration()
     for _ in range(100):
         calibration.observe(promised(draft(0.5)), 0)
-    inherited = [calibration.heir(session_id) for session_id in range(1000, 1128)]
+    inherited = [calibration.for_new_session(session_id) for session_id in range(1000, 1128)]
     assert all(one.ratio == pytest.approx(calibration.ratio) for one in inherited)
     for _ in range(3):  # few of them try in one step
         assert sum(one.due for one in inherited) < 5

@@ -9,7 +9,7 @@ from services.target.kernels.cpu import library
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.mode_selector import DRAFT_MODES
 from services.target.speculation.plans import LoopStep, MultiStep, SelfDraftStep, ServiceStep
-from services.target.speculation.sources.base import _INTERVAL, _PROBE_INTERVAL
+from services.target.speculation.sources.base import _PROBE_INTERVAL
 from tests.support.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target
 from tests.support.target.driving import chain, engine_of, load_model, opening, run
 from tests.support.target.self_speculation import LONG, self_speculating
@@ -104,7 +104,7 @@ def test_a_source_that_is_predicted_not_to_pay_is_used_in_probes_only(model):
     plans.clear()
     engine.speculation.chooser.source.cost = CHEAP_COPY
     assert run(engine, requests).new == expected.new
-    assert kinds(plans[_INTERVAL:-1]) == {SelfDraftStep}, "predictions are renewed after 16 steps"
+    assert kinds(plans[1:-1]) == {SelfDraftStep}, "each step predicts anew"
 
 
 def test_a_source_is_judged_anew_when_costs_turn_against_it(model):
@@ -117,7 +117,7 @@ def test_a_source_is_judged_anew_when_costs_turn_against_it(model):
     engine.speculation.chooser.source.cost = EXPENSIVE_COPY
     while len(plans) < 60 and not engine.idle:
         engine.step()
-    assert kinds(plans[10 + _INTERVAL :]) == {ServiceStep}
+    assert kinds(plans[10:]) == {ServiceStep}
     assert len(plans) > 40
 
 
@@ -205,8 +205,9 @@ def test_kinds_of_steps(model, copy_cost, window, count, kind):
     for _ in range(3):
         assert not engine.step().failures
     assert [type(plan) for plan in plans] == [ServiceStep, kind, kind]
-    assert plans[0].from_service
-    assert plans[1].from_service == (kind in (ServiceStep, MultiStep))
+    chooser, service = engine.speculation.chooser, engine.speculation.service
+    assert plans[0].source_of(0) is service
+    assert plans[1].source_of(0) is (service if kind in (ServiceStep, MultiStep) else chooser.source)
     if kind is MultiStep:
         assert plans[1].decoding.steps > 1
     if kind is LoopStep:

@@ -47,14 +47,14 @@ class Algorithm(ABC):
     states: the collected hidden states; the target's last state, behind its final norm, stands last
     model:  as the draft service runs it
     config: the published config.json
-    imitation: weight in the loss of the distance between the draft's states and the target's last states
+    state_loss_weight: weight in the loss of the distance between the draft's states and the target's last states
     whole_vocabulary: the draft proposes all tokens, regardless of the size options
     """
 
     states: FeatureSpec
     model: ModelConfig
     config: dict[str, Any]
-    imitation: float = 0.0
+    state_loss_weight: float = 0.0
     whole_vocabulary: bool = False
 
     @abstractmethod

@@ -25,7 +25,7 @@ from services.draft.model.params import Params
 class Eagle(LastStateHead):
     """An EAGLE head of a target."""
 
-    imitation = 1.0
+    state_loss_weight = 1.0
 
     def __init__(self, target: TargetCheckpoint, shape: DraftShape) -> None:
         raw, self._hidden = target_config(target), target.hidden_size

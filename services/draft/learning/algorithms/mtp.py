@@ -46,7 +46,7 @@ class Mtp(LastStateHead):
             hidden_size=self._hidden,
             layers=(Layer(attention_of(self.config, qkv_bias=True), Mlp(inner), epsilon),),
             context=self.config["max_position_embeddings"],
-            head=MtpHead(epsilon, blind_start=True),
+            head=MtpHead(epsilon, zero_first_embedding=True),
             eos_token_ids=target.eos_token_ids,
         )
 

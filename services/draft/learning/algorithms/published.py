@@ -153,7 +153,7 @@ _JOINED = {
 class PublishedEagle(PublishedHead):
     """EAGLE-1 and -2: the target's own head reads the draft's states, which imitate the target's last states."""
 
-    imitation = 1.0
+    state_loss_weight = 1.0
 
     def known_as(self, name: str) -> str:
         """As the format reader."""

@@ -18,6 +18,7 @@ from services.draft.model.layers.feed_forward import feed_forward
 from services.draft.model.layers.heads import Inputs, rms_norm
 from services.draft.model.layers.kv_cache import Pools, keep_features
 from services.draft.model.matrices.products import columns, lookup, product
+from services.draft.model.matrices.sharded import ColumnSharded
 from services.draft.model.params import Params
 
 
@@ -44,33 +45,49 @@ class Rows(NamedTuple):
     features: Features | None = None
 
 
-def hidden_states(
-    params: Params,
-    config: ModelConfig,
-    pools: Pools,
-    rows: Rows,
-    context: Context,
-    moves: jax.Array,
-    paging: Paging,
-) -> tuple[jax.Array, Pools]:
+class Forward(NamedTuple):
+    """A step of a decoder, whose layers are computed one after the other.
+
+    moves: slots to copy first, [2, M] int32, sources and targets
+    """
+
+    params: Params
+    config: ModelConfig
+    pools: Pools
+    rows: Rows
+    context: Context
+    moves: jax.Array
+    paging: Paging
+
+    def layer(self, index: int, x: jax.Array, beside: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """A layer's states behind x [S, Q, H], and its pool with the rows' keys and values."""
+        description, params, pool = self.config.layers[index], self.params["layers"][index], self.pools.layers[index]
+        step = Step(self.rows.positions, self.rows.slots, self.context, self.moves)
+        return decoder_layer(description, self.paging, params, x, beside if description.beside else None, pool, step)
+
+    def keep_features(self, states: jax.Array) -> jax.Array | ColumnSharded:
+        """The pool of features with the rows' states [S, Q, W]."""
+        assert self.pools.features is not None, "a feature-based head has a pool of features"
+        rows = states.reshape(-1, states.shape[-1])
+        return keep_features(self.pools.features, self.moves, self.rows.slots.reshape(-1), rows, self.paging.backend)
+
+
+def hidden_states(forward: Forward) -> tuple[jax.Array, Pools]:
     """The states that the rows' logits are computed from, [S, Q, H], and the updated pools.
 
-    moves: slots to copy first, [2, M] int32, sources and targets. Features are read from their slots before the moves.
+    Features are read from their slots before the moves.
     """
-    embedding = embed(params, rows.tokens)
-    x, beside = config.head.join(params, _inputs(embedding, rows, pools))
+    params, head = forward.params, forward.config.head
+    x, beside = head.join(params, _inputs(embed(params, forward.rows.tokens), forward.rows, forward.pools))
     written: list[jax.Array] = []
-    step = Step(rows.positions, rows.slots, context, moves)
-    for description, layer, pool in zip(config.layers, params["layers"], pools.layers, strict=True):
-        next_to = beside if description.beside else None
-        x, filled = decoder_layer(description, paging, layer, x, next_to, pool, step)
+    for index in range(len(forward.config.layers)):
+        x, filled = forward.layer(index, x, beside)
         written.append(filled)
-    state, handed = config.head.finish(params, x)
-    kept = pools.features
+    state, handed = head.finish(params, x)
+    kept = forward.pools.features
     if kept is not None:
         assert handed is not None, "a feature-based head passes a state on"
-        handed = handed.reshape(-1, handed.shape[-1])
-        kept = keep_features(kept, moves, rows.slots.reshape(-1), handed, paging.backend)
+        kept = forward.keep_features(handed)
     return state, Pools(written, kept)
 
 

@@ -120,12 +120,12 @@ class Eagle3Head(Head):
 class MtpHead(Head):
     """Multi-token prediction: a linear layer fuses [norm(embedding); norm(feature)] for a decoder layer of the model.
 
-    hands_normed: the state that is passed on is the normed one
-    blind_start:  the embedding at position 0 counts as zeros (MiMo)
+    passes_normed:        the state that is passed on is the normed one
+    zero_first_embedding:  the embedding at position 0 counts as zeros (MiMo)
     """
 
-    hands_normed: bool = True
-    blind_start: bool = False
+    passes_normed: bool = True
+    zero_first_embedding: bool = False
 
     uses_features = True
 
@@ -133,7 +133,7 @@ class MtpHead(Head):
         """params: embedding_norm, feature_norm [H], and fuse [2H, H]."""
         assert inputs.feature is not None
         embedding = inputs.embedding
-        if self.blind_start:
+        if self.zero_first_embedding:
             embedding = jnp.where(inputs.positions[..., None] == 0, 0, embedding)
         token = rms_norm(embedding, params["embedding_norm"], self.epsilon)
         feature = rms_norm(inputs.feature, params["feature_norm"], self.epsilon)
@@ -142,4 +142,4 @@ class MtpHead(Head):
     def finish(self, params: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """The layer's own final norm; its output is read by the target's head."""
         normed = rms_norm(x, params["norm"], self.epsilon)
-        return normed, normed if self.hands_normed else x
+        return normed, normed if self.passes_normed else x

@@ -49,16 +49,17 @@ class Rope:
 
     def _llama3(self, inverse: NDArray[np.float64]) -> NDArray[np.float64]:
         # Low frequencies are divided by the factor, high ones stay, those between are blended.
-        waves = 2 * math.pi / inverse
-        smooth = (self.original_context / waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        wavelengths = 2 * math.pi / inverse
+        low, high = self.low_freq_factor, self.high_freq_factor
+        smooth = (self.original_context / wavelengths - low) / (high - low)
         smooth = np.clip(smooth, 0.0, 1.0)
         return (1 - smooth) * inverse / self.factor + smooth * inverse
 
     def _yarn(self, inverse: NDArray[np.float64], rotated: int) -> NDArray[np.float64]:
         # The same by the number of turns within the original context, between beta_fast and beta_slow.
         def pair_that_turns(times: float) -> float:
-            waves = math.log(self.original_context / (times * 2 * math.pi))
-            return rotated * waves / (2 * math.log(self.theta))
+            wavelengths = math.log(self.original_context / (times * 2 * math.pi))
+            return rotated * wavelengths / (2 * math.log(self.theta))
 
         low, high = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
         if self.truncate:

@@ -20,53 +20,38 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from services.draft.kernels.base import Context, Paging
-from services.draft.model.layers.attention import Step
-from services.draft.model.layers.config import ModelConfig
-from services.draft.model.layers.decoder import Rows, decoder_layer, embed
+from services.draft.model.layers.decoder import Forward, embed
 from services.draft.model.layers.heads import Inputs
-from services.draft.model.layers.kv_cache import Pools, keep_features, move_and_write
+from services.draft.model.layers.kv_cache import Pools, move_and_write
 from services.draft.model.matrices.products import lookup
-from services.draft.model.params import Params
 
 
-def stacked_states(
-    params: Params,
-    config: ModelConfig,
-    pools: Pools,
-    rows: Rows,
-    context: Context,
-    moves: jax.Array,
-    paging: Paging,
-) -> tuple[jax.Array, Pools]:
+def stacked_states(forward: Forward) -> tuple[jax.Array, Pools]:
     """As decoder.hidden_states. params["joins"]: each layer's head. The pool of features holds the target's alone."""
+    rows, head, joins = forward.rows, forward.config.head, forward.params["joins"]
     features = rows.features
     assert features is not None, "stacked layers read features"
     assert features.layers is not None, "stacked rows name the layer that predicts"
-    assert pools.features is not None, "a feature-based head has a pool of features"
-    embedding = embed(params, rows.tokens)
-    given = features.rows.astype(embedding.dtype).reshape(-1, features.rows.shape[-1])
-    kept = keep_features(pools.features, moves, rows.slots.reshape(-1), given, paging.backend)
-    step = Step(rows.positions, rows.slots, context, moves)
+    embedding = embed(forward.params, rows.tokens)
+    kept = forward.keep_features(features.rows.astype(embedding.dtype))
     states: list[jax.Array] = []
     written: list[jax.Array] = []
     source, links = kept, list[jax.Array]()
-    caches, chain = pools.layers[: len(config.layers)], pools.layers[len(config.layers) :]
-    for i, (description, layer, pool) in enumerate(zip(config.layers, params["layers"], caches, strict=True)):
-        inputs = Inputs(embedding, rows.positions, lookup(source, features.sources[..., i]))
-        x, _ = config.head.join(params["joins"][i], inputs)
-        x, filled = decoder_layer(description, paging, layer, x, None, pool, step)
-        state, handed = config.head.finish(params["joins"][i], x)
+    chain = forward.pools.layers[len(joins) :]
+    for index, join in enumerate(joins):
+        inputs = Inputs(embedding, rows.positions, lookup(source, features.sources[..., index]))
+        x, filled = forward.layer(index, head.join(join, inputs)[0])
+        state, passed = head.finish(join, x)
         states.append(state)
         written.append(filled)
-        if i < len(chain):
-            assert handed is not None, "an MTP layer passes a state on"
-            given = handed.reshape(-1, handed.shape[-1])
-            source = move_and_write(chain[i], moves, rows.slots.reshape(-1), given, paging.backend)
+        if index < len(chain):
+            assert passed is not None, "an MTP layer passes a state on"
+            given, slots = passed.reshape(-1, passed.shape[-1]), rows.slots.reshape(-1)
+            source = move_and_write(chain[index], forward.moves, slots, given, forward.paging.backend)
             links.append(source)
     chosen = jnp.take_along_axis(jnp.stack(states), features.layers[None, ..., None], axis=0)[0]
-    if config.own_heads:
-        chosen = _at_own_head(chosen, features.layers, len(config.layers))
+    if forward.config.own_heads:
+        chosen = _at_own_head(chosen, features.layers, len(joins))
     return chosen, Pools([*written, *links], kept)
 
 

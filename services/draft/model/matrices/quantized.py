@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from outrider.errors import ConfigError
 from services.draft.model.params import Params
 
 MATRICES = {
@@ -40,15 +39,6 @@ class QuantizedWeight(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """Shape of the matrix."""
         return self.numbers.shape
-
-
-def check_quantization(kind: str | None) -> None:
-    """Raise ConfigError for an unsupported format of weights."""
-    if kind not in (None, _NONE, *_KINDS):
-        raise ConfigError(
-            f"--speculative-draft-model-quantization {kind} is not supported; expected one of "
-            f"{', '.join((*_KINDS, _NONE))}"
-        )
 
 
 def quantization_format(kind: str | None) -> str | None:

@@ -13,7 +13,7 @@ from outrider.speculation.shape import TreeShape
 from services.draft.kernels.base import Backend, Context, Paging
 from services.draft.kernels.cpu.candidates import cpu_candidates
 from services.draft.model.layers.config import ModelConfig
-from services.draft.model.layers.decoder import Features, Rows, all_logits, head, hidden_states
+from services.draft.model.layers.decoder import Features, Forward, Rows, all_logits, head, hidden_states
 from services.draft.model.layers.kv_cache import Pools, move_rows
 from services.draft.model.layers.stacked import stacked_states
 from services.draft.model.parallel.mesh import MeshPlacement
@@ -106,7 +106,7 @@ def states(constants: Constants, params: Params, pools: Pools, inputs: StepInput
         )
     rows = Rows(inputs.tokens, inputs.positions, inputs.slots, features)
     compute = stacked_states if constants.config.stacked else hidden_states
-    return compute(params, constants.config, pools, rows, context, inputs.moves, constants.paging)
+    return compute(Forward(params, constants.config, pools, rows, context, inputs.moves, constants.paging))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)

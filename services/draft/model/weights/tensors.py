@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,14 +26,21 @@ _FORMATS = {"int64": "I64", "int32": "I32", "bool": "BOOL", "uint8": "U8", "int8
 
 
 class Tensors:
-    """Open files of a checkpoint; a context manager. Quantized weights are dequantized when they are read."""
+    """Open files of a checkpoint; a context manager. Quantized weights are dequantized when they are read.
 
-    def __init__(self, folder: Path, known_as: Callable[[str], str] = str) -> None:
-        """known_as: maps a name in the files to the name that readers use. Raises ConfigError."""
+    invented: there are no files, and every tensor that is read has made-up numbers
+    """
+
+    invented = False
+
+    def __init__(self, folder: Path, known_as: Callable[[str], str] = str, files: Sequence[Path] | None = None) -> None:
+        """known_as: maps a name in the files to the name that readers use. files: default all weight files of the
+        folder. Raises ConfigError.
+        """
         self.folder = folder
         self._files: list[Any] = []
         self._places: dict[str, tuple[Mapping[str, Any] | Any, str, Path]] = {}
-        for file in weight_files(folder, torch_files=True):
+        for file in weight_files(folder, torch_files=True) if files is None else files:
             opened = _open(file)
             self._files.append(opened)
             for name in opened.keys():  # noqa: SIM118  (safe_open is no mapping)

@@ -191,7 +191,7 @@ class TargetClient:
         if frame.load.weight_version not in ("", self.info.weight_version):
             raise Unavailable(f"the target at {self.address} has new weights, {frame.load.weight_version!r}")
         bases: dict[int, int] = {}  # tokens of each session before the frame
-        for number, base, tokens, _, _, _, finish, _ in codec.commit_rows(frame.commits):
+        for number, base, tokens, _, _, _, finish, _, _ in codec.commit_rows(frame.commits):
             session = self._sessions.get(number)
             if session is None:
                 continue
@@ -309,13 +309,13 @@ class Collector:
             log.debug("a conversation is left out: %s", error.message)
         if self._futile >= _MAX_FUTILE:
             raise InvalidRequest(
-                f"the last {self._futile} prompts led to no answer: {self.left_out_in_words}; see --data, --max-length "
+                f"the last {self._futile} prompts led to no answer: {self.left_out_summary}; see --data, --max-length "
                 "and --free-openings"
             )
         await asyncio.sleep(0)  # a rejected conversation need not have awaited the target; let other tasks run
 
     @property
-    def left_out_in_words(self) -> str:
+    def left_out_summary(self) -> str:
         """Conversations that were left out, by reason, as text."""
         counts = ", ".join(f"{count} {kind}" for kind, count in self.left_out.items())
         return f"{counts} (the last one: {self.last_reason})" if self.last_reason else counts

@@ -109,7 +109,7 @@ async def _collect(collector: Collector, store: Store, limits: Limits, todo: Ite
             bar.at(store.token_count, f"{len(store)} answers, {speed:.0f} tokens/s, {size:.1f} GiB")
     if collector.left_out:
         level = logging.WARNING if collector.last_reason else logging.INFO
-        log.log(level, "conversations that were left out: %s", collector.left_out_in_words)
+        log.log(level, "conversations that were left out: %s", collector.left_out_summary)
     writing.result()
 
 

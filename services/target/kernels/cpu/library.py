@@ -13,7 +13,7 @@ Unavailable = native.Unavailable
 
 
 class AttentionShape(ctypes.Structure):
-    """Attention of a layer; window, softcap and value_stride: 0 for none; see csrc/attention_plan.h."""
+    """Attention of a layer; window, softcap and value_stride: 0 for none; see csrc/attention/attention_plan.h."""
 
     _fields_ = (
         ("heads", c_int64),
@@ -29,7 +29,7 @@ class AttentionShape(ctypes.Structure):
 
 
 class Product(ctypes.Structure):
-    """Products of groups of rows; see csrc/invariant_product.h."""
+    """Products of groups of rows; see csrc/matrices/invariant_product.h."""
 
     _fields_ = (
         ("first", c_void_p),
@@ -49,7 +49,7 @@ class Product(ctypes.Structure):
 
 
 class SampleCall(ctypes.Structure):
-    """Rows to sample a token after; see csrc/sampling.h."""
+    """Rows to sample a token after; see csrc/sampling/sampling.h."""
 
     _fields_ = (
         ("logits", c_void_p),
@@ -61,14 +61,13 @@ class SampleCall(ctypes.Structure):
         ("masks", c_void_p),
         ("words", c_void_p),
         ("tokens", c_void_p),
-        ("second_tokens", c_void_p),
         ("ids", c_void_p),
         ("probabilities", c_void_p),
     )
 
 
 class MultiStep(ctypes.Structure):
-    """Multi-step decoding; see csrc/program.h."""
+    """Multi-step decoding; see csrc/programs/program.h."""
 
     _fields_ = (
         ("steps", c_int64),
@@ -89,26 +88,23 @@ class MultiStep(ctypes.Structure):
 
 
 class LoopIteration(ctypes.Structure):
-    """The result of an iteration of the fused speculation loop; see csrc/fused_loop.h."""
+    """The result of an iteration of the fused speculation loop; see csrc/programs/fused_loop.h."""
 
     _fields_ = (
         ("written", c_int64),
         ("draft_tokens", c_int64),
-        ("chain", c_int64),
-        ("second_choices", c_int64),
-        ("chain_accepted", c_int64),
+        ("verified", c_int64),
         ("accepted", c_int64),
         ("committed", c_int64),
-        ("inner", c_int64),
         ("head_tokens", c_int64),
         ("drafting", c_double),
         ("verifying", c_double),
-        ("probabilities", c_float * 2 * 16),
+        ("probabilities", c_float * 16),
     )
 
 
 class FusedLoop(ctypes.Structure):
-    """The fused speculation loop; see csrc/fused_loop.h."""
+    """The fused speculation loop; see csrc/programs/fused_loop.h."""
 
     _fields_ = (
         ("max_iterations", c_int64),
@@ -116,11 +112,7 @@ class FusedLoop(ctypes.Structure):
         ("text", c_void_p),
         ("length", c_int64),
         ("room", c_int64),
-        ("head_tokens", c_int64),
         ("depth", c_int64),
-        ("max_second_choices", c_int64),
-        ("chain", c_int64),
-        ("longest", c_int64),
         ("sampling", c_char_p),
         ("stops", c_char_p),
         ("stop_count", c_int64),
@@ -129,15 +121,11 @@ class FusedLoop(ctypes.Structure):
         ("repeat_length", c_int64),
         ("pages", c_void_p),
         ("page_size", c_int64),
-        ("pools", c_void_p),
-        ("row_bytes", c_void_p),
-        ("pool_count", c_int64),
         ("vocab", c_int64),
         ("tokens", c_void_p),
         ("results", c_void_p),
-        ("inner", c_void_p),
+        ("head_tokens", c_int64),
         ("acceptance_rates", c_void_p),
-        ("second_acceptance_rates", c_void_p),
         ("token_gain", c_double),
         ("token_value", c_double),
         ("row_cost", c_double),
@@ -149,7 +137,7 @@ class FusedLoop(ctypes.Structure):
 
 
 class BatchView(ctypes.Structure):
-    """The rows of a step; see csrc/batch.h."""
+    """The rows of a step; see csrc/attention/batch.h."""
 
     _fields_ = (
         ("rows", c_int64),

@@ -21,7 +21,7 @@ from services.target.kernels.cpu.pool import shared_pool
 from services.target.step.batch import SamplingPlan
 from services.target.step.token_mask import TokenMask
 
-_SAMPLING = struct.Struct("<dddqQ")  # csrc/sampling.h
+_SAMPLING = struct.Struct("<dddqQ")  # csrc/sampling/sampling.h
 
 
 def pack(params: SamplingParams) -> bytes:
@@ -35,13 +35,11 @@ def pack(params: SamplingParams) -> bytes:
 class HeadDraftTokens:
     """Draft tokens of n steps, for S sessions.
 
-    tokens: [n, S] int64, -1 where logits are not finite; seconds: [n, S] int64, the sample if the first is excluded
-    odds: [n, S, 2] float32, the probability of each token, and of the second one given not the first
+    tokens: [n, S] int64, -1 where logits are not finite; probabilities: [n, S] float32
     """
 
     tokens: NDArray[np.int64]
-    seconds: NDArray[np.int64]
-    odds: NDArray[np.float32]
+    probabilities: NDArray[np.float32]
 
 
 class SampledRows:
@@ -55,20 +53,19 @@ class SampledRows:
         mask: TokenMask | None = None,
         steps: int = 1,
         *,
-        second_tokens: bool = False,
+        probabilities: bool = False,
         ids: Tensor | None = None,
     ) -> None:
         """logits: address of at least [R, V] float32; vocab: V; mask: the tokens that grammars allow.
 
-        steps: most steps, whose tokens follow one another. second_tokens: also sample with the first token excluded,
-        which overwrites logits. ids: [V] int32, ascending token ids of the logits; None: the vocabulary in order.
+        steps: most steps, whose tokens follow one another. probabilities: compute those of the tokens, too.
+        ids: [V] int32, ascending token ids of the logits; None: the vocabulary in order.
         """
         assert plan.positions.typecode == plan.counts.typecode == "q", "the kernel reads int64"
         rows = len(plan.positions)
         self.tokens = np.empty(steps * rows, np.int64)
         self._rows = rows
-        self._second_tokens = np.empty(steps * rows, np.int64) if second_tokens else None
-        self._probabilities = np.empty(2 * steps * rows, np.float32) if second_tokens else None
+        self._probabilities = np.empty(steps * rows, np.float32) if probabilities else None
         lines = None
         if mask is not None:
             lines = np.full(rows, -1)
@@ -78,19 +75,16 @@ class SampledRows:
             logits, rows, vocab, plan.sessions, plan.counts.buffer_info()[0],
             plan.positions.buffer_info()[0], None if lines is None else lines.ctypes.data,
             None if mask is None else mask.words.data_ptr(), self.tokens.ctypes.data,
-            None if self._second_tokens is None else self._second_tokens.ctypes.data,
             None if ids is None else ids.data_ptr(),
             None if self._probabilities is None else self._probabilities.ctypes.data,
         )  # fmt: skip
         self.pointer = ctypes.byref(self._call)
 
     def draft_tokens(self, steps: int) -> HeadDraftTokens:
-        """The samples of the first `steps` steps, with second tokens."""
-        assert self._second_tokens is not None, "requires second_tokens"
-        assert self._probabilities is not None, "requires second_tokens"
+        """The samples of the first `steps` steps."""
+        assert self._probabilities is not None, "requires probabilities"
         count, shape = steps * self._rows, (steps, self._rows)
-        tokens, seconds = self.tokens[:count].reshape(shape), self._second_tokens[:count].reshape(shape)
-        return HeadDraftTokens(tokens, seconds, self._probabilities[: 2 * count].reshape(*shape, 2))
+        return HeadDraftTokens(self.tokens[:count].reshape(shape), self._probabilities[:count].reshape(shape))
 
 
 def sample(logits: Tensor, plan: SamplingPlan, mask: TokenMask | None = None) -> NDArray[np.int64]:

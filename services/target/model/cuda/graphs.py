@@ -126,14 +126,14 @@ class _Step:
         """Attention with tables at fixed addresses, if the runner's attention has any; a trial run finds the kinds."""
         made: list[Attention] = []
 
-        def noting(batch: Batch) -> Attention:
+        def recording(batch: Batch) -> Attention:
             attention: Any = self._runner.planner(batch)
             if hasattr(attention, "extent"):
                 attention.extent = self._extent
             made.append(attention)
             return made[-1]
 
-        self._runner.run(batch, self._cache, noting)
+        self._runner.run(batch, self._cache, recording)
         kinds = getattr(made[0], "kinds", None)
         if kinds is None:
             return None
@@ -246,10 +246,8 @@ def wrap(runner: ModuleRunner, config: TargetConfig, device: torch.device) -> Ru
             raise ConfigError(f"{flag} must be 1 or more, not {value}")
         if config.disable_cuda_graph:
             raise ConfigError(f"{flag} and --disable-cuda-graph exclude one another; leave one out")
-        if device.type != "cuda":
-            raise ConfigError(f"{flag} needs a CUDA device, not {device}; leave it out")
         if config.attention_backend == "torch_native":
-            raise ConfigError(f"{flag} needs --attention-backend triton; torch_native cannot be captured")
+            log.warning("%s has no effect: --attention-backend torch_native cannot be captured", flag)
     if config.torch_compile_max_bs < 1:
         raise ConfigError(f"--torch-compile-max-bs must be 1 or more, not {config.torch_compile_max_bs}")
     captured = device.type == "cuda" and not config.disable_cuda_graph and runner.planner is not GroupedAttention

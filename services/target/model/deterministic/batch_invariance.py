@@ -39,21 +39,21 @@ Rows = dict[str, Tensor]  # outputs by module, in the order in which the modules
 @torch.inference_mode()
 def check(model: Model) -> None:
     """Raise ConfigError if the bits of a row depend on the other rows of the batch."""
-    scene = _Scene(model)
-    if scene.longest < _TOKENS:
+    probe = _Probe(model)
+    if probe.longest < _TOKENS:
         return
-    expected = torch.cat(scene.alone())
+    expected = torch.cat(probe.alone())
     for others in _NEIGHBOURS:
         for first in (True, False):
-            if not torch.equal(scene.together(others, first=first), expected):
-                module = scene.divergent_module(others, first=first)
+            if not torch.equal(probe.together(others, first=first), expected):
+                module = probe.divergent_module(others, first=first)
                 raise ConfigError(
                     f"--deterministic: {module} of {model.architecture} computes a row differently when other rows are "
                     "in the batch; leave the flag out, or choose another model"
                 )
 
 
-class _Scene:
+class _Probe:
     """The session under test, and the sessions that share its batches."""
 
     def __init__(self, model: Model) -> None:

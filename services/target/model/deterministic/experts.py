@@ -1,6 +1,7 @@
 """The experts of a layer as grouped products, for models of `transformers` that use its experts interface.
 
-Registered once; a model that is loaded with `NAME` calls it inside the mode of invariant.py, whose kernels it uses.
+Registered once; a model that is loaded with `NAME` calls it inside the mode of
+invariant_mode.py, whose kernels it uses.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from outrider.errors import ConfigError
-from services.target.kernels.cpu import rowwise
-from services.target.kernels.cpu.rowwise import Function
+from services.target.kernels.cpu.matrices import rowwise
+from services.target.kernels.cpu.matrices.rowwise import Function
 
 
 class Kernels(Protocol):

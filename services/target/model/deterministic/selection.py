@@ -15,8 +15,8 @@ import torch
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from services.target.kernels.cpu import attention as cpu_attention
 from services.target.kernels.cpu import library
+from services.target.kernels.cpu.attention import paged
 from services.target.model.attention import Probe
 from services.target.model.deterministic import experts, invariant_mode
 
@@ -55,7 +55,7 @@ def prepare(module: Any, how: Mapping[str, Any], probe: Probe, device: torch.dev
     assert probe.dtype is not None, "a model was probed"
     number_format = str(probe.dtype).removeprefix("torch.")
     for layer, shape in probe.shapes.items():
-        if device.type == "cpu" and not cpu_attention.serves(probe.dtype, shape.key_dim, shape.value_dim):
+        if device.type == "cpu" and not paged.serves(probe.dtype, shape.key_dim, shape.value_dim):
             raise ConfigError(
                 f"{_FLAG} has no kernel for the attention of layer {layer} on a CPU, with heads of {shape.key_dim} "
                 f"numbers as {number_format}; choose --dtype bfloat16 or float32, or leave it out"

@@ -145,10 +145,10 @@ def _from_two_factors(reader: GGUFReader, text: Any) -> dict[str, Any] | None:
 
 
 def llama3_factors(scaling: dict[str, Any], theta: float, head_dim: int) -> NDArray[np.float64]:
-    """What each frequency is divided by, [head_dim / 2]: long waves by the factor, short ones not, a ramp between."""
-    waves = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    """Divisors of the frequencies, [head_dim / 2]: the factor for long wavelengths, 1 for short ones, else a ramp."""
+    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    smooth = np.clip((scaling["original_max_position_embeddings"] / waves - low) / (high - low), 0.0, 1.0)
+    smooth = np.clip((scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0.0, 1.0)
     factors: NDArray[np.float64] = 1.0 / ((1.0 - smooth) / scaling["factor"] + smooth)
     return factors
 

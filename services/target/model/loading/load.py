@@ -13,7 +13,8 @@ import torch
 import transformers
 
 from outrider.checkpoints import checkpoint
-from outrider.config import DType, TargetConfig
+from outrider.config import DType, TargetConfig, check_device
+from outrider.config.compatibility.on_cpu import FLOAT16_NOTE
 from outrider.errors import ConfigError
 from services.target.kernels.dispatch import choose
 from services.target.kernels.pools import pick_cache_dtype
@@ -24,11 +25,7 @@ from services.target.model.deterministic.batch_invariance import check as check_
 from services.target.model.loading import positions, quantized, self_check, shards, support
 from services.target.model.loading.probe import check_window, pass_a_token
 from services.target.model.loading.runners import choose_runner
-from services.target.model.loading.weight_quantization import (
-    check_dtype,
-    quantization_arguments,
-    warn_about_experts,
-)
+from services.target.model.loading.weight_quantization import quantization_arguments, warn_about_experts
 from services.target.step.upload import use_device
 
 log = logging.getLogger(__name__)
@@ -51,7 +48,6 @@ def load(folder: Path, config: TargetConfig) -> Model:
     how = quantization_arguments(config.quantization, settings, device)
     how |= shards.split(folder, settings, config.tp_size) | quantized.prepare(settings, device)
     dtype = pick_dtype(config.dtype, settings, device)
-    check_dtype(config.quantization, dtype, device)
     module = _read_weights(folder, settings, dtype, remote, how)
     module.to(device).eval().requires_grad_(False)
     warn_about_experts(config.quantization, module)
@@ -92,6 +88,7 @@ def pick_device(name: str) -> torch.device:
     """The device of --device. Raises ConfigError if the machine does not have it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(name)
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -105,7 +102,14 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: DType, settings: Any, device: torch.device) -> torch.dtype:
-    """The number format of --dtype. auto: the checkpoint's; on a CPU without kernels for it, float32."""
+    """The number format of --dtype. auto: the checkpoint's; on a CPU without kernels for it, float32.
+
+    A CPU has no kernels for float16: it computes in bfloat16, which takes as much memory, or in float32.
+    """
+    if name == "float16" and device.type == "cpu":
+        chosen = "bfloat16" if native.serves(settings) else "float32"
+        log.warning("%s", FLOAT16_NOTE.format(chosen))
+        return _DTYPES[chosen]
     if name != "auto":
         return _DTYPES[name]
     stored = settings.get_text_config().dtype or settings.dtype or torch.float32

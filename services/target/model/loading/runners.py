@@ -79,12 +79,9 @@ def _program(
         "running as a compiled program, by %s%s; a step reads %.0f MB of weights",
         vectors.chosen().name.upper(), unit, runner.weight_bytes / 1e6,
     )  # fmt: skip
-    if runner.copied and runner.head is not None:
-        log.info(
-            "self-speculation with a quantized copy (%.0f MB a step) and a local EAGLE head", runner.draft_bytes / 1e6
-        )
-    elif runner.drafts:
-        log.info("self-speculation, which reads %.0f MB a draft token", runner.draft_bytes / 1e6)
+    if runner.drafts:
+        source = "a quantized copy" if runner.copied else "a local EAGLE head"
+        log.info("self-speculation with %s, which reads %.0f MB a draft token", source, runner.draft_bytes / 1e6)
     torch.set_num_threads(1)  # the program has its own threads, and PyTorch's would spin next to them
     return runner
 

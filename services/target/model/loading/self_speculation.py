@@ -11,7 +11,7 @@ from torch import nn
 from outrider.config import TargetConfig
 from outrider.drafts import DEFAULT_HEAD, has_bundled_head
 from outrider.errors import ConfigError
-from services.target.kernels.cpu.weights import Format
+from services.target.kernels.cpu.matrices.weights import Format
 from services.target.model.loading.weight_quantization import cpu_format
 
 # Bytes of linear layers; smaller layers stay in CPU caches, where narrower weights are no faster.
@@ -20,10 +20,9 @@ _MIN_BYTES = 32e6
 
 @dataclass(frozen=True)
 class SelfSpeculationPlan:
-    """The draft sources that are loaded.
+    """The draft sources that are loaded: prompt lookup, and at most one of the others.
 
-    copied: format of the quantized copy of the weights; None without one. head: folder of the local EAGLE head; beside
-    a copy, it assists the copy.
+    copied: format of the quantized copy of the weights; head: folder of the local EAGLE head
     """
 
     prompt_lookup: bool = False
@@ -44,11 +43,10 @@ def plan_self_speculation(config: TargetConfig, module: Any, reason: str | None)
     number_format: Literal["int4", "int8"] = (
         "int4" if config.self_speculation_format == "auto" else config.self_speculation_format
     )
-    narrower = wanted == "quantized" and config.quantization not in ("int4", number_format)
     against = reason
     if against is None and config.verifies_all_draft_tokens:
         against = "--speculative-num-draft-tokens and --speculative-always fix what is verified"
-    if against is None and source == "quantized" and not narrower:
+    if against is None and source == "quantized" and config.quantization in ("int4", number_format):
         against = f"with --quantization {config.quantization} the weights are as narrow as a copy in {number_format}"
     if against is None and wanted == "head" and folder is None:
         against = "this model has no bundled head; name a folder with --self-speculation-head"
@@ -59,13 +57,14 @@ def plan_self_speculation(config: TargetConfig, module: Any, reason: str | None)
     small = sum(weight.nbytes for weight in layers) < _MIN_BYTES
     if against is not None or (source == "auto" and small and config.self_speculation_head is None):
         return SelfSpeculationPlan()
-    with_head = source in ("auto", "head") or config.self_speculation_head is not None
-    return SelfSpeculationPlan(True, cpu_format(number_format) if narrower else None, folder if with_head else None)
+    if wanted == "quantized":
+        return SelfSpeculationPlan(True, copied=cpu_format(number_format))
+    return SelfSpeculationPlan(True, head=folder if wanted == "head" else None)
 
 
 def _check_flags(config: TargetConfig) -> None:
     source = config.self_speculation
-    if config.self_speculation_head is not None and source in ("off", "lookup"):
+    if config.self_speculation_head is not None and source in ("off", "lookup", "quantized"):
         raise ConfigError(f"--self-speculation-head is not for --self-speculation {source}; leave one of them out")
     if config.self_speculation_format != "auto" and source in ("off", "lookup", "head"):
         raise ConfigError(f"--self-speculation-format is not for --self-speculation {source}; leave one of them out")

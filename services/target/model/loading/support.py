@@ -133,12 +133,12 @@ def _check_kind(folder: Path, settings: Any, remote: bool) -> None:
 def _check_layers(folder: Path, settings: Any) -> None:
     text = settings.get_text_config()
     kinds = list(getattr(text, "layer_types", None) or ())
-    strange = sorted(set(kinds) - set(_LAYER_TYPES))
-    if strange:
-        count = sum(kind in strange for kind in kinds)
+    unsupported = sorted(set(kinds) - set(_LAYER_TYPES))
+    if unsupported:
+        count = sum(kind in unsupported for kind in kinds)
         raise ConfigError(
-            f"{folder}: {count} of {len(kinds)} layers are of type {', '.join(strange)}, which is not supported: only "
-            "full and sliding-window attention can verify a tree of drafts; choose a model with these alone"
+            f"{folder}: {count} of {len(kinds)} layers are of type {', '.join(unsupported)}, which is not supported: "
+            "only full and sliding-window attention can verify a tree of drafts; choose a model with these alone"
         )
     if getattr(text, "num_kv_shared_layers", 0):
         raise ConfigError(

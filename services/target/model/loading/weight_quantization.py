@@ -1,8 +1,9 @@
 """--quantization: weights are quantized while loading; the computation keeps its number format.
 
 On CUDA with `torchao`: one scale a row, or a group of 128 numbers in int4; linear layers only, without the LM head. On
-the CPU with our own kernels (kernels/cpu/weights.py): int8 and int4, with the LM head in int8. Quantized checkpoints,
-which are unpacked on the CPU, may be packed again; 4-bit weights in blocks of 32 or more are reproduced exactly.
+the CPU with our own kernels (kernels/cpu/matrices/weights.py): int8 and int4, with the LM head in int8. Quantized
+checkpoints, which are unpacked on the CPU, may be packed again; 4-bit weights in blocks of 32 or more are reproduced
+exactly.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from torch import nn
 from outrider.config import Quantization
 from outrider.errors import ConfigError
 from services.target.kernels.cpu import library
-from services.target.kernels.cpu.weights import Format
-from services.target.model.linear import plain_format
+from services.target.kernels.cpu.matrices.weights import Format
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +56,6 @@ def quantization_arguments(choice: Quantization | None, settings: Any, device: t
 
     how = {"fp8": ao.Float8WeightOnlyConfig, "int8": ao.Int8WeightOnlyConfig, "int4": ao.Int4WeightOnlyConfig}
     return {"quantization_config": TorchAoConfig(how[choice]()), "device_map": {"": device}}
-
-
-def check_dtype(choice: Quantization | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ConfigError if no kernels multiply quantized weights in the computation's format."""
-    if choice is not None and device.type == "cpu" and plain_format(dtype) is None:
-        name = str(dtype).removeprefix("torch.")
-        raise ConfigError(f"--quantization {choice} on a CPU has no kernels for {name}; choose --dtype bfloat16")
 
 
 def warn_about_experts(choice: Quantization | None, module: nn.Module) -> None:

@@ -12,7 +12,6 @@ _DECAY = 0.97  # per step that verified draft tokens
 _DECAY_AFTER_PAUSE = 0.3  # where a drafter that was given up turns out right: it may be another one by now
 _WEIGHT = 2.0  # promised tokens that the prior counts for
 _MIN_RATIO, _MAX_RATIO = 0.01, 2.0
-_STAGGER = 7919  # a prime: neighbouring sessions try in different steps
 # Steps between tries: at first, after a try that succeeded alone, and at most.
 _FIRST_INTERVAL, _USUAL_INTERVAL, _MAX_INTERVAL = 8, 64, 128
 
@@ -26,9 +25,9 @@ class Calibration:
         self._interval = interval
         self._steps = steps  # since the last evidence
 
-    def heir(self, session_id: int) -> Calibration:
-        """The start of a new session: the ratio and the interval of all sessions, at a phase of its own."""
-        return Calibration(self.ratio, self._interval, session_id * _STAGGER % self._interval)
+    def for_new_session(self, session_id: int) -> Calibration:
+        """The start of a new session: the ratio and the interval of all sessions; neighbours try in different steps."""
+        return Calibration(self.ratio, self._interval, -session_id % self._interval)  # the first ones try soon
 
     @property
     def ratio(self) -> float:
@@ -67,7 +66,7 @@ class Calibrations:
 
     def open(self, session_id: int) -> None:
         """A session begins."""
-        self._sessions[session_id] = self.overall.heir(session_id)
+        self._sessions[session_id] = self.overall.for_new_session(session_id)
 
     def close(self, session_id: int) -> None:
         """A session has ended."""

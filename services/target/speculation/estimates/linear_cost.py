@@ -6,10 +6,10 @@ measured lie close together, where a correction of fixed points (step_cost.py) c
 
 from __future__ import annotations
 
+from services.target.speculation.estimates.step_cost import MAX_EXCESS, PRIOR
+
 _DECAY = 0.98  # of the evidence, per measurement
-_PRIOR = 4.0  # measurements that each end of the prior line counts for
-_ENDS = (1.0, 6.0)  # counts of the prior's two ends
-_MAX_EXCESS = 2.0  # a measurement above this many times its estimate counts as this many times
+_ENDS = (1.0, 6.0)  # counts at the two ends of the prior line, each of which counts for PRIOR measurements
 _MIN_VARIANCE = 0.01  # of the counts; below, the slope stays as it was
 
 
@@ -21,7 +21,7 @@ class LinearCost:
         self._sums = [0.0] * 5  # weighted sums of 1, count, count^2, seconds, count * seconds
         self.fixed, self.each = fixed, each
         for count in _ENDS:
-            self._add(count, fixed + each * count, _PRIOR)
+            self._add(count, fixed + each * count, PRIOR)
 
     def seconds(self, count: float) -> float:
         """The estimate for a count."""
@@ -30,7 +30,7 @@ class LinearCost:
     def observe(self, count: int, seconds: float) -> None:
         """Add a measurement."""
         self._sums = [_DECAY * one for one in self._sums]
-        self._add(count, min(seconds, _MAX_EXCESS * self.seconds(count)), 1.0)
+        self._add(count, min(seconds, MAX_EXCESS * self.seconds(count)), 1.0)
         n, x, xx, y, xy = self._sums
         spread = n * xx - x * x
         if spread > _MIN_VARIANCE * n * n:

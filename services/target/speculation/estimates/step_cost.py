@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 _DECAY = 0.99  # of the evidence, per step
-_PRIOR = 4.0  # steps that the overall correction counts for at each point
-_MAX_EXCESS = 2.0  # a step that takes longer than this many times its estimate counts as one that takes this long
+PRIOR = 4.0  # measurements that a prior counts for: here the overall correction, at each point
+MAX_EXCESS = 2.0  # a measurement above this many times its estimate counts as this many times: it was disturbed
 _INTERVAL = 8  # steps between two corrections
 
 
@@ -82,7 +82,7 @@ class StepCost:
         expected, _ = self.step(tokens, kv_tokens)
         attention = kv_tokens * self.seconds_per_kv_token
         measured = self._heights[below] * (1.0 - share) + self._heights[above] * share + attention
-        ratio = min(seconds, _MAX_EXCESS * expected) / measured
+        ratio = min(seconds, MAX_EXCESS * expected) / measured
         self._ratios = [one * _DECAY for one in self._ratios]
         self._weights = [one * _DECAY for one in self._weights]
         for point, weight in ((below, 1.0 - share), (above, share)):
@@ -91,7 +91,7 @@ class StepCost:
         self.observed += 1
         if self.observed % _INTERVAL == 0:
             overall = sum(self._ratios) / sum(self._weights)
-            ratios = (np.array(self._ratios) + _PRIOR * overall) / (np.array(self._weights) + _PRIOR)
+            ratios = (np.array(self._ratios) + PRIOR * overall) / (np.array(self._weights) + PRIOR)
             self._correct(_rising(self._measured * ratios))
 
     def scaled(self, share: float) -> StepCost:

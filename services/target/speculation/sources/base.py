@@ -1,4 +1,4 @@
-"""What every draft source offers: draft tokens with probabilities, and the throughput that a step has with them.
+"""What every draft source does: it drafts for the sessions of a step, and learns from what was accepted.
 
     draft_service.py         proposals of draft services, which are there already
     prompt_lookup.py         what followed a session's last tokens when they occurred before
@@ -12,24 +12,23 @@ target's. It writes into the cache where the verification writes next: nothing o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.serving.loop import MessageWatch
 from outrider.serving.session import Session
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.tree import TreeSlice
 from services.target.sampling.session import TargetSession
-from services.target.speculation.estimates.cached_estimate import CachedEstimate
-from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.planner import Planner
 from services.target.step.batch import SessionWork
 from services.target.step.programs import FusedLoop, LoopIteration
 
 MAX_CHAIN = 16  # draft tokens of a chain
-_INTERVAL = 16  # steps between two predictions of whether a source pays
 _PROBE_INTERVAL = 256  # steps after which a source that does not pay is used in one
 _PARENTS = np.arange(-1, MAX_CHAIN, dtype=np.int32)
 _DEPTHS = np.arange(1, MAX_CHAIN + 1, dtype=np.int32)
@@ -45,31 +44,24 @@ class Demand:
     sessions:  that sample in the step
     tokens:    of the step without draft tokens, prompts included
     kv_tokens: cached tokens of all its sessions
+    rival:     the model source that drafts for these sessions otherwise, if it pays
     """
 
     works: Sequence[SessionWork]
     sessions: int
     tokens: int
     kv_tokens: int
+    rival: ModelSource | None = None
 
     def of(self, works: Sequence[SessionWork]) -> Demand:
-        """The same step, with draft tokens wanted for fewer sessions."""
+        """The same step, with draft tokens wanted for fewer sessions, and no rival."""
         return Demand(works, self.sessions, self.tokens, self.kv_tokens)
 
 
-class Offer(NamedTuple):
-    """What a source offers for a step.
-
-    throughput: tokens per second of all sessions of the step, expected, drafting included
-    drafts:     None if the source makes them when asked to
-    """
-
-    throughput: float
-    drafts: Drafts | None = None
-
-
 class DraftSource(ABC):
-    """Draft tokens for one engine's sessions."""
+    """Draft tokens for one engine's sessions. kind: its name to requests and reports."""
+
+    kind: ClassVar[SourceKind]
 
     def __init__(self, planner: Planner, sessions: Mapping[int, TargetSession]) -> None:
         """sessions: those that are open, by id."""
@@ -81,8 +73,11 @@ class DraftSource(ABC):
         """Drop what sessions have taught."""
 
     @abstractmethod
-    def offer(self, demand: Demand) -> Offer:
-        """What the source offers for a step."""
+    def draft(self, demand: Demand, listen: MessageWatch) -> Drafts:
+        """Draft tokens that are worth their cost in a step, by session id, with pages for them.
+
+        listen: how a message interrupts drafting that takes time
+        """
 
     @abstractmethod
     def observe(self, session_id: int, draft: TreeSlice, path: Sequence[int], *, goes_on: bool) -> None:
@@ -90,6 +85,10 @@ class DraftSource(ABC):
 
         goes_on: False if the session ended with it, however right the rest may have been
         """
+
+    def opened(self, session_id: int) -> None:
+        """A session begins."""
+        del session_id
 
     def launched(self, works: Sequence[SessionWork]) -> None:
         """A step of the model is launched, which writes these tokens into the cache."""
@@ -103,20 +102,13 @@ class DraftSource(ABC):
 class ModelSource(DraftSource):
     """A draft source that computes on the target's device.
 
-    lead: minimum predicted speedup over plain decoding
+    min_speedup: minimum predicted speedup over plain decoding
     """
 
-    lead: ClassVar[float]
+    min_speedup: ClassVar[float]
 
-    def __init__(
-        self,
-        planner: Planner,
-        sessions: Mapping[int, TargetSession],
-        verifying: Callable[[], StepCost] | None = None,
-    ) -> None:
-        """sessions: those that are open, by id. verifying: cost model of the verification, if not the model's own."""
-        self._verifying = verifying or (lambda: planner.budget.cost)
-        self._paying = CachedEstimate[bool](_INTERVAL)  # by batch size
+    def __init__(self, planner: Planner, sessions: Mapping[int, TargetSession]) -> None:
+        """As of DraftSource."""
         self._unused = 0  # consecutive steps in which it did not pay
         super().__init__(planner, sessions)
 
@@ -125,25 +117,14 @@ class ModelSource(DraftSource):
 
         Texts change, and what is not used is not measured.
         """
-        pays = self._paying.get(sessions, lambda: self._predict(sessions, kv_tokens))
+        plain = self._planner.budget.plain_throughput(sessions, kv_tokens)
+        pays = self.throughput(sessions, kv_tokens) > self.min_speedup * plain
         self._unused = 0 if pays or self._unused >= _PROBE_INTERVAL else self._unused + 1
         return not self._unused
-
-    def _predict(self, sessions: int, kv_tokens: int) -> bool:
-        plain = sessions / self._verifying().step(sessions, kv_tokens)[0]
-        return self.throughput(sessions, kv_tokens) > self.lead * plain
 
     @abstractmethod
     def throughput(self, sessions: int, kv_tokens: int) -> float:
         """Expected tokens per second of a step's sessions, all of them drafted for. kv_tokens: of all together."""
-
-    def offer(self, demand: Demand) -> Offer:
-        """As of DraftSource."""
-        return Offer(self.throughput(demand.sessions, demand.kv_tokens))
-
-    @abstractmethod
-    def draft(self, demand: Demand, listen: MessageWatch) -> Drafts:
-        """Draft tokens to verify, by session id. listen: how a message interrupts the drafting."""
 
     @abstractmethod
     def loop(self, work: SessionWork, seconds: float) -> FusedLoop | None:
@@ -170,8 +151,12 @@ def chain_of(entry: TargetSession, tokens: list[int], rate: float) -> TreeSlice:
     rate: acceptance rate of each token if its predecessors are accepted
     """
     count = verifiable(entry, tokens)
-    scores = np.log(np.float32(rate)) * _DEPTHS[:count]
-    return TreeSlice(np.array(tokens[:count], np.uint32), _PARENTS[:count], _DEPTHS[:count], scores)
+    return scored_chain(tokens[:count], np.log(np.float32(rate)) * _DEPTHS[:count])
+
+
+def scored_chain(tokens: list[int], scores: NDArray[np.float32]) -> TreeSlice:
+    """A draft chain. scores: [n], logs of the path probabilities."""
+    return TreeSlice(np.array(tokens, np.uint32), _PARENTS[: len(tokens)], _DEPTHS[: len(tokens)], scores)
 
 
 def verifiable(entry: TargetSession, tokens: Sequence[int]) -> int:

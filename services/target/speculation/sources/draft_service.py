@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from outrider.serving.loop import MessageWatch
+from outrider.serving.session import Session
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
 from services.target.sampling.session import TargetSession
@@ -15,7 +18,7 @@ from services.target.speculation.budget import min_score, promised
 from services.target.speculation.draft_stats import DraftStatsRecorder
 from services.target.speculation.estimates.calibration import Calibrations
 from services.target.speculation.planner import Planner, last_chunks
-from services.target.speculation.sources.base import Demand, DraftSource, Offer
+from services.target.speculation.sources.base import Demand, Drafts, DraftSource
 from services.target.step.batch import SessionWork
 
 # Tokens that a head on the same cores reads in the time that drafting saves per token: 64 in 3 to 4 ms, while a token
@@ -25,6 +28,8 @@ _READ_PER_TOKEN = 40
 
 class DraftService(DraftSource):
     """The draft services' part in one engine's steps."""
+
+    kind = SourceKind.DRAFT
 
     def __init__(self, planner: Planner, sessions: Mapping[int, TargetSession], vocab_size: int) -> None:
         """sessions: those that are open, by id."""
@@ -38,12 +43,16 @@ class DraftService(DraftSource):
         self.stats = DraftStatsRecorder()
 
     def opened(self, session_id: int) -> None:
-        """A session begins."""
+        """As of DraftSource."""
         self.calibrations.open(session_id)
 
     def closed(self, session_id: int) -> None:
         """As of DraftSource. The session's entry is still there."""
         self.calibrations.close(session_id)
+
+    def serves(self, session: Session) -> bool:
+        """True if a session allows the draft service."""
+        return self.kind in session.draft_sources
 
     def merge(self, proposal: Proposal, entry: TargetSession) -> None:
         """Merge a proposal. One with tokens that the model does not know is dropped."""
@@ -56,26 +65,26 @@ class DraftService(DraftSource):
         """Note what a draft token must bring in a step, whether the step verifies any or not."""
         self._min_probability = self._planner.budget.min_probability(demand.tokens, demand.sessions, demand.kv_tokens)
 
-    def offer(self, demand: Demand) -> Offer:
-        """The draft tokens that are worth their cost in this step, as far as there is room."""
+    def draft(self, demand: Demand, listen: MessageWatch) -> Drafts:
+        """As of DraftSource: those of the proposals that are there."""
+        del listen
         entries = [self._sessions[chunk.session.id] for chunk in last_chunks(demand.works)]
         if not any(entry.tree for entry in entries):
-            return Offer(0.0, {})
-        planner, throughput = self._planner, 0.0
+            return {}
+        planner = self._planner
         drafts = [self._candidates(entry, 0.0 if planner.verifies_all else self._min_probability) for entry in entries]
         if not planner.verifies_all:
             calibrations = [self.calibrations[entry.session.id] for entry in entries]
             ratios = [calibration.ratio for calibration in calibrations]
-            counts, throughput = planner.budget.select(drafts, ratios, demand.tokens, demand.kv_tokens)
+            counts, _ = planner.budget.select(drafts, ratios, demand.tokens, demand.kv_tokens)
             drafts = [
                 draft.head(max(count, 1) if calibration.due else count)
                 for calibration, draft, count in zip(calibrations, drafts, counts, strict=True)
             ]
-        chosen = {
+        return {
             entry.session.id: planner.reserve_draft(entry.session, draft)
             for entry, draft in zip(entries, drafts, strict=True)
         }
-        return Offer(throughput, chosen)
 
     def _candidates(self, entry: TargetSession, probability: float) -> TreeSlice:
         """The likeliest draft tokens of a session, above a probability unless one is due to be tried."""
@@ -94,6 +103,8 @@ class DraftService(DraftSource):
 
     def wanted(self, entry: TargetSession) -> int:
         """Draft tokens that the next step could verify with profit, judged by this one: none, one to try, or all."""
+        if not self.serves(entry.session):
+            return 0
         most = self._planner.most(entry.session)
         calibration = self.calibrations[entry.session.id]
         if self._planner.verifies_all or min(calibration.ratio, 1.0) > self._min_probability:

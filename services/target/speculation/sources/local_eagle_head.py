@@ -1,7 +1,4 @@
-"""The local EAGLE head (model/head.py) as a draft source.
-
-    root ── draft 1 ── draft 2 ── draft 3        beside a draft token, its second candidate may be verified
-        └── second 1
+"""The local EAGLE head (model/eagle_head.py) as a draft source: it drafts a chain for each session.
 
 The head gives each draft token a probability. The acceptance rate at each probability is measured, and chains are
 drafted and verified as far as the tokens that they promise are worth their cost.
@@ -12,9 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,81 +18,34 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import MessageWatch
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.tree import TreeSlice
 from services.target.kernels.cpu.sampling import HeadDraftTokens
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
 from services.target.model.eagle_head import EagleHead
 from services.target.sampling.session import TargetSession
-from services.target.speculation.budget import throughput
-from services.target.speculation.estimates.cached_estimate import CachedEstimate
-from services.target.speculation.estimates.calibration_bins import CalibrationBins
-from services.target.speculation.estimates.linear_cost import LinearCost
-from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.multi_step import interrupts, texts
 from services.target.speculation.planner import Planner
-from services.target.speculation.sources.base import MAX_CHAIN, Demand, Drafts, ModelSource, verifiable
+from services.target.speculation.sources.base import MAX_CHAIN, Demand, Drafts, ModelSource, scored_chain, verifiable
+from services.target.speculation.sources.head_estimates import USUAL_ROWS, HeadEstimates
 from services.target.speculation.sources.head_kv import HeadKV
 from services.target.step.batch import SamplingPlan, SessionWork, build
-from services.target.step.programs import (
-    CopyInLoop,
-    DraftTokenValue,
-    FusedLoop,
-    HeadDrafting,
-    HeadInLoop,
-    LoopIteration,
-)
+from services.target.step.programs import DraftTokenValue, FusedLoop, HeadDrafting, HeadInLoop, LoopIteration
 
-MAX_ALTERNATIVES = 2  # draft tokens beside which a second candidate may be verified
-_TOKENS_PER_ALTERNATIVE = 4  # of a session's draft budget: of few tokens, those of the chain itself bring more
-_EMA_WEIGHT = 0.05  # of the last chain in what chains are like
-_NEXT_RATE = 0.6  # acceptance rate of a draft token of which nothing is known yet
 _MAX_ITERATIONS = 8  # of a fused loop
-_USUAL_ROWS = 4  # of a session that the head writes before it drafts; more are no measurement of drafting
-# Drafting cost before it is measured, over a plain step: fixed, and per draft token.
-_PRIOR_FIXED, _PRIOR_EACH = 0.06, 0.05
-# Chains before any evidence, of sampled sessions and of greedy ones: accepted, drafted and verified tokens.
-_PRIOR_CHAINS = ((0.5, 2.0, 2.0), (0.9, 2.5, 2.5))
-_INTERVAL = 16  # steps between two estimates of what draft tokens cost and bring
-
-
-class _Chain(NamedTuple):
-    """What is verified of a session. probabilities: of its draft tokens; seconds: of second candidates, by place."""
-
-    probabilities: list[float]
-    seconds: dict[int, float]
-    greedy: bool
-
-
-@dataclass
-class ChainAverage:
-    """Recent chains of greedy or of sampled sessions: accepted, drafted and verified tokens."""
-
-    accepted: float
-    drafted: float
-    verified: float
-
-    def add_draft(self, drafted: int, verified: int) -> None:
-        """A chain was drafted, of which some tokens are verified."""
-        self.drafted += _EMA_WEIGHT * (drafted - self.drafted)
-        self.verified += _EMA_WEIGHT * (verified - self.verified)
-
-    def add_outcome(self, accepted: int) -> None:
-        """A chain was verified."""
-        self.accepted += _EMA_WEIGHT * (accepted - self.accepted)
 
 
 class LocalEagleHead(ModelSource):
     """Drafts for one engine's sessions.
 
-    head:           computes the draft tokens
-    kv:             which rows of each session the head has written
-    averages:       recent chains, of sampled sessions and of greedy ones
-    drafting_costs: by batch size, seconds by tokens of a chain
-    token_values:   what draft tokens cost and gain, by batch size
+    head:      computes the draft tokens
+    kv:        which rows of each session the head has written
+    estimates: what its chains cost and bring
     """
 
-    lead = 1.1
+    kind = SourceKind.HEAD
+    min_speedup = 1.1
 
     def __init__(
         self,
@@ -107,20 +55,17 @@ class LocalEagleHead(ModelSource):
         prefix: PrefixCache,
         planner: Planner,
         sessions: Mapping[int, TargetSession],
-        verifying: Callable[[], StepCost] | None = None,
     ) -> None:
-        """sessions: those that are open, by id. verifying: as of ModelSource."""
-        super().__init__(planner, sessions, verifying)
+        """sessions: those that are open, by id."""
+        self.estimates = HeadEstimates(planner, sessions)
+        super().__init__(planner, sessions)
         self._device, self.head, self._cache = model.device, head, cache
         self.kv = HeadKV(prefix)
-        self.drafting_costs: dict[int, LinearCost] = {}
-        self._chains: dict[int, _Chain] = {}
-        self.token_values = CachedEstimate[DraftTokenValue](_INTERVAL)  # by batch size
+        self._probabilities: dict[int, list[float]] = {}  # of the last draft tokens, by session
 
     def forget(self) -> None:
         """As of DraftSource."""
-        self.acceptance, self.second_acceptance = CalibrationBins(), CalibrationBins()
-        self.averages = [ChainAverage(*prior) for prior in _PRIOR_CHAINS]
+        self.estimates.forget()
 
     def launched(self, works: Sequence[SessionWork]) -> None:
         """As of DraftSource."""
@@ -130,84 +75,26 @@ class LocalEagleHead(ModelSource):
         """As of DraftSource."""
         self.kv.close(session_id)
 
-    # --- acceptance ---
-
     def observe(self, session_id: int, draft: TreeSlice, path: Sequence[int], *, goes_on: bool) -> None:
         """As of DraftSource."""
-        del draft  # is the chain that was kept
-        chain = self._chains.pop(session_id)
-        accepted_chain = sum(node < len(chain.probabilities) for node in path)
-        self._observe(chain, accepted_chain, len(path), goes_on=goes_on)
-
-    def _observe(self, chain: _Chain, accepted_chain: int, accepted: int, *, goes_on: bool) -> None:
-        """accepted_chain: accepted tokens of the chain itself; accepted: second candidates included."""
-        self.averages[chain.greedy].add_outcome(accepted)
-        for probability in chain.probabilities[:accepted_chain]:
-            self.acceptance.observe(probability, accepted=True, greedy=chain.greedy)
-        if goes_on and accepted_chain < len(chain.probabilities):
-            self.acceptance.observe(chain.probabilities[accepted_chain], accepted=False, greedy=chain.greedy)
-            if accepted_chain in chain.seconds:
-                right = accepted > accepted_chain
-                self.second_acceptance.observe(chain.seconds[accepted_chain], accepted=right, greedy=chain.greedy)
+        del draft
+        greedy = self._sessions[session_id].session.sampling.greedy
+        self.estimates.observe(self._probabilities.pop(session_id), len(path), greedy=greedy, goes_on=goes_on)
 
     def observe_loop(self, session: Session, iterations: Sequence[LoopIteration], *, goes_on: bool) -> None:
         """As of ModelSource."""
-        self.wrote_in_loop(session, iterations[-1].known)
-        self.observe_iterations(iterations, greedy=session.sampling.greedy, goes_on=goes_on)
-        length, cost = session.length, self._verifying()
+        start, known = self.kv.missing_rows(session).chunk.start, iterations[-1].known
+        if known > start:
+            self.kv.mark_written(Chunk(session, start, known))
+        self.estimates.observe_iterations(iterations, greedy=session.sampling.greedy, goes_on=goes_on)
+        length, cost = session.length, self._planner.budget.cost
         for one in iterations:
             cost.observe(1 + one.verified, length, one.verify_seconds)
             length += one.committed
 
-    def wrote_in_loop(self, session: Session, known: int) -> None:
-        """A fused loop has written the head's rows of a session up to a row."""
-        start = self.kv.missing_rows(session).chunk.start
-        if known > start:
-            self.kv.mark_written(Chunk(session, start, known))
-
-    def observe_iterations(self, iterations: Sequence[LoopIteration], *, greedy: bool, goes_on: bool) -> None:
-        """Learn from iterations in which the head drafted. goes_on: as of `observe_loop`."""
-        average = self.averages[greedy]
-        for number, one in enumerate(iterations, 1):
-            average.add_draft(one.drafted, one.verified)
-            seconds = {place: one.probabilities[place][1] for place in one.alternatives}
-            chain = _Chain([first for first, _ in one.probabilities], seconds, greedy)
-            self._observe(chain, one.accepted_chain, one.accepted, goes_on=goes_on or number < len(iterations))
-            if one.written <= _USUAL_ROWS:
-                self.drafting_cost(1).observe(one.drafted, one.draft_seconds)
-
-    # --- costs ---
-
     def throughput(self, sessions: int, kv_tokens: int) -> float:
         """As of ModelSource."""
-        entries = self._sessions.values()
-        greedy = sum(entry.session.sampling.greedy for entry in entries) / max(len(entries), 1)
-        accepted = drafted = verified = 0.0
-        for average, share in zip(self.averages, (1.0 - greedy, greedy), strict=True):
-            accepted += share * average.accepted
-            drafted += share * average.drafted
-            verified += share * average.verified
-        drafting = self.drafting_cost(sessions).seconds(drafted)
-        gains, added = np.array([sessions * accepted]), np.array([round(sessions * verified)])
-        return float(throughput(self._verifying(), gains, added, sessions, sessions, kv_tokens, drafting)[0])
-
-    def drafting_cost(self, sessions: int) -> LinearCost:
-        """Cost model of drafting for a batch of this size, by tokens of a chain."""
-        if sessions not in self.drafting_costs:
-            step, _ = self._verifying().step(sessions, 0)
-            self.drafting_costs[sessions] = LinearCost(_PRIOR_FIXED * step, _PRIOR_EACH * step)
-        return self.drafting_costs[sessions]
-
-    def token_value(self, works: Sequence[SessionWork], others: int = 0) -> DraftTokenValue:
-        """Costs and gains of draft tokens, as of one of the last steps. others: tokens of the step beside these."""
-        sessions, kv_tokens = len(works), sum(work.chunk.stop for work in works)
-        return self.token_values.get((sessions, others > 0), lambda: self._estimate_value(sessions, kv_tokens, others))
-
-    def _estimate_value(self, sessions: int, kv_tokens: int, others: int) -> DraftTokenValue:
-        few, more = self._verifying().seconds(others + sessions * np.array([2, 4]), kv_tokens).tolist()
-        token = 1.0 / self.throughput(sessions, kv_tokens)
-        step = self.drafting_cost(sessions).each
-        return DraftTokenValue(_NEXT_RATE * token, token, max(more - few, 0.0) / (2 * sessions), step)
+        return self.estimates.throughput(sessions, kv_tokens)
 
     # --- drafting ---
 
@@ -216,60 +103,37 @@ class LocalEagleHead(ModelSource):
         depth = self._depth(work)
         if depth < 1 or len(self.kv.missing_rows(work.chunk.session).chunk) > self._max_rows:
             return None
-        room = min(self._planner.room(work.chunk.session), _MAX_ITERATIONS * (depth + 1))
-        if not self._reserve([work], room + MAX_ALTERNATIVES):
-            return None
-        return self._loop(work, depth, seconds, room)
-
-    def loop_with_copy(self, work: SessionWork, copy: CopyInLoop, seconds: float, room: int) -> FusedLoop | None:
-        """A loop in which the head drafts for a copy, if that is predicted to be faster; None if not.
-
-        Some rows may be written before. There are pages for `MAX_ALTERNATIVES` tokens more than the room.
-        """
-        depth = min(self._depth(work), copy.longest - 1)
-        if depth < 1 or not self.pays(1, work.chunk.stop) or not self._caught_up([work]):
-            return None
-        return self._loop(work, depth, seconds, room, copy)
-
-    def _loop(
-        self, work: SessionWork, depth: int, seconds: float, room: int, copy: CopyInLoop | None = None
-    ) -> FusedLoop:
         session = work.chunk.session
+        room = min(self._planner.room(session), _MAX_ITERATIONS * (depth + 1))
+        if not self._reserve([work], room):
+            return None
         entries = [self._sessions[session.id]]
-        head = HeadInLoop(
-            self.kv.missing_rows(session).chunk.start, depth, self._alternatives(session), self.token_value([work]),
-            self.acceptance.table, self.second_acceptance.table,
-        )  # fmt: skip
-        return FusedLoop(_MAX_ITERATIONS, interrupts(entries), texts(entries, room), seconds, room, copy, head)
+        known = self.kv.missing_rows(session).chunk.start
+        head = HeadInLoop(known, self.estimates.token_value([work]), self.estimates.acceptance.table)
+        return FusedLoop(_MAX_ITERATIONS, interrupts(entries), texts(entries, room), seconds, room, depth, head)
 
     def _depth(self, work: SessionWork) -> int:
         """Most draft tokens of a chain for one session."""
         session = work.chunk.session
-        if session.length < 2:
-            return 0
-        return min(self._most([work]), self._planner.most(session) - self._alternatives(session))
-
-    def _alternatives(self, session: Session) -> int:
-        """Draft tokens of a session beside which a second candidate may be verified."""
-        return min(MAX_ALTERNATIVES, self._planner.most(session) // _TOKENS_PER_ALTERNATIVE)
+        return min(self._most([work]), self._planner.most(session)) if session.length > 1 else 0
 
     def draft(self, demand: Demand, listen: MessageWatch) -> Drafts:
         """As of ModelSource."""
-        self._chains.clear()
+        self._probabilities.clear()
         others = demand.tokens - len(demand.works)
         works = self._caught_up([work for work in demand.works if work.chunk.session.length > 1])
         if not works:
             return {}
         most = min(self._most(works), max(self._depth(work) for work in works))
-        if most < 1 or not self._reserve(works, most + MAX_ALTERNATIVES):
+        if most < 1 or not self._reserve(works, most):
             return {}
-        value = self.token_value(works, others)
+        value = self.estimates.token_value(works, others)
         tokens = self.draft_tokens(works, most, value, listen)
         drafts = {}
         for place, work in enumerate(works):
             session_id = work.chunk.session.id
             draft = self._chosen(session_id, place, tokens, value)
-            average = self.averages[self._sessions[session_id].session.sampling.greedy]
+            average = self.estimates.averages[self._sessions[session_id].session.sampling.greedy]
             average.add_draft(len(tokens.tokens), len(draft))
             if len(draft):
                 drafts[session_id] = draft
@@ -320,48 +184,27 @@ class LocalEagleHead(ModelSource):
         positions = array("q", [work.chunk.session.length for work in works])
         sampling = SamplingPlan(b"".join(entry.sampling for entry in entries), array("q", [1] * len(works)), positions)
         with listen() as files:
-            program = HeadDrafting(most, interrupts(entries, files), value, self.acceptance.table)
+            program = HeadDrafting(most, interrupts(entries, files), value, self.estimates.acceptance.table)
             batch = build(missing, self._device, sampling=sampling, program=program, ahead=1)
             tokens = self.head.draft(batch, self._cache)
         for work in missing:
             self.kv.mark_written(work.chunk)
-        if len(batch) <= _USUAL_ROWS * len(works):
-            self.drafting_cost(len(works)).observe(len(tokens.tokens), time.perf_counter() - started)
+        if len(batch) <= USUAL_ROWS * len(works):
+            self.estimates.drafting_cost(len(works)).observe(len(tokens.tokens), time.perf_counter() - started)
         return tokens
 
     def _chosen(self, session_id: int, place: int, drafted: HeadDraftTokens, value: DraftTokenValue) -> TreeSlice:
         """The session's draft tokens that are worth verifying. place: of the session in the batch."""
         entry = self._sessions[session_id]
         greedy = entry.session.sampling.greedy
-        tokens, probabilities = drafted.tokens[:, place].tolist(), drafted.odds[:, place].tolist()
-        alternatives = self._alternatives(entry.session)
-        most = self._planner.most(entry.session) - alternatives
+        tokens, probabilities = drafted.tokens[:, place].tolist(), drafted.probabilities[:, place].tolist()
         least, reach = value.row / value.token, 1.0
         scores: list[float] = []
-        seconds: dict[int, float] = {}
-        second_scores: list[float] = []
-        for i in range(verifiable(entry, tokens[:most])):
-            rate = self.acceptance.rate(probabilities[i][0], greedy=greedy)
-            if i and reach * rate < least:  # the first one is verified in any case: a step of one token costs as much
+        for probability in probabilities[: verifiable(entry, tokens[: self._planner.most(entry.session)])]:
+            reach *= self.estimates.acceptance.rate(probability, greedy=greedy)
+            if scores and reach < least:  # the first one is always verified: a step of one token costs as much
                 break
-            if i < alternatives and drafted.seconds[i, place] >= 0:
-                score = reach * (1.0 - rate) * self.second_acceptance.rate(probabilities[i][1], greedy=greedy)
-                if score >= least:
-                    seconds[i] = probabilities[i][1]
-                    second_scores.append(score)
-            reach *= rate
             scores.append(reach)
         count = len(scores)
-        self._chains[session_id] = _Chain([first for first, _ in probabilities[:count]], seconds, greedy)
-        candidates = [int(drafted.seconds[i, place]) for i in seconds]
-        return tree_of(tokens[:count], candidates, list(seconds), scores + second_scores)
-
-
-def tree_of(chain: list[int], candidates: list[int], places: list[int], scores: list[float]) -> TreeSlice:
-    """A chain with second candidates beside it. places: of the chain's tokens that they stand beside.
-
-    scores: path probabilities, of the chain, then of the candidates
-    """
-    parents = [*range(-1, len(chain) - 1), *(place - 1 for place in places)]
-    above = np.array(parents, np.int32)  # the place of a chain's token is its depth, counted from 0
-    return TreeSlice(np.array(chain + candidates, np.uint32), above, above + 2, np.log(np.array(scores, np.float32)))
+        self._probabilities[session_id] = probabilities[:count]
+        return scored_chain(tokens[:count], np.log(np.array(scores, np.float32)))

@@ -1,8 +1,7 @@
 """The quantized self-draft: a copy of the target's weights in fewer bits, which goes on from the target's own KV cache.
 
 The length of its chains maximizes throughput by measured costs and acceptance. A session that is alone is drafted for
-and verified in a fused loop. With a local EAGLE head, the head drafts for the copy, which verifies the head's draft
-tokens as the model verifies the copy's: a token of the chain then costs a part of a step of the copy.
+and verified in a fused loop.
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import MessageWatch
 from outrider.serving.session import Session
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.tree import TreeSlice
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
 from services.target.sampling.session import TargetSession
 from services.target.sampling.step_sampler import sampling_plan
+from services.target.speculation.budget import throughput
 from services.target.speculation.estimates.acceptance import AcceptanceEstimate
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.multi_step import interrupts, texts
 from services.target.speculation.planner import Planner
 from services.target.speculation.sources.base import MAX_CHAIN, Demand, Drafts, ModelSource, chain_of
-from services.target.speculation.sources.local_eagle_head import MAX_ALTERNATIVES, LocalEagleHead
 from services.target.step.batch import SessionWork, build
-from services.target.step.programs import CopyDrafting, CopyInLoop, FusedLoop, LoopIteration
+from services.target.step.programs import CopyDrafting, FusedLoop, LoopIteration
 
 _DECAY = 0.97  # of the acceptance rate's evidence, per chain
 _PRIOR_RATE, _WEIGHT = 0.8, 8.0  # acceptance rate before any evidence, and draft tokens that it counts for
@@ -40,23 +39,14 @@ _MAX_ITERATIONS = 4  # of a fused loop
 class QuantizedSelfDraft(ModelSource):
     """Drafts for one engine's sessions.
 
-    head: the head that drafts for the copy, if the model has one; estimate: acceptance of the copy's draft tokens
+    estimate: acceptance of the copy's draft tokens
     """
 
-    lead = 1.05
+    kind = SourceKind.QUANTIZED
+    min_speedup = 1.05
 
-    def __init__(
-        self,
-        model: Model,
-        cache: KVCache,
-        prefix: PrefixCache,
-        planner: Planner,
-        sessions: Mapping[int, TargetSession],
-    ) -> None:
+    def __init__(self, model: Model, cache: KVCache, planner: Planner, sessions: Mapping[int, TargetSession]) -> None:
         """sessions: those that are open, by id."""
-        self.head: LocalEagleHead | None = None
-        if model.head is not None:
-            self.head = LocalEagleHead(model, model.head, cache, prefix, planner, sessions, verifying=lambda: self.cost)
         self._cost: StepCost | None = None
         super().__init__(planner, sessions)
         self._model, self._cache = model, cache
@@ -64,8 +54,6 @@ class QuantizedSelfDraft(ModelSource):
     def forget(self) -> None:
         """As of DraftSource."""
         self.estimate = AcceptanceEstimate([_PRIOR_RATE], _WEIGHT, _DECAY)
-        if self.head is not None:
-            self.head.forget()
 
     @property
     def acceptance(self) -> float:
@@ -92,43 +80,24 @@ class QuantizedSelfDraft(ModelSource):
         """Count a chain's tokens."""
         self.estimate.observe(accepted + (goes_on and accepted < drafted), accepted)
 
-    def launched(self, works: Sequence[SessionWork]) -> None:
-        """As of DraftSource."""
-        if self.head is not None:
-            self.head.launched(works)
-
-    def closed(self, session_id: int) -> None:
-        """As of DraftSource."""
-        if self.head is not None:
-            self.head.closed(session_id)
-
     def loop(self, work: SessionWork, seconds: float) -> FusedLoop | None:
         """As of ModelSource."""
         session = work.chunk.session
-        most = min(self._most([work]), self._planner.max_tokens - 1)
-        copy = CopyInLoop(self.chain_length(1, work.chunk.stop, most), most)
-        room = min(self._planner.room(session), _MAX_ITERATIONS * (most + 1))
-        if not self._reserve([work], room + MAX_ALTERNATIVES):
+        depth = self.chain_length(1, work.chunk.stop, self._most([work]))
+        room = min(self._planner.room(session), _MAX_ITERATIONS * (depth + 1))
+        if not self._reserve([work], room):
             return None
-        if self.head is not None and (loop := self.head.loop_with_copy(work, copy, seconds, room)) is not None:
-            return loop
         entries = [self._sessions[session.id]]
-        return FusedLoop(_MAX_ITERATIONS, interrupts(entries), texts(entries, room), seconds, room, copy)
+        return FusedLoop(_MAX_ITERATIONS, interrupts(entries), texts(entries, room), seconds, room, depth)
 
     def observe_loop(self, session: Session, iterations: Sequence[LoopIteration], *, goes_on: bool) -> None:
         """As of ModelSource."""
-        length, cost = session.length, self._planner.budget.cost
+        length = session.length
         for number, one in enumerate(iterations, 1):
-            self._observe(one.chain, one.accepted_chain, goes_on=goes_on or number < len(iterations))
-            cost.observe(1 + one.chain, length, one.verify_seconds)
-            for inner in one.inner:
-                self.cost.observe(1 + inner.verified, length, inner.verify_seconds)
-            if self.head is not None:
-                drafted = [inner for inner in one.inner if inner.drafted]
-                self.head.observe_iterations(drafted, greedy=session.sampling.greedy, goes_on=True)
+            self._observe(one.verified, one.accepted, goes_on=goes_on or number < len(iterations))
+            self._planner.budget.cost.observe(1 + one.verified, length, one.verify_seconds)
+            self.cost.observe(1, length, one.draft_seconds / one.drafted)
             length += one.committed
-        if self.head is not None:
-            self.head.wrote_in_loop(session, iterations[-1].known)
 
     def draft(self, demand: Demand, listen: MessageWatch) -> Drafts:
         """As of ModelSource."""
@@ -161,16 +130,9 @@ class QuantizedSelfDraft(ModelSource):
         most = max(1, min(most, self._planner.max_tokens - 1))
         lengths = np.arange(1, most + 1)
         gains = sessions * np.cumsum(self.acceptance**lengths)
-        drafting = lengths * self._seconds_per_token(sessions, kv_tokens)
-        budget = self._planner.budget
-        return budget.throughput(gains, sessions * lengths, sessions, others + sessions, kv_tokens, drafting)
-
-    def _seconds_per_token(self, sessions: int, kv_tokens: int) -> float:
-        """Seconds in which the copy drafts one token for each session."""
         step, _ = self.cost.step(sessions, kv_tokens)
-        if self.head is not None and sessions == 1:
-            return min(step, 1.0 / self.head.throughput(1, kv_tokens))
-        return step
+        cost, tokens = self._planner.budget.cost, others + sessions
+        return throughput(cost, gains, sessions * lengths, sessions, tokens, kv_tokens, lengths * step)
 
     @torch.inference_mode()
     def _draft(self, works: Sequence[SessionWork], steps: int, listen: MessageWatch) -> NDArray[np.int64]:

@@ -1,11 +1,11 @@
 // The library's C interface for ctypes. Callers validate arguments; the functions do not.
 #include <cstdint>
 
-#include "sampling.h"
-#include "kv_move.h"
-#include "invariant_product.h"
-#include "program.h"
-#include "fused_loop.h"
+#include "sampling/sampling.h"
+#include "attention/kv_move.h"
+#include "matrices/invariant_product.h"
+#include "programs/program.h"
+#include "programs/fused_loop.h"
 
 using namespace outrider;
 
@@ -215,7 +215,7 @@ int64_t outrider_program_run(Program* program, const BatchView* batch, const voi
   return 1;
 }
 
-// The fused speculation loop; see fused_loop.h. logits: [kChain + max_second_choices + 1, vocab]
+// The fused speculation loop; see fused_loop.h. logits: [kChain + 1, vocab]
 int64_t outrider_program_fused_loop(Program* program, Program* head, const void* const* keys, const void* const* values,
                                 void* states, int64_t state_width, float* logits, const FusedLoop* loop) {
   Call call{};

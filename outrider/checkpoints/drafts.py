@@ -1,0 +1,74 @@
+"""Which drafter reads a published checkpoint, from its configuration and the names of its tensors."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from outrider.checkpoints.checkpoint import header_bytes, load_json, weight_files
+from outrider.checkpoints.eagle3 import is_speculators
+from outrider.config import Algorithm
+from outrider.errors import ConfigError
+
+# The fusion layer of an MTP layer: DeepSeek-V3, GLM-4.5 and MiMo-V2; MiMo-7B; Qwen.
+_MTP = re.compile(r"(^|\.)(eh_proj|mtp_layers\.\d+\.input_proj|mtp\.fc)\.weight$")
+_EAGLE = re.compile(r"(^|\.)fc\.weight$")
+_SHARDS = "model.safetensors.index.json"
+
+
+def local_folder(model_path: str | None) -> Path | None:
+    """The folder of a model if this machine has one: a folder, or a downloaded Hugging Face id. Downloads nothing."""
+    if model_path is None:
+        return None
+    path = Path(model_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or model_path.count("/") != 1:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(model_path, "config.json")
+    except ValueError:  # no name of a repository
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def has_mtp_layers(folder: Path) -> bool:
+    """True if a target's checkpoint holds MTP layers; False as well for a checkpoint that cannot be read."""
+    try:
+        return any(_MTP.search(name) for name in tensor_names(folder))
+    except (ConfigError, OSError, ValueError):
+        return False  # the target's own loading says what is wrong
+
+
+def kind_of_draft(folder: Path) -> Algorithm:
+    """The algorithm of a draft model's folder. Raises ConfigError for files that cannot be read."""
+    raw = load_json(folder / "config.json")
+    try:
+        names = tensor_names(folder)
+    except (ConfigError, OSError, ValueError):
+        names = set()  # for example of torch.save: the configuration decides
+    if any(_MTP.search(name) for name in names):
+        return "NEXTN"
+    architecture = str((raw.get("architectures") or [""])[0]).lower()
+    if "eagle3" in architecture or "draft_vocab_size" in raw or is_speculators(raw):
+        return "EAGLE3"
+    if "eagle" in architecture or any(_EAGLE.search(name) for name in names):
+        return "EAGLE"
+    return "STANDALONE"
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """The names of a checkpoint's tensors, from its index or the headers of its safetensors files.
+
+    Raises ConfigError, OSError or ValueError for files that cannot be read.
+    """
+    if (folder / _SHARDS).is_file():
+        return set(load_json(folder / _SHARDS).get("weight_map") or {})
+    names: set[str] = set()
+    for file in weight_files(folder):
+        with file.open("rb") as stream:
+            names |= json.loads(stream.read(header_bytes(stream, file))).keys()
+    return names - {"__metadata__"}

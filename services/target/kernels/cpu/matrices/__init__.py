@@ -1,0 +1,1 @@
+"""Packed weights, their products with few rows, and products that are batch-invariant."""

@@ -1,0 +1,138 @@
+"""Streams over gRPC that the engine thread writes: frames leave at once, and a slow reader blocks nothing."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from outrider.serving.messages import EngineLoad, Message, StepOutput
+from outrider.speculation.proposal import Commit, FinishReason
+from outrider.transport.call_streams import CallStream, CallStreams, CallWriter
+from tests.support.outrider.counting import request, until
+
+
+class Slow:
+    """A call whose writes end when the test lets them. As with grpc.aio, their futures belong to the network thread's
+    loop, whichever thread writes. written: frames, and the threads that wrote them
+    """
+
+    def __init__(self):
+        self.written, self.waiting, self.error = [], [], None
+        self.loop = asyncio.get_running_loop()
+
+    async def write(self, frame):
+        if self.error is not None:
+            raise self.error
+        self.written.append((frame, threading.current_thread()))
+        self.waiting.append(self.loop.create_future())
+        await self.waiting[-1]
+
+    def finish(self):
+        self.waiting.pop(0).set_result(None)
+
+
+class Engine:
+    """Runs calls at once, as the engine thread does between two steps."""
+
+    def __init__(self):
+        self.messages = []
+        self.submit = self.messages.append
+
+    def call(self, work):
+        work()
+
+
+def commit(session_id):
+    output = StepOutput(load=EngineLoad())
+    output.commits.append(Commit(session_id, 1, [5], 0, 0, 0, FinishReason.RUNNING))
+    return output
+
+
+def a_stream(context):
+    ended = []
+    streams = CallStreams(Engine(), lambda output: [c.session_id for c in output.commits])
+    stream = CallStream(CallWriter(context), ended.append)
+    streams.begin(stream)
+    streams.receive(stream, Message(opens=[request(1), request(2)]), [])
+    return streams, stream, ended
+
+
+async def test_the_thread_that_publishes_writes_the_frame():
+    context = Slow()
+    streams, _, _ = a_stream(context)
+    await asyncio.to_thread(streams.publish, commit(1))
+    [(frame, thread)] = context.written
+    assert frame == [1]
+    assert thread is not threading.current_thread()
+
+
+async def test_output_collects_while_a_frame_is_written_and_follows_it():
+    context = Slow()
+    streams, stream, _ = a_stream(context)
+    for session_id in (1, 2, 1):
+        streams.publish(commit(session_id))
+    assert [frame for frame, _ in context.written] == [[1]]
+    context.finish()
+    await until(lambda: len(context.written) == 2)  # without further output
+    assert context.written[1][0] == [2, 1]
+    context.finish()
+    streams.publish(commit(2))  # the writer is idle again
+    assert context.written[2][0] == [2]
+    assert not stream.outbox.full
+
+
+@pytest.mark.parametrize("when", ["at once", "later"])
+async def test_a_failed_write_ends_its_stream_and_closes_its_sessions(when):
+    context = Slow()
+    streams, stream, ended = a_stream(context)
+    if when == "at once":
+        context.error = RuntimeError("the call has ended")
+    streams.publish(commit(1))
+    if when == "later":
+        context.waiting.pop().set_exception(asyncio.CancelledError())
+        streams.publish(commit(1))
+    assert ended == [None]
+    assert [message.closes for message in streams._engine.messages] == [(), [1, 2]]
+    streams.publish(commit(1))
+    streams.end(stream)
+    assert ended == [None]
+
+
+async def test_a_frame_that_cannot_be_encoded_ends_its_stream_with_the_error():
+    streams, _, ended = a_stream(Slow())
+    streams._encode = lambda output: output.commits[9]
+    streams.publish(commit(1))
+    assert [type(error) for error in ended] == [IndexError]
+
+
+async def test_a_stream_that_ends_lets_its_last_write_end():
+    context = Slow()
+    streams, stream, _ = a_stream(context)
+    streams.publish(commit(1))
+    streams.end(stream)
+    context.finish()
+    await until(lambda: stream.writer._pending is None)
+
+
+# The first import of grpc reads the environment, so outrider must set it before.
+_FIRST = """
+import importlib.abc, os, sys
+class Watch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "grpc":
+            assert "-event_engine_client,-event_engine_listener" in os.environ.get("GRPC_EXPERIMENTS", ""), "too late"
+sys.meta_path.insert(0, Watch())
+import {module}
+import grpc
+grpc.insecure_channel("unix:/nowhere")
+"""
+
+
+@pytest.mark.parametrize("module", ["outrider.transport.rpc", "gateway.process.app", "services.draft.process.service"])
+def test_grpc_starts_without_the_thread_pool_of_its_event_engine(module):
+    code = _FIRST.format(module=module)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Unknown experiment" not in done.stderr

@@ -1,0 +1,88 @@
+"""The whole system over TCP: proposals cross gRPC and are accepted, and killed services change nothing but speed."""
+
+import os
+import signal
+
+import httpx
+import pytest
+
+from tests.support.gateway.services import until
+from tests.support.outrider.children import free_port
+from tests.support.system.serve import System, processes_of
+from tests.support.tiny import write_model, write_slower_twin, write_tokenizer
+
+pytestmark = pytest.mark.system
+
+PROMPT, LENGTH = "a b a b a b", 300
+FRAMES = "outrider_stream_frames_total"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model whose texts repeat themselves, slow enough for proposals to arrive in time."""
+    model = write_tokenizer(write_model(tmp_path_factory.mktemp("model"), seed=3))
+    return write_tokenizer(write_slower_twin(tmp_path_factory.mktemp("target"), model, 64000))
+
+
+@pytest.fixture(scope="module")
+def plain_text(folder):
+    system = System(folder, "--speculative-algorithm", "NONE", "--self-speculation", "off").wait()
+    try:
+        return system.ask(PROMPT, max_tokens=LENGTH)
+    finally:
+        assert system.stop() == 0
+
+
+@pytest.fixture
+def system(folder, plain_text):
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    tree = ["--speculative-num-steps", "4", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "5"]
+    flags = ["--speculative-algorithm", "NGRAM", "--self-speculation", "off", *tree]
+    system = System(folder, "--listen-target", addresses[0], "--listen-draft", addresses[1], *flags).wait()
+    yield system
+    assert system.stop() == 0
+
+
+def samples(system, name, **labels):
+    """Sum of a metric's samples with these labels."""
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    lines = httpx.get(f"{system.url}/metrics").text.splitlines()
+    rows = [line.rsplit(" ", 1) for line in lines if line.split("{")[0] == name]
+    return sum(float(value) for key, value in rows if all(label in key for label in wanted))
+
+
+def accepted(system):
+    return samples(system, "outrider_accepted_draft_tokens_total")
+
+
+def streamed(system, *kills):
+    """The text of a streamed answer during which processes are killed, by role and number of chunks before."""
+    due, text = dict(kills), ""
+    for count, chunk in enumerate(system.ask(PROMPT, stream=True, max_tokens=LENGTH)):
+        text += chunk.choices[0].text if chunk.choices else ""
+        if (role := due.pop(count, None)) is not None:
+            for process in processes_of(system.process, role):
+                os.kill(process, signal.SIGKILL)
+    assert not due, "the answer ended before the processes were killed"
+    return text
+
+
+def test_proposals_cross_grpc_and_killed_services_change_nothing_but_speed(system, plain_text):
+    assert system.ask(PROMPT, max_tokens=LENGTH) == plain_text
+    until(lambda: system.ask(PROMPT, max_tokens=LENGTH) == plain_text and accepted(system) > 0, 60)
+
+    for stream in ("target", "draft"):
+        for direction in ("sent", "received"):
+            labels = {"stream": stream, "direction": direction, "transport": "grpc"}
+            assert samples(system, FRAMES, **labels) > 0, labels
+            assert samples(system, "outrider_stream_bytes_total", **labels) > samples(system, FRAMES, **labels)
+    assert samples(system, FRAMES) == samples(system, FRAMES, transport="grpc")
+    info = httpx.get(f"{system.url}/get_server_info").json()
+    assert [link["stream_transport"] for link in (*info["targets"], *info["drafts"])] == ["grpc", "grpc"]
+
+    assert streamed(system, (5, "draft"), (12, "target")) == plain_text
+    assert samples(system, "outrider_reopened_sessions_total", service="target") > 0
+    system.wait()
+    before = accepted(system)
+    until(lambda: system.ask(PROMPT, max_tokens=LENGTH) == plain_text and accepted(system) > before, 60)
+    assert samples(system, FRAMES) == samples(system, FRAMES, transport="grpc")

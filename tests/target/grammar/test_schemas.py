@@ -1,0 +1,145 @@
+"""What grammars of JSON schemas and GBNF allow: blanks, properties, formats, alternatives, escapes."""
+
+import json
+
+import pytest
+
+from outrider.serving.messages import Grammar, GrammarKind
+from services.target.grammar.closed_objects import closed
+from services.target.grammar.matcher import Grammars, Matcher
+from services.target.grammar.string_formats import KNOWN, understood
+from tests.support.tiny import EOS, VOCAB
+
+A, B = {"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "integer"}}}
+
+
+def matcher_of(folder, schema, kind=GrammarKind.JSON_SCHEMA):
+    """What a session would follow that asks for a schema, or a grammar of another kind."""
+    grammars = Grammars(folder / "tokenizer.json", VOCAB, [EOS])
+    grammars.request(1, Grammar(kind, json.dumps(schema) if kind == GrammarKind.JSON_SCHEMA else schema))
+    grammars.wait(60)
+    ((_, grammar, start),) = grammars.ready()
+    return Matcher(start, grammar, [])
+
+
+@pytest.mark.parametrize(
+    ("guidance", "most"),
+    [
+        ({}, 64),  # blanks come to an end, or a model may write nothing else until its tokens are spent
+        ({"x-guidance": {"whitespace_flexible": True}}, 500),
+        ({"x-guidance": {"whitespace_flexible": False}}, 0),
+        ({"x-guidance": {"whitespace_pattern": "[ ]{3}"}}, 3),
+        ({"x-guidance": {"lenient": True}}, 64),
+    ],
+)
+def test_blanks_between_the_parts_of_json_come_to_an_end(folder, tokenizer, guidance, most):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    matcher = matcher_of(folder, schema | guidance)
+    for blanks in (most, 65):
+        fits = matcher.admits(tokenizer.encode("{" + " " * blanks + '"a":1}').ids)
+        assert fits == (blanks <= most), blanks
+
+
+NESTED = {"properties": {"properties": {"type": "array", "items": {"$ref": "#/$defs/A"}}}, "$defs": {"A": A}}
+
+
+EITHER = {"anyOf": [A, B]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits", "does_not"),
+    [
+        (A, '{"a":1}', '{"a":1,"b":2}'),
+        (EITHER, '{"b":2}', '{"a":1,"b":2}'),
+        (NESTED, '{"properties":[{"a":1}]}', '{"properties":[{"c":1}]}'),
+        (NESTED, "{}", '{"c":1}'),
+        ({"prefixItems": [A], "items": B}, '[{"a":1},{"b":2}]', '[{"a":1},{"a":2}]'),
+        ({"properties": {"x": {"additionalProperties": A}}}, '{"x":{"y":{"a":1}}}', '{"x":{"y":{"b":1}}}'),
+        (A | {"required": ["a", "b"]}, '{"a":1,"b":[2]}', '{"a":1}'),
+        (A | {"required": ["b"]}, '{"a":1,"b":[2]}', '{"b":2,"c":3}'),
+        (A | {"required": ["b"], "minProperties": 2}, '{"a":1,"b":[2]}', '{"a":1,"b":2,"c":3}'),
+    ],
+)
+def test_objects_have_the_properties_that_are_named(folder, tokenizer, schema, fits, does_not):
+    before, matcher = json.dumps(schema), matcher_of(folder, schema)
+    assert matcher.admits(tokenizer.encode(fits).ids)
+    assert not matcher.admits(tokenizer.encode(does_not).ids)
+    assert closed(schema) != schema
+    assert json.dumps(schema) == before
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        A | {"additionalProperties": True},
+        A | {"patternProperties": {"^z": {"type": "integer"}}},
+        A | {"required": ["a"], "minProperties": 2},
+        A | {"anyOf": [B, {"required": ["c"]}]},
+        {"allOf": [{"$ref": "#/$defs/A"}, B], "$defs": {"A": A}},
+        {"$ref": "#/$defs/A", **B, "$defs": {"A": A}},
+        {"type": "object"},
+        {"type": "object", "properties": {}},
+        {"type": "object", "properties": ["a"]},
+        True,
+    ],
+)
+def test_schemas_stay_open_if_declared_or_extended(schema):
+    assert closed(schema) == schema
+
+
+def test_unknown_formats_are_ignored(folder, tokenizer):
+    strings = {
+        "secret": {"type": ["string", "null"], "format": "password"},
+        "format": {"allOf": [{"$ref": "#/components/schemas/Path"}]},
+        "default": {"anyOf": [{"type": "string", "format": "date"}, {"const": {"format": "byte"}}]},
+    }
+    path = {"Path": {"type": "string", "format": "file-path"}}
+    schema = {"type": "object", "properties": strings, "required": list(strings), "components": {"schemas": path}}
+    before, matcher = json.dumps(schema), matcher_of(folder, schema)
+    for last, fits in (('"2020-02-03"', True), ('{"format":"byte"}', True), ('"today"', False), ("{}", False)):
+        text = '{"secret":"a","format":"b","default":' + last + "}"
+        assert matcher.admits(tokenizer.encode(text).ids) == fits, last
+    assert json.dumps(schema) == before
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_formats_that_are_known_stay(folder, name):
+    schema = {"type": "string", "format": name}
+    assert understood(schema) == schema
+    matcher_of(folder, schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "fit", "does_not"),
+    [
+        ({"oneOf": [{"const": 1, "title": "low"}, {"const": 22}]}, ["1", "22"], "3"),
+        ({"oneOf": [{"type": "integer", "minimum": 0, "maximum": 3}, {"const": 7}]}, ["2", "7"], "8"),
+        ({"oneOf": [{"enum": [1, 2]}, {"enum": [3]}], "x-guidance": {"whitespace_flexible": False}}, ["2", "3"], "4"),
+        ({"oneOf": [A | {"required": ["a"]}, B | {"required": ["b"]}]}, ['{"a":1}', '{"b":1}'], '{"a":1,"b":1}'),
+    ],
+)
+def test_alternatives_that_may_not_exclude_one_another_are_followed(folder, tokenizer, schema, fit, does_not):
+    matcher = matcher_of(folder, schema)
+    assert all(matcher.admits(tokenizer.encode(text).ids) for text in fit)
+    assert not matcher.admits(tokenizer.encode(does_not).ids)
+
+
+@pytest.mark.parametrize(
+    ("text", "fits", "does_not"),
+    [
+        (r'root ::= "caf\u00e9" [\u00c0-\u00ff\u0041\u2028]{4}', "café\u00c0\u00ffA\u2028", "caf\u00e9B"),
+        (r'root ::= "\[" [a\[\]]{2} "\]\""', '[a]]"', "[ab"),
+        (r'root ::= "\U0001F600\u0022\u005c"', '\U0001f600"\\', "\U0001f600x"),
+        (r"""root ::= [+\-*\]\^]+ "it\'s" "\\u0041" """, r"*-]^it's\u0041", ","),
+        ('root ::= start " start" # start "\nstart ::= [start]', "s start", "e"),
+        ('root ::= ab AB a-b a_b aB\nab ::= "1"\nAB ::= "2"\na-b ::= "3"\na_b ::= "4"\naB ::= "5"', "12345", "11"),
+        (r'start: "\u00e9" /[\u00e0-\u00ff]/', "\u00e9\u00e0", "\u00e9a"),
+        ('root ::= (([0-9]+))? "a" ([0-9]{2}){2} # (b*)*\n', "1a2345", "ab"),
+        ('root ::= ( # all\n ((x b)+) ? # it\n)* "(c+)?"\nx ::= "1" root? "2"\nb ::= "b"', "12b12b(c+)?", "c"),
+        ('root ::= (x+)? "a"\nx ::= "[" (x | "." [*+]+)* "]"', "[[].+*][]a", "[.]"),
+    ],
+)
+def test_gbnf_escapes_and_rule_names_are_supported(folder, tokenizer, text, fits, does_not):
+    matcher = matcher_of(folder, text, GrammarKind.EBNF)
+    assert matcher.admits(tokenizer.encode(fits).ids)
+    assert not matcher.admits(tokenizer.encode(does_not).ids)

@@ -1,0 +1,109 @@
+"""When steps wait for drafts, and for how long, on a simulated clock."""
+
+import pytest
+
+from services.target.speculation.mode_policy import MEASURING_MODES, ModePolicy
+from services.target.speculation.mode_selector import TRIAL
+from tests.support.target.drafter_clock import Clock, work
+
+
+@pytest.mark.parametrize(
+    ("answer", "gain", "pays"),
+    [(0.001, 1, True), (0.005, 0, False), (0.025, 3, True), (0.040, 3, True), (0.040, 1, False), (0.055, 3, False)],
+)
+def test_steps_wait_for_drafts_where_that_pays(answer, gain, pays):
+    clock = Clock()
+    policy = ModePolicy(clock=clock)
+    work(clock, policy, 4 * TRIAL, answer=answer, gain=gain)
+    waits = work(clock, policy, 32 * TRIAL, answer=answer, gain=gain)
+    share = sum(wait > 0 for wait in waits) / len(waits)
+    assert share > 0.8 if pays else share < 0.2
+    assert max(waits) <= 0.05 + 1e-9
+
+
+def test_the_policy_waits_once_drafts_become_good():
+    clock = Clock()
+    policy = ModePolicy(clock=clock)
+    work(clock, policy, 64 * TRIAL, answer=0.004, gain=0)
+    waits = work(clock, policy, 160 * TRIAL, answer=0.001, gain=2)[-16 * TRIAL :]
+    assert sum(wait > 0 for wait in waits) > 0.8 * len(waits)
+
+
+def test_no_wait_without_a_drafter_or_sessions():
+    clock = Clock()
+    policy = ModePolicy(clock=clock)
+    for _ in range(3 * TRIAL):
+        clock.now += 0.03
+        policy.begin()
+        policy.end([1, 2], 2, 2)
+        assert policy.wait.remaining == 0.0
+    for _ in range(2):  # the first one may be part of an unmeasured start
+        policy.received(1, fresh=True)
+        clock.now += 0.03
+        policy.end([1, 2], 2, 2)
+    assert policy.wait.remaining > 0.0
+    policy.wait.closed(1)
+    assert policy.wait.remaining == 0.0
+
+
+@pytest.mark.parametrize("longest", [None, 2.0])
+def test_waiting_ends_for_a_session_that_its_drafter_left(longest):
+    clock = Clock()
+    policy = ModePolicy(MEASURING_MODES, clock, longest)
+    waits = []
+    for step in range(20):
+        policy.begin(2)
+        clock.now += 0.030
+        policy.end([1, 2], 2, 2)
+        policy.received(1, fresh=True)
+        if not 4 <= step < 16:
+            policy.received(2, fresh=True)
+        waits.append(policy.wait.remaining)
+        clock.now += waits[-1]
+    assert [wait > 0 for wait in waits] == [False] * 4 + [True] * 3 + [False] * 13
+    policy.begin(2)
+    policy.end([1, 2], 2, 2)
+    policy.received(1, fresh=True)
+    assert policy.wait.remaining > 0, "its drafter answers again"
+
+
+def test_a_measured_drafter_is_waited_for_at_any_cost():
+    clock = Clock()
+    policy = ModePolicy(MEASURING_MODES, clock, longest=2.0)
+    waits = work(clock, policy, 8 * TRIAL, answer=0.9, gain=0)
+    assert set(waits[2:]) == {0.9}
+    assert max(work(clock, policy, 8, answer=5.0, gain=0)) == 2.0
+    policy.begin()
+    policy.end([1, 2], 2, 2)
+    policy.received(1, fresh=True)
+    assert policy.wait.remaining == 2.0  # for the first answer of the other session
+
+
+def test_the_first_answer_is_waited_for_in_measurements():
+    clock = Clock()
+    policy = ModePolicy(MEASURING_MODES, clock, longest=2.0)
+    policy.begin()
+    policy.end([1], 1, 1, prompts=100)
+    assert policy.wait.remaining == 2.0
+
+
+def test_only_one_step_is_held_where_no_drafter_answers():
+    """A target that must wait for its drafter gets requests before there is one."""
+    clock = Clock()
+    policy = ModePolicy(MEASURING_MODES, clock, longest=2.0)
+    policy.begin()
+    policy.end([1], 1, 1)
+    clock.now += 1.0
+    assert policy.wait.remaining == 1.0
+    policy.begin()  # a step with another session's prompt
+    policy.end([1], 1, 1)
+    assert policy.wait.remaining == 2.0
+    clock.now += 2.0
+    for _ in range(3):
+        policy.begin()
+        policy.end([1], 1, 1)
+        assert policy.wait.remaining == 0.0
+    policy.received(1, fresh=True)
+    policy.begin()
+    policy.end([1], 1, 1)
+    assert policy.wait.remaining == 2.0, "a drafter has answered"

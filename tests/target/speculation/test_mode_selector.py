@@ -1,0 +1,83 @@
+"""The mode selector: how trials at one load choose a mode, and when a losing mode is retried."""
+
+import pytest
+
+from services.target.speculation.mode_policy import SERVICE_MODES
+from services.target.speculation.mode_selector import TRIAL, ModeSelector, PrefillCost, SpeculationMode
+
+
+def test_trial_length_is_bounded_after_many_trials():
+    selector = ModeSelector(
+        (SpeculationMode.DRAFT_IF_READY, SpeculationMode.NONE), SpeculationMode.DRAFT_IF_READY, PrefillCost()
+    )
+    assert selector.steps == 4
+    selector.trials = 1 << 40
+    assert selector.steps == TRIAL
+
+
+@pytest.mark.parametrize("loser", [SpeculationMode.DRAFT_IF_READY, SpeculationMode.SELF_SPECULATE])
+def test_a_losing_mode_is_still_retried(loser):
+    selector = ModeSelector((loser, SpeculationMode.NONE), loser, PrefillCost())
+    tried = 0
+    for _ in range(20_000):
+        tried += selector.mode is loser
+        seconds = 0.001 * selector.steps * (1.2 if selector.mode is loser else 1.0)
+        selector.add_step(selector.steps, seconds)
+        selector.end_trial(selector.steps, seconds)
+    assert tried > 600
+
+
+def test_one_hopeless_draft_mode_delays_the_other():
+    selector = ModeSelector(SERVICE_MODES, SpeculationMode.WAIT_FOR_DRAFT, PrefillCost())
+    taken = []
+    for _ in range(12):
+        taken.append(selector.mode)
+        tokens, seconds = (1.2, 2.0) if selector.mode is not SpeculationMode.NONE else (1.0, 1.0)
+        selector.add_step(tokens, seconds)
+        selector.end_trial(tokens, seconds)
+    assert taken == [SpeculationMode.WAIT_FOR_DRAFT] + 11 * [SpeculationMode.NONE]
+    assert selector.loss == pytest.approx(2.0 - 1.2)
+
+
+@pytest.mark.parametrize(("gain", "plain"), [(1.01, True), (1.05, False)])
+def test_drafts_must_gain_more_than_noise(gain, plain):
+    selector = ModeSelector(
+        [SpeculationMode.DRAFT_IF_READY, SpeculationMode.NONE], SpeculationMode.DRAFT_IF_READY, PrefillCost()
+    )
+    for _ in range(4):
+        tokens = gain if selector.mode is SpeculationMode.DRAFT_IF_READY else 1.0
+        selector.add_step(tokens, 1.0)
+        selector.end_trial(tokens, 1.0)
+    assert (selector.mode is SpeculationMode.NONE) == plain
+
+
+@pytest.mark.parametrize(
+    ("right", "best"),
+    [(1.0, SpeculationMode.NONE), (1.01, SpeculationMode.NONE), (1.3, SpeculationMode.WAIT_FOR_DRAFT)],
+)
+def test_rejected_drafts_get_no_credit_for_a_fast_trial(right, best):
+    selector = ModeSelector(
+        [SpeculationMode.WAIT_FOR_DRAFT, SpeculationMode.NONE], SpeculationMode.WAIT_FOR_DRAFT, PrefillCost()
+    )
+    modes = []
+    for _ in range(40):
+        modes.append(selector.mode)
+        drafted = selector.mode is SpeculationMode.WAIT_FOR_DRAFT
+        tokens, seconds = (
+            (right, 0.9) if drafted else (1.0, 1.0)
+        )  # the machine happened to be fast in trials with drafts
+        selector.add_step(TRIAL * tokens, TRIAL * seconds)
+        selector.end_trial(TRIAL * tokens, TRIAL * seconds, steps=TRIAL)
+    assert modes.count(best) > 30
+
+
+def test_a_trial_without_tokens_is_the_worst():
+    selector = ModeSelector(
+        [SpeculationMode.DRAFT_IF_READY, SpeculationMode.NONE], SpeculationMode.DRAFT_IF_READY, PrefillCost()
+    )
+    selector.add_step(0.0, 1.0)
+    selector.end_trial(0.0, 1.0)
+    assert selector.mode is SpeculationMode.NONE
+    selector.add_step(1.0, 1.0)
+    selector.end_trial(1.0, 1.0)
+    assert selector.mode is SpeculationMode.NONE
