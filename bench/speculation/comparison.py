@@ -7,39 +7,13 @@ ratios (Student's t over the rounds) lies above zero; they tie if it contains ze
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
+
+from bench.harness.ratios import Ratio, ratio
 
 Verdict = Literal["win", "tie", "lose"]
 Row = Mapping[str, Any]
-
-
-# Student's t at 97.5 %, by degrees of freedom from 1; beyond the table, the normal distribution's 1.96 is used.
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
-      2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """The geometric mean of speedups over rounds, and the bounds of its 95 % confidence interval."""
-
-    mean: float
-    low: float
-    high: float
-
-
-def ratio(ratios: Sequence[float]) -> Ratio:
-    """The mean and interval of the ratios of at least one round; the interval of a single round is unbounded."""
-    logarithms = [math.log(value) for value in ratios]
-    mean = statistics.fmean(logarithms)
-    if len(logarithms) == 1:
-        return Ratio(math.exp(mean), 0.0, math.inf)
-    freedom = len(logarithms) - 1
-    half = (_T[freedom - 1] if freedom <= len(_T) else 1.96) * statistics.stdev(logarithms) / math.sqrt(len(logarithms))
-    return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
 def verdict(ours: Sequence[float], others: Sequence[float]) -> Verdict:

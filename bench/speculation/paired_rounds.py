@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from bench.harness.prompts import Prompt
+from bench.harness.ratios import ratio
 from bench.serve import load
 from bench.serve.client import Client, Target
 from bench.serve.metrics import seconds_of
 from bench.serve.outcome import Outcome
-from bench.speculation.comparison import ratio
 
 
 class Cell(NamedTuple):

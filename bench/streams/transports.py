@@ -17,9 +17,9 @@ import httpx
 
 from bench.harness.errors import BenchError
 from bench.harness.prompts import read_prompts
+from bench.harness.ratios import ratio
 from bench.harness.report import Report
 from bench.serve.outrider_system import served
-from bench.speculation.comparison import ratio
 
 _CHAIN = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
 # Name: number format and flags. With a chain of fixed length every step waits for a proposal, and is never plain.

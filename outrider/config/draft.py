@@ -76,7 +76,7 @@ class DraftModelOptions:
     """Number format in which the target sends hidden states to a feature-based drafter. auto: bfloat16."""
     enable_multi_layer_eagle: bool = False
     """NEXTN: draft with all MTP layers, one token further each, instead of the first layer alone; always on for
-    MiMo-V2."""
+    MiMo-V2 and Step-3.5."""
     speculative_mtp_feature: MtpState = "auto"
     """NEXTN: whether the target's last hidden state is taken after its final norm (normed) or before it (raw). auto:
     the model's own choice."""

@@ -10,7 +10,9 @@ a target calls them with what it measures, `outrider serve` with what it reads f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
+from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -103,6 +105,23 @@ class MemoryPlan:
         ]
         cache = f"KV cache {self.kv_bytes / GIB:.2f}: {self.pages} pages of {self.page_size} tokens = {self.tokens}"
         return f"{', '.join([*parts, cache])} tokens of {self.token_bytes} bytes ({self.rule})"
+
+
+class CacheFlags(TypedDict, total=False):
+    """Flags that size a KV cache: --mem-fraction-static, --max-total-tokens, --page-size."""
+
+    fraction: float | None
+    max_total_tokens: int | None
+    page_size: int
+
+
+def cache_flags(config: TargetConfig) -> CacheFlags:
+    """The flags of a target."""
+    return {
+        "fraction": config.mem_fraction_static,
+        "max_total_tokens": config.max_total_tokens,
+        "page_size": config.page_size,
+    }
 
 
 def plan_device(

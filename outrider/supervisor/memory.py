@@ -22,6 +22,7 @@ from outrider.placement.memory import (
     STANDALONE_HEADROOM,
     DraftHeadroom,
     MemoryPlan,
+    cache_flags,
     draft_cache_tokens,
     draft_headroom,
     plan_device,
@@ -47,11 +48,10 @@ def plan_of(target: TargetConfig, draft: DraftConfig | None, total: int | None =
     itemsize = _ITEMSIZES.get(target.dtype) or sizes.itemsize or 2
     numbers = 1 if target.kv_cache_dtype.startswith("fp8") else itemsize
     token_bytes = sizes.token_bytes(numbers, latent=target.tp_size == 1)
-    limits = {"max_total_tokens": target.max_total_tokens, "page_size": target.page_size}
     if not gpus:
         weights = sizes.weights(itemsize, target.quantization)
         free = max(0, free_host_memory() - weights)
-        return plan_host(free, token_bytes, fraction=target.mem_fraction_static, **limits)
+        return plan_host(free, token_bytes, **cache_flags(target))
     total = gpu_memory(gpus[0]) if total is None else total
     if total is None:
         return None
@@ -63,8 +63,7 @@ def plan_of(target: TargetConfig, draft: DraftConfig | None, total: int | None =
         draft=target.draft_headroom_bytes
         if target.draft_headroom_bytes is not None
         else headroom_of(target, draft).bytes,
-        fraction=target.mem_fraction_static,
-        **limits,
+        **cache_flags(target),
     )
 
 

@@ -15,13 +15,14 @@ PROMPTS = [[5, 6, 7], list(range(30, 75)), [200], [8, 7, 8, 7, 8, 7]]
 LENGTH = 24
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "glm-4.5", "mimo"])
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm-4.5", "mimo", "step-3.5"])
 def test_one_checkpoint_serves_target_and_drafter(tmp_path, family):
-    folder = write_mtp(tmp_path / "model", family)
+    folder = write_mtp(tmp_path / "model", family, layers=3 if family == "step-3.5" else 1)
     target = target_engine(folder, trust_remote_code=FAMILIES[family].remote, max_step_tokens=16)
     draft = draft_engine("EAGLE" if family == "mimo" else "NEXTN", None, folder, max_running=1)
-    assert draft.drafter.features == FeatureSpec(final=True, format=draft.drafter.features.format)
-    assert describe(draft, None).features.final
+    read = {"layers": (3,)} if family == "step-3.5" else {"final": True}
+    assert draft.drafter.features == FeatureSpec(**read, format=draft.drafter.features.format)
+    assert describe(draft, None).features.final == ("final" in read)
     for temperature in (0.0, 1.0):
         todo = [request(i, prompt, temperature, LENGTH) for i, prompt in enumerate(PROMPTS)]
         plain = Pair(target).run(todo)

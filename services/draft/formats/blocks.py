@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any
 
+from outrider.errors import ConfigError
 from services.draft.model.layers.config import Attention, Experts, LatentAttention, Mlp, attention_of
 from services.draft.model.layers.rope import rope_of, yarn_amplitude
 
@@ -12,8 +13,11 @@ from services.draft.model.layers.rope import rope_of, yarn_amplitude
 _GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
-def attention_part(raw: dict[str, Any], names: Set[str]) -> Attention | LatentAttention:
-    """Attention of a layer. names: the layer's tensors. Raises KeyError for a missing key."""
+def attention_part(raw: dict[str, Any], names: Set[str], index: int = 0) -> Attention | LatentAttention:
+    """Attention of a layer. names: its tensors; index: its number among the MTP layers. Raises KeyError for a missing
+    key."""
+    if "self_attn.g_proj.weight" in names:
+        return _of_step(raw, raw["num_hidden_layers"] + index)
     if "self_attn.kv_b_proj.weight" in names:
         return _latent(raw)
     if "swa_num_key_value_heads" in raw:
@@ -72,8 +76,43 @@ def _windowed(raw: dict[str, Any], names: Set[str]) -> Attention:
     )
 
 
-def feed_forward_part(raw: dict[str, Any], names: Set[str]) -> Mlp | Experts:
-    """Feed-forward part of a layer. Arguments as of `attention_part`."""
+def _of_step(raw: dict[str, Any], number: int) -> Attention:
+    """Step-3.5: lists have an entry a layer, MTP layers included. number: of the layer."""
+
+    def listed(name: str, default: Any) -> Any:
+        value = raw.get(name)
+        if not isinstance(value, list):
+            return default if value is None else value
+        return value[number] if number < len(value) else default
+
+    kind = listed("layer_types", "sliding_attention")
+    sliding = kind == "sliding_attention"
+    own = (raw.get("attention_other_setting") or {}) if sliding else {}
+    scaled = kind in (raw.get("yarn_only_types") or (kind,))
+    rotation = {
+        "rope_theta": listed("rope_theta", None),
+        "partial_rotary_factor": listed("partial_rotary_factors", 1.0),
+        "rope_scaling": raw.get("rope_scaling") if scaled else None,
+    }
+    return Attention(
+        width=raw["hidden_size"],
+        heads=own.get("num_attention_heads") or raw["num_attention_heads"],
+        kv_heads=own.get("num_attention_groups") or raw.get("num_attention_groups") or raw["num_key_value_heads"],
+        head_dim=own.get("head_dim") or raw["head_dim"],
+        rope=rope_of(rotation) if listed("use_rope_layers", True) else None,
+        qk_norm=True,
+        gated=True,
+        head_gate=True,
+        window=raw.get("sliding_window") if sliding else None,
+    )
+
+
+def feed_forward_part(raw: dict[str, Any], names: Set[str], index: int = 0) -> Mlp | Experts:
+    """Feed-forward part of a layer. Arguments as of `attention_part`. Raises ConfigError for an unknown activation."""
+    limits = raw.get("swiglu_limits_shared") or ()
+    number = raw.get("num_hidden_layers", 0) + index
+    if number < len(limits) and limits[number]:
+        raise ConfigError(f"swiglu_limits_shared bounds MTP layer {index}, which is not supported")
     if "mlp.gate_proj.weight" in names:
         return Mlp(raw["intermediate_size"], "mlp.gate_proj.bias" in names)
     # DeepSeek and Qwen name the number of experts differently.

@@ -5,11 +5,14 @@
     GLM-4.5       model.layers.L.*                [embedding; feature]     experts; latent attention in the small ones
     MiMo-7B       model.mtp_layers.0.*            [feature; embedding]     dense, as Qwen2
     MiMo-V2       model.mtp.layers.{0, 1, 2}.*    [embedding; feature]     dense, sliding window with sinks
+    Step-3.5      model.layers.{L .. L + 2}.*     [embedding; feature]     dense, a gate a head, heads of their own
     Qwen3-Next,
     Qwen3.5       mtp.*                           [embedding; feature]     gated attention, dense or experts
 
-L is the number of the model's layers, or 0 in exports of the MTP layer alone; the layer with eh_proj is the MTP layer.
-Tensors are read as mtp.<i>.* with DeepSeek's names. Embedding and head are the target's; copies are not read.
+The target service refuses Qwen3-Next and Qwen3.5 because of their linear attention, so their layers are read but not
+used yet. L is the number of the model's layers, or 0 in exports of the MTP layer alone; the layer with eh_proj is the
+MTP layer. Tensors are read as mtp.<i>.* with DeepSeek's names. Embedding and head are the target's, but for Step-3.5's
+heads; copies are not read.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from services.draft.model.weights.tensors import Tensors
 FeatureState = Literal["auto", "normed", "raw"]
 
 _COPIES = ("shared_head.head.weight", "embed_tokens.weight", "lm_head.weight")
-_JOIN = "eh_proj.weight"
+_JOIN, _OWN_HEAD = "eh_proj.weight", "head.weight"
 _NORMS = ("enorm.weight", "hnorm.weight", "norm.weight")
 _RENAMED = (
     # MiMo-7B
@@ -49,6 +52,8 @@ _RENAMED = (
     # DeepSeek, MiMo-V2, Qwen
     ("shared_head.norm.", "norm."), ("pre_mlp_layernorm.", "post_attention_layernorm."),
     ("self_attn.attention_sink_bias", "self_attn.sinks"), ("mlp.shared_expert.", "mlp.shared_experts."),
+    # Step-3.5
+    ("transformer.shared_head.norm.", "norm."), ("transformer.shared_head.output.", "head."),
 )  # fmt: skip
 _QWEN = (
     ("mtp.fc.", "mtp.0.eh_proj."), ("mtp.norm.", "mtp.0.norm."),
@@ -61,13 +66,15 @@ class MtpLayout:
     """How a model family publishes its MTP layers.
 
     layer:         pattern of the beginning of a layer's names; its group is the layer's number
-    join:          the rest of the name of the fusion layer's weight
+    join:          the rest of a name that only its MTP layers have, such as the fusion layer's weight
     outside:       names of a single layer that begin otherwise, the fusion layer first, and their replacements
     feature_first: the fusion layer reads [feature; embedding]
     norm_offset:   added to published weights of norms
     zero_first_embedding:   the embedding at position 0 counts as zeros
     raw_feature:   the feature is the target's last state before the final norm instead of behind it
-    stacked:       each layer predicts one token further from the target's states alone, never from another layer's
+    stacked:       each layer predicts one token further, from the target's states
+    chained:       stacked layers but the first read the state of the layer before instead, taken before its final norm
+    own_heads:     each layer has an output layer of its own
     """
 
     name: str
@@ -79,6 +86,8 @@ class MtpLayout:
     zero_first_embedding: bool = False
     raw_feature: bool = False
     stacked: bool = False
+    chained: bool = False
+    own_heads: bool = False
 
 
 _PREFIX = r"^(?:language_model\.)?(?:model\.)?(?:language_model\.)?"
@@ -87,6 +96,16 @@ MTP_LAYOUTS = (
         "MiMo-7B", _PREFIX + r"mtp_layers\.(\d+)\.", "input_proj.weight", feature_first=True, zero_first_embedding=True
     ),
     MtpLayout("MiMo-V2", _PREFIX + r"mtp\.layers\.(\d+)\.", raw_feature=True, stacked=True),
+    MtpLayout(
+        "Step-3.5",
+        _PREFIX + r"layers\.(\d+)\.",
+        "transformer.shared_head.output.weight",
+        norm_offset=1.0,
+        raw_feature=True,
+        stacked=True,
+        chained=True,
+        own_heads=True,
+    ),
     MtpLayout("Qwen3-Next", r"^mtp\.layers\.(\d+)\.", outside=_QWEN, norm_offset=1.0),
     MtpLayout("DeepSeek-V3", _PREFIX + r"layers\.(\d+)\."),
 )
@@ -208,32 +227,41 @@ class _Reader:
         raw = self.raw
         epsilon = raw.get("rms_norm_eps") or raw.get("layernorm_epsilon") or 1e-6
         names = {name.removeprefix("mtp.0.") for name in self.tensors.names if name.startswith("mtp.0.")}
-        layer = Layer(attention_part(raw, names), feed_forward_part(raw, names), epsilon)
-        layers = self._stack(layer)
+        layers = self._stack(lambda i: Layer(attention_part(raw, names, i), feed_forward_part(raw, names, i), epsilon))
         return ModelConfig(
             architecture=f"{(raw.get('architectures') or [self.layout.name])[0]} MTP",
             vocab_size=self.target.vocab_size,
             hidden_size=hidden,
             layers=layers,
             context=int(raw.get("max_position_embeddings", 2048)),
-            head=MtpHead(epsilon, passes_normed=own != "raw", zero_first_embedding=self.layout.zero_first_embedding),
-            stacked=len(layers) > 1,
+            head=MtpHead(
+                epsilon,
+                passes_normed=own == "normed" or (own == "auto" and not self.layout.chained),
+                zero_first_embedding=self.layout.zero_first_embedding,
+            ),
+            stacked=len(layers) > 1 or self.layout.own_heads,
+            chained=self.layout.chained,
+            own_heads=self.layout.own_heads,
             eos_token_ids=self.target.eos_token_ids,
         )
 
-    def _stack(self, layer: Layer) -> tuple[Layer, ...]:
-        """The layers that draft."""
+    def _stack(self, describe: Callable[[int], Layer]) -> tuple[Layer, ...]:
+        """The layers that draft. describe: one of them, by its number."""
+        layer = describe(0)
         count = len({name.split(".")[1] for name in self.tensors.names if name.startswith("mtp.")})
         if self.several and count == 1:
             raise ConfigError(f"{self.folder} has one MTP layer; --enable-multi-layer-eagle needs several")
         if not self.several and not self.layout.stacked:
             return (layer,)
-        if not isinstance(layer.attention, Attention):
+        described = [describe(i) for i in range(count)]
+        attentions = [one.attention for one in described if isinstance(one.attention, Attention)]
+        if len(attentions) < count:
             raise ConfigError(
                 f"{self.folder} has {count} MTP layers with latent attention, which cannot draft together; leave out "
                 "--enable-multi-layer-eagle to draft with the first one"
             )
-        return tuple(replace(layer, attention=replace(layer.attention, first=i)) for i in range(count))
+        stacked = enumerate(zip(described, attentions, strict=True))
+        return tuple(replace(one, attention=replace(attention, first=i)) for i, (one, attention) in stacked)
 
     def _shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         hidden = config.hidden_size
@@ -241,6 +269,8 @@ class _Reader:
         for i, layer in enumerate(config.layers):
             own: dict[str, tuple[int, ...]] = dict.fromkeys(_NORMS, (hidden,))
             own |= {_JOIN: (hidden, 2 * hidden)} | layer_shapes(layer, hidden)
+            if self.layout.own_heads:
+                own[_OWN_HEAD] = (config.vocab_size, hidden)
             shapes |= {f"mtp.{i}.{name}": shape for name, shape in own.items()}
         return shapes
 
@@ -252,7 +282,11 @@ class _Reader:
             layer_params(tensors, f"mtp.{i}.", layer, config.hidden_size, put, norm_offset=offset)
             for i, layer in enumerate(config.layers)
         ]
-        return params | self.target.embedding_and_head(put)
+        if not self.layout.own_heads:
+            return params | self.target.embedding_and_head(put)
+        heads = [f"mtp.{i}.{_OWN_HEAD}" for i in range(len(config.layers))]
+        params["head"] = put(np.concatenate([tensors.read(name, shapes[name]).T for name in heads]))
+        return params | self.target.embedding_and_head(put, head=False)
 
     def _join(self, tensors: Tensors, prefix: str, shapes: dict[str, tuple[int, ...]], put: Put) -> Params:
         """The fusion layer and the norms of a layer, as MtpHead has them."""

@@ -20,7 +20,7 @@ from services.draft.model.weights.tensors import Tensors
 # Model types whose norms multiply by 1 + weight.
 _CENTERED = (
     "gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "vaultgemma", "qwen3_next", "qwen3_5",
-    "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "step3p5",
 )  # fmt: skip
 _EMBED, _HEAD, _NORM = "embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 

@@ -44,7 +44,7 @@ class FeatureInputs(NamedTuple):
     rows:    [S, Q, W] float32, the target's features
     given:   [S, Q], 1 for rows with a feature of the target
     sources: [S, Q], slots of the rows whose own features the other rows read; for n stacked layers [S, Q, n], slots of
-             the target's features
+             the target's features; for chained ones, behind the first, the slot of the row before
     layers:  [S, Q], for stacked layers the layer that predicts from each row
     """
 
@@ -95,13 +95,14 @@ class InputLayout(NamedTuple):
     """The order of the inputs of a shape among the words of a step.
 
     table_pages: width of the page tables; feature_width: 0 for models without features; stacked: number of stacked
-    layers
+    layers; chained: they read one another's states
     """
 
     shape: StepShape
     table_pages: int
     feature_width: int = 0
     stacked: int = 0
+    chained: bool = False
 
     def fields(self) -> list[tuple[tuple[int, ...], type]]:
         """Shape and number format of each input, those of features behind the others."""
@@ -203,6 +204,8 @@ def build_inputs(step_buffer: StepBuffer, works: list[SessionWork], moves: list[
                 inputs.features.sources[row, : len(work.nodes)] = _parents(inputs, row, work, moves)
         if stacked:
             _point_at_features(inputs, row, work, stacked)
+            if step_buffer.layout.chained:
+                _point_at_rows_before(inputs, row, work)
     return inputs
 
 
@@ -216,6 +219,18 @@ def _point_at_features(inputs: StepInputs, row: int, work: SessionWork, stacked:
     there = (wanted >= 0) & (wanted < known)
     inputs.features.sources[row, :count] = np.where(there, slots[np.where(there, wanted, 0)], 0)
     inputs.features.layers[row, :count] = np.clip(inputs.positions[row, :count] - known + 1, 0, stacked - 1)
+
+
+def _point_at_rows_before(inputs: StepInputs, row: int, work: SessionWork) -> None:
+    """Chained layers but the first read the state of the row before, after the moves of this step."""
+    assert inputs.features is not None
+    if not work.feed:
+        before = np.array(_parents(inputs, row, work, []))
+    else:
+        wanted = inputs.positions[row, : work.feed] - 1
+        slots = work.prefix_kv.table.slots(0, work.prefix_kv.settled + work.feed)
+        before = np.where(wanted >= 0, slots[np.maximum(wanted, 0)], 0)
+    inputs.features.sources[row, : len(before), 1:] = before[:, None]
 
 
 def _parents(inputs: StepInputs, row: int, work: SessionWork, moves: list[tuple[int, int]]) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 
 from outrider.config import TargetConfig
 from outrider.placement.devices import free_host_memory
-from outrider.placement.memory import CONTEXT_BYTES, MemoryPlan, plan_device, plan_host
+from outrider.placement.memory import CONTEXT_BYTES, MemoryPlan, cache_flags, plan_device, plan_host
 from outrider.placement.step_sizes import step_sizes
 from services.target.model.base import Model
 
@@ -36,9 +36,8 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 def plan_memory(model: Model, config: TargetConfig) -> MemoryPlan:
     """The memory plan of a loaded model, which is logged. Raises ConfigError if the KV cache has no room."""
     memory = device_memory(model.device)
-    flags = {"max_total_tokens": config.max_total_tokens, "page_size": config.page_size}
     if memory is None:
-        plan = plan_host(free_host_memory(), model.token_bytes, fraction=config.mem_fraction_static, **flags)
+        plan = plan_host(free_host_memory(), model.token_bytes, **cache_flags(config))
     else:
         sizes = step_sizes(config, model.hidden_size, model.vocab_size)
         # With a fraction, this process's own context counts, too: the fraction is of all that the device has.
@@ -50,8 +49,7 @@ def plan_memory(model: Model, config: TargetConfig) -> MemoryPlan:
             working=sizes.working_bytes(model.dtype.itemsize),
             draft=config.draft_headroom_bytes or 0,
             taken=max(0, memory.total - memory.free - memory.weights - own),
-            fraction=config.mem_fraction_static,
-            **flags,
+            **cache_flags(config),
         )
     log.info("memory of %s: %s", model.device, plan)
     return plan

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from bench.harness.ratios import ratio
 from bench.speculation import comparison
 
 
 def row(setting, kind, *rounds, concurrency=1, temperature=0.0, drafter="D"):
-    over = comparison.ratio(rounds)
+    over = ratio(rounds)
     return {"setting": setting, "kind": kind, "drafter": drafter, "flags": f"--{setting}", "temperature": temperature,
             "concurrency": concurrency, "ratio": over.mean, "rounds": list(rounds)}  # fmt: skip
 
@@ -17,7 +18,7 @@ def test_intervals_equal_scipys():
     rng = np.random.default_rng(5)
     for count in (2, 4, 31, 40):
         logarithms = rng.normal(0.1, 0.2, count)
-        over = comparison.ratio(np.exp(logarithms).tolist())
+        over = ratio(np.exp(logarithms).tolist())
         low, high = stats.t.interval(0.95, count - 1, logarithms.mean(), stats.sem(logarithms))
         assert over.mean == pytest.approx(np.exp(logarithms.mean()))
         assert (over.low, over.high) == pytest.approx((np.exp(low), np.exp(high)), rel=0.01)

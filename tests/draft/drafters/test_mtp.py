@@ -160,6 +160,54 @@ def test_several_layers_each_predict_a_token_further(tmp_path, family, count, le
         expand([1], length)
 
 
+def test_chained_layers_read_the_state_of_the_layer_before(tmp_path):
+    """Step-3.5: layer i's row j pairs token j + 1 + i with the state that layer i - 1 passed on for row j."""
+    folder = write_mtp(tmp_path / "model", "step-3.5", layers=3)
+    layers = [
+        Reference(folder, "step-3.5", tmp_path / f"{i}", prefix=prefix_of("step-3.5", i), own="raw") for i in range(3)
+    ]
+    draft = read_mtp(folder, read_target(folder))
+    assert (draft.config.stacked, draft.config.chained, draft.features) == (True, True, FeatureSpec(layers=(3,)))
+
+    def chained(path, known):
+        """Logits behind a path whose first `known` features are the target's."""
+        ahead, states = len(path) - 1 - known, torch.tensor(features[:known])
+        for i in range(ahead + 1):
+            normed, states = layers[i].rows(layers[i].embed(path[1 + i : 1 + i + known]), states)
+        return (normed[-1] @ layers[ahead].head.T).numpy()
+
+    rng = np.random.default_rng(1)
+    tokens, known = rng.integers(0, VOCAB, 24).tolist(), 23
+    features = rng.standard_normal((40, 48)).astype(np.float32)
+    model = Stepper(draft.config, draft.load(jnp.float32), tokens)
+    for feed in (9, 12, 1, 1):
+        end = model.prefix_kv.settled + feed
+        logits = model.run(24, feed=feed, features=features[end - feed : end])
+        close(logits[feed - 1], chained(tokens[: end + 1], end))
+
+    def expand(nodes, known):
+        logits = model.run(4, nodes=tuple(nodes))
+        for i, node in enumerate(nodes):
+            close(logits[i], chained(model.session.tokens.tolist() + model.session.tree.path_tokens(node), known))
+
+    model.session.grower.add(ROOT, [5, 6, 7], [-1, -1, -1], [-0.1, -1.0, -2.0])
+    expand([0, 1, 2], known)
+    model.session.grower.add(0, [8, 9], [-1, -1], [-0.1, -1.0])
+    model.session.grower.add(1, [8], [-1], [-0.1])
+    expand([3, 5], known)
+    model.commit([5])
+    model.session.grower.add(ROOT, [12], [-1], [-0.1])
+    expand([model.session.path_of([12])[0]], known)  # while an accepted row moves
+    model.session.regrow()
+    model.prefix_kv.forget_provisional()
+    logits = model.run(4, feed=1, features=features[known : known + 1])
+    close(logits[0], chained(model.session.tokens.tolist(), known + 1))
+    model.session.grower.add(ROOT, [9], [-1], [-0.1])
+    expand([0], known + 1)
+    model.session.grower.add(0, [4], [-1], [-0.1])
+    expand([1], known + 1)
+
+
 def test_number_of_used_layers(tmp_path, deepseek):
     target = read_target(deepseek[0])
     with pytest.raises(ConfigError, match="has one MTP layer; --enable-multi-layer-eagle needs several"):

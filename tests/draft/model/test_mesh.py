@@ -42,7 +42,7 @@ def engine_of(kind, base, **flags):
     if kind in ("EAGLE", "EAGLE3"):
         made = MAKERS[kind](target)
         return feature_engine(kind, write_head(base / kind, *made), target, **flags)
-    target = write_mtp(base / kind, kind)
+    target = write_mtp(base / kind, kind, layers=3 if kind == "step-3.5" else 1)
     return feature_engine("NEXTN", None, target, speculative_draft_model_path=None, **flags)
 
 
@@ -73,6 +73,7 @@ def grow(engine, session_id, tokens, fed_until=0):
         ("deepseek-v3", 4),
         ("qwen3-next", 2),
         ("mimo-v2", 2),
+        ("step-3.5", 2),
     ],
 )
 def test_candidates_and_scores_are_those_of_one_device(tmp_path, kind, count):

@@ -11,6 +11,7 @@ from outrider.placement.cores import CorePlan
 from outrider.placement.memory import GIB, HEAD_HEADROOM, STANDALONE_HEADROOM
 from outrider.supervisor import memory
 from outrider.supervisor.app import configure
+from outrider.supervisor.dry_run import make_plan
 from tests.support.checkpoints.heads import eagle3, write_head
 from tests.support.tiny import write_model
 
@@ -171,3 +172,10 @@ def test_a_cpu_has_a_plan_of_its_free_memory(monkeypatch, tmp_path, small):
     assert memory.plan_of(processes.target, processes.draft).tokens == 65_536
     monkeypatch.setattr(memory, "free_host_memory", lambda: 2 * GIB)
     assert 2048 < memory.plan_of(processes.target, processes.draft).tokens < 8192
+
+
+def test_the_dry_run_shows_the_plan(one_card, large, small):
+    flags = ["--model", str(large), "--speculative-algorithm", "STANDALONE", "--speculative-draft-model", str(small)]
+    plan = make_plan(parse_flags(ServeConfig, flags, "outrider serve"))
+    assert "74.51 GiB, weights 61.02, graphs and activations" in plan.memory["target"]
+    assert "draft headroom" in plan.memory["target"]

@@ -103,6 +103,38 @@ class MiMoForCausalLM(Qwen2ForCausalLM):
         self.post_init()
 """
 
+_STEP_CONFIGURATION = """
+from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
+
+
+class Step3p5Config(Step3p7TextConfig):
+    model_type = "step3p5"
+"""
+_STEP_MODELING = """
+from torch import nn
+from transformers import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.step3p7.modeling_step3p7 import Step3p7PreTrainedModel, Step3p7TextModel
+
+from .configuration_step3p5 import Step3p5Config
+
+
+class Step3p5ForCausalLM(Step3p7PreTrainedModel, GenerationMixin):
+    config_class = Step3p5Config
+    config: Step3p5Config
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = Step3p7TextModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids=None, logits_to_keep=0, **kwargs):
+        states = self.model(input_ids=input_ids, **kwargs)[0]
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return CausalLMOutputWithPast(logits=self.lm_head(states[:, kept]))
+"""
+
 FAMILIES: dict[str, Family] = {
     "llama-2": _family("LlamaForCausalLM", "llama", num_key_value_heads=4, pretraining_tp=1),
     "llama-3.1": _family(
@@ -176,9 +208,6 @@ FAMILIES: dict[str, Family] = {
                        logits_scaling=2.0, residual_multiplier=0.5),
     "cohere-2": _family("Cohere2ForCausalLM", "cohere2", head_dim=16, logit_scale=0.25, sliding_window=24,
                         sliding_window_pattern=3, layer_norm_eps=1e-5, tie_word_embeddings=True, pad_token_id=0),
-}  # fmt: skip
-# Families of whose checkpoints the MTP layers alone are of interest.
-DRAFTING: dict[str, Family] = {
     "mimo-v2": _family(
         "MiMoV2FlashForCausalLM", "mimo_v2_flash", "model.layers.2.self_attn.attention_sink_bias",
         num_key_value_heads=1, swa_num_key_value_heads=2, swa_num_attention_heads=4, head_dim=24, swa_head_dim=24,
@@ -188,6 +217,24 @@ DRAFTING: dict[str, Family] = {
         mlp_layer_types=["dense", "sparse", "dense"], attention_bias=False, n_routed_experts=4, n_group=1, topk_group=1,
         scoring_func="sigmoid", topk_method="noaux_tc", rope_scaling="absent", **_MOE,
     ),
+    "step-3.5": Family(
+        {"architectures": ["Step3p5ForCausalLM"], "model_type": "step3p5", "num_nextn_predict_layers": 3,
+         "auto_map": {"AutoConfig": "configuration_step3p5.Step3p5Config",
+                      "AutoModelForCausalLM": "modeling_step3p5.Step3p5ForCausalLM"}} | _COMMON | {
+         "head_dim": 16, "num_attention_groups": 2, "sliding_window": 8, "use_head_wise_attn_gate": True,
+         "layer_types": ["full_attention", *["sliding_attention"] * 5],
+         "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 6,
+                                     "num_attention_groups": 2, "head_dim": 16, "true_head_dim": 16},
+         "rope_theta": [1000000.0, *[10000.0] * 5], "partial_rotary_factors": [0.5, *[1.0] * 5],
+         "yarn_only_types": ["full_attention"], "moe_layers_enum": "", "swiglu_limits": [0.0] * 6,
+         "swiglu_limits_shared": [0.0] * 6, "use_rope_layers": [], "pad_token_id": 0},
+        ("model.layers.0.self_attn.g_proj.weight", "model.layers.2.self_attn.q_norm.weight"),
+        remote=True,
+        code={"configuration_step3p5.py": _STEP_CONFIGURATION, "modeling_step3p5.py": _STEP_MODELING},
+    ),
+}  # fmt: skip
+# Families that are refused as targets, whose MTP layers are read all the same.
+DRAFTING: dict[str, Family] = {
     "qwen3-next": _family(
         "Qwen3NextForCausalLM", "qwen3_next", "model.layers.1.mlp.shared_expert_gate.weight",
         "model.layers.1.mlp.experts.3.gate_proj.weight",

@@ -22,17 +22,20 @@ Tensors = dict[str, torch.Tensor]
 # Of each layout: where the layer stands, and the names of the join.
 PREFIXES = {
     "deepseek-v3": "model.layers.3.", "glm-4.5": "model.layers.3.", "mimo": "model.mtp_layers.0.",
-    "mimo-v2": "model.mtp.layers.0.", "qwen3-next": "mtp.layers.0.",
+    "mimo-v2": "model.mtp.layers.0.", "qwen3-next": "mtp.layers.0.", "step-3.5": "model.layers.3.",
     "qwen3.5": "mtp.layers.0.", "qwen3.5-moe": "mtp.layers.0.",
 }  # fmt: skip
 _QWEN = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
 _JOINS = {
     "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
     "mimo-v2": ("enorm", "hnorm", "eh_proj", "final_layernorm"),
+    "step-3.5": ("enorm", "hnorm", "eh_proj", "transformer.shared_head.norm"),
     "qwen3-next": _QWEN,
     "qwen3.5": _QWEN,
     "qwen3.5-moe": _QWEN,
 }
+_OWN_HEAD = "transformer.shared_head.output.weight"  # of Step-3.5
+_CENTERED = ("qwen", "step")  # beginnings of families whose norms multiply by 1 + weight
 _DEEPSEEK = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 
 
@@ -71,10 +74,13 @@ def mtp_layer(folder: Path, family: str, prefix: str | None = None, seed: int = 
         if name.startswith(old)
     }
     embedding, hidden, join, norm = (_joined(prefix, name) for name in _JOINS.get(family, _DEEPSEEK))
-    center = 0.0 if family.startswith("qwen") else 1.0
+    center = 0.0 if family.startswith(_CENTERED) else 1.0
     for name in (embedding, hidden, norm):
         layer[f"{name}.weight"] = center + 0.2 * torch.randn(size, generator=generator)
     layer[f"{join}.weight"] = torch.randn(size, 2 * size, generator=generator) * size**-0.5
+    if family == "step-3.5":
+        head = tensors["lm_head.weight"]
+        layer[prefix + _OWN_HEAD] = torch.randn(head.shape, generator=generator) * head.std()
     if family not in _JOINS:
         layer[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
         layer[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -147,17 +153,20 @@ class Reference:
         }
         _save(scratch, swapped)
         config = json.loads((folder / "config.json").read_text())
-        (scratch / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
-        remote = (folder / "modeling_mimo.py").exists()
+        if family != "step-3.5":  # whose lists have an entry for each of them
+            config["num_nextn_predict_layers"] = 0
+        (scratch / "config.json").write_text(json.dumps(config))
+        remote = any(folder.glob("modeling_*.py"))
         self.model = AutoModelForCausalLM.from_pretrained(
             scratch, dtype=torch.float32, trust_remote_code=remote, attn_implementation="eager"
         ).eval()
         embedding, hidden, join, norm = (_joined(prefix, name) for name in _JOINS.get(family, _DEEPSEEK))
         self.norms = {name: tensors[f"{key}.weight"] for name, key in (("e", embedding), ("h", hidden), ("z", norm))}
         self.join = tensors[f"{join}.weight"]
+        self.head = tensors.get(prefix + _OWN_HEAD, self.model.lm_head.weight)
 
     def norm(self, which: str, x: torch.Tensor) -> torch.Tensor:
-        weight = self.norms[which] + (1.0 if self.family.startswith("qwen") else 0.0)
+        weight = self.norms[which] + (1.0 if self.family.startswith(_CENTERED) else 0.0)
         config = self.model.config
         epsilon = getattr(config, "rms_norm_eps", None) or config.layernorm_epsilon
         return torch.nn.functional.rms_norm(x, weight.shape, weight, epsilon)
@@ -170,12 +179,19 @@ class Reference:
             embeddings[0] = 0
         given = torch.tensor(features[: len(embeddings)])
         while True:
-            z, handed = self._rows(embeddings[: len(given)], given)
+            z, handed = self.rows(embeddings[: len(given)], given)
             if len(given) == len(embeddings):
-                return self.model.lm_head(z).numpy()
+                return (z @ self.head.T).numpy()
             given = torch.cat([given, handed[-1:]])
 
-    def _rows(self, embeddings: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def embed(self, tokens: list[int]) -> torch.Tensor:
+        """Embeddings of tokens, [n, H]."""
+        embeddings: torch.Tensor = self.model.model.embed_tokens(torch.tensor(np.asarray(tokens, np.int64)))
+        return embeddings
+
+    @torch.no_grad()
+    def rows(self, embeddings: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """States for the logits, and states that are passed on, [n, H] each, of rows at positions 0 to n - 1."""
         both = [self.norm("e", embeddings), self.norm("h", features)]
         x = torch.cat(both[::-1] if self.family == "mimo" else both, -1) @ self.join.T
         y = self._layer(x[None])[0]
@@ -187,7 +203,8 @@ class Reference:
         layer, positions = core.layers[-1], torch.arange(count)[None]
         see = torch.ones(count, count, dtype=torch.bool).tril()
         kind = getattr(layer.self_attn, "layer_type", None)
-        if self.family == "mimo-v2":
+        if self.family in ("mimo-v2", "step-3.5"):
+            kind = kind or layer.attention_type
             see &= ~torch.ones(count, count, dtype=torch.bool).tril(-layer.self_attn.sliding_window)
             rotation = core.rotary_emb(x, positions, kind)
         else:

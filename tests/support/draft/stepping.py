@@ -35,7 +35,11 @@ class Stepper:
         width = self.config.hidden_size if self.config.head.uses_features else 0
         stacked = len(self.config.layers) if self.config.stacked else 0
         work = SessionWork(self.session, self.prefix_kv, **work)
-        inputs = build_inputs(StepBuffer(InputLayout(StepShape(1, rows, rows), 40, width, stacked)), [work], self.moves)
+        inputs = build_inputs(
+            StepBuffer(InputLayout(StepShape(1, rows, rows), 40, width, stacked, self.config.chained)),
+            [work],
+            self.moves,
+        )
         self.moves = []
         logits, self.pools = _logits(self.config, self.paging, self.params, self.pools, inputs)
         self.prefix_kv.feed(work.feed)

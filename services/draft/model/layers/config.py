@@ -25,6 +25,7 @@ class Attention:
     """Grouped-query attention. width: size of its input.
 
     gated:  each head's output is multiplied by the sigmoid of a gate, which is projected together with the query
+    head_gate: the gate is one number a head, published as a projection of its own
     scale:  of the scores, by default 1 / sqrt(head_dim)
     window: tokens that a row attends to, itself included; default all. Draft rows attend to their whole path
     sinks:  each head has an additional key without a value, with a learned score
@@ -44,6 +45,7 @@ class Attention:
     output_bias: bool = False
     qk_norm: bool = False
     gated: bool = False
+    head_gate: bool = False
     scale: float | None = None
     window: int | None = None
     sinks: bool = False
@@ -153,6 +155,8 @@ class ModelConfig:
     vocab_size: entries of the head; where they are not the target's ids, params["ids"] maps them
     stacked:    each layer predicts a token further from the target's features (stacked.py), instead of processing the
                 output of the layer before
+    chained:    stacked layers but the first read the state of the layer before, one row back, instead of the target's
+    own_heads:  each stacked layer has an output layer of its own; they stand below one another in params["head"]
     softcap: bound of the logits by tanh
     factor:  of the logits, applied before the softcap
     """
@@ -165,6 +169,8 @@ class ModelConfig:
     head: Head
     tied_head: bool = False
     stacked: bool = False
+    chained: bool = False
+    own_heads: bool = False
     eos_token_ids: tuple[int, ...] = ()
     softcap: float | None = None
     factor: float = 1.0
@@ -172,7 +178,13 @@ class ModelConfig:
     def cache_numbers(self) -> int:
         """Elements that the caches keep for a token."""
         kept = sum(math.prod(layer.attention.kv_shape) for layer in self.layers)
-        return kept + (self.hidden_size if self.head.uses_features else 0)
+        states = int(self.head.uses_features) + self.chain_links
+        return kept + states * self.hidden_size
+
+    @property
+    def chain_links(self) -> int:
+        """States of stacked layers that a token's row keeps for the next layer."""
+        return len(self.layers) - 1 if self.chained else 0
 
 
 # --- keys of config.json that many formats share ---

@@ -63,7 +63,9 @@ class Forward(NamedTuple):
         """A layer's states behind x [S, Q, H], and its pool with the rows' keys and values."""
         description, params, pool = self.config.layers[index], self.params["layers"][index], self.pools.layers[index]
         step = Step(self.rows.positions, self.rows.slots, self.context, self.moves)
-        return decoder_layer(description, self.paging, params, x, beside if description.beside else None, pool, step)
+        beside = beside if description.beside else None
+        states: tuple[jax.Array, jax.Array] = decoder_layer(description, self.paging, params, x, beside, pool, step)
+        return states
 
     def keep_features(self, states: jax.Array) -> jax.Array | ColumnSharded:
         """The pool of features with the rows' states [S, Q, W]."""

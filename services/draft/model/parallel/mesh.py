@@ -279,6 +279,7 @@ def _pool_specs(whole: ModelConfig, part: ModelConfig, *, split_states: bool) ->
         PartitionSpec() if own.attention.kv_shape == layer.attention.kv_shape else PartitionSpec(None, None, AXIS)
         for own, layer in zip(part.layers, whole.layers, strict=True)
     ]
+    specs += [PartitionSpec()] * whole.chain_links
     if whole.head.uses_features:
         specs.append(PartitionSpec(None, AXIS) if split_states else PartitionSpec())
     return tuple(specs)

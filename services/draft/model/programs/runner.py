@@ -163,7 +163,7 @@ class ModelRunner:
 
     def layout(self, shape: StepShape) -> InputLayout:
         """The layout of the inputs of a shape."""
-        return InputLayout(shape, self.table_pages, self.feature_width, self.stacked)
+        return InputLayout(shape, self.table_pages, self.feature_width, self.stacked, self.config.chained)
 
     def step_buffer(self, shape: StepShape) -> StepBuffer:
         """The reusable inputs of a shape."""

@@ -112,7 +112,7 @@ def _attention_shapes(a: Attention, hidden: int) -> LayerShapes:
     value = a.value_dim or a.head_dim
     shapes = _linear_shapes(
         {
-            "self_attn.q_proj": (a.heads * a.head_dim * (2 if a.gated else 1), a.width, a.qkv_bias),
+            "self_attn.q_proj": (a.heads * a.head_dim * (2 if a.gated and not a.head_gate else 1), a.width, a.qkv_bias),
             "self_attn.k_proj": (a.kv_heads * a.head_dim, a.width, a.qkv_bias),
             "self_attn.v_proj": (a.kv_heads * value, a.width, a.qkv_bias),
             "self_attn.o_proj": (hidden, a.heads * value, a.output_bias),
@@ -122,6 +122,8 @@ def _attention_shapes(a: Attention, hidden: int) -> LayerShapes:
         shapes |= {f"self_attn.{name}.weight": (a.head_dim,) for name in ("q_norm", "k_norm")}
     if a.sinks:
         shapes["self_attn.sinks"] = (a.heads,)
+    if a.head_gate:
+        shapes["self_attn.g_proj.weight"] = (a.heads, a.width)
     return shapes
 
 
@@ -132,7 +134,9 @@ def _attention_params(a: Attention, read: Read, put: Put) -> dict[str, jax.Array
         """Rows of queries, keys and values, then of gates."""
         q, k, v = (read(f"self_attn.{part}_proj.{kind}") for part in "qkv")
         gates = []
-        if a.gated:
+        if a.head_gate:  # the same gate for each number of a head
+            gates = [np.repeat(read(f"self_attn.g_proj.{kind}"), a.head_dim, axis=0)]
+        elif a.gated:
             both = q.reshape(a.heads, 2, a.head_dim, *q.shape[1:])
             q, gate = (both[:, i].reshape(-1, *q.shape[1:]) for i in range(2))
             gates = [gate]

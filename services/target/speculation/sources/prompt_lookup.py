@@ -126,7 +126,8 @@ class PromptLookup(DraftSource):
     def judge(self, demand: Demand) -> None:
         """Decide which matches pay in a step."""
         self.estimate.fade(_FADE)
-        gains = np.cumsum(np.array(self.estimate.table)[:, None] ** _LENGTHS, axis=1)  # by match and chain length
+        rates = np.array(self.estimate.table, np.float64)
+        gains: NDArray[np.float64] = np.cumsum(rates[:, None] ** _LENGTHS, axis=1)  # by match and chain length
         cost, sessions = self._planner.budget.cost, demand.sessions
         throughputs = throughput(cost, gains, _LENGTHS, sessions, sessions, demand.kv_tokens)
         paying = np.flatnonzero(throughputs.max(axis=1) > self._floor(demand))
