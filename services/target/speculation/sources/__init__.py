@@ -1,1 +1,1 @@
-"""Draft sources inside the target process: prompt lookup, the quantized self-draft, the local EAGLE head."""
+"""Draft sources of the target: proposals of the draft service, prompt lookup, the quantized self-draft, the local EAGLE head."""
