@@ -1,1 +1,4 @@
-"""Draft sources of the target: proposals of the draft service, prompt lookup, the quantized self-draft, the local EAGLE head."""
+"""Draft sources of the target.
+
+Proposals of the draft service, prompt lookup, the quantized self-draft, and the local EAGLE head.
+"""
