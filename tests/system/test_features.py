@@ -154,7 +154,7 @@ def test_a_draft_that_asks_for_missing_layers_is_refused(folder, tmp_path):
     drafter.features = FeatureSpec((LAYERS + 1,))
     target = target_service(folder, f"unix:{tmp_path}/target").start()
     draft = draft_service(f"unix:{tmp_path}/draft", drafter).start()
-    gateway = Gateway(tmp_path, [target.address], [draft.address])
+    gateway = Gateway(tmp_path, [target.address], [draft.address], require_draft=True)
     try:
         assert gateway.process.wait(30) == 2
         assert "cannot serve the drafter" in gateway.log.read_text()

@@ -30,6 +30,6 @@ def test_errors_quote_the_message_about_rejected_flags():
         served("x", flags, "auto"),
     ):
         pass
-    words = r"ended with code 2: [^─]*Unrecognized options: --nonsense"
+    words = r"ended with code 2: [^─]*there is no flag --nonsense"
     with pytest.raises(BenchError, match=words), served("x", ["--nonsense"], "auto"):
         pass

@@ -198,7 +198,6 @@ REFUSED = {
     "--enable-torch-compile": {"enable_torch_compile": True},
     "-threshold-single": {"speculative_accept_threshold_single": 0.5},
     "-threshold-acc": {"speculative_accept_threshold_acc": 0.5},
-    "--dtype bfloat16 or float32": {"dtype": "float16"},
 }
 
 
