@@ -13,17 +13,15 @@ import itertools
 import json
 import math
 import os
-import struct
 import sys
 from pathlib import Path
-from typing import Any
 
 from bench.harness.flags import positive_int
 from bench.harness.processes import output_of
 from bench.harness.prompts import BUNDLED_PROMPTS, read_prompts
 from bench.harness.report import Report, new_figure
 from bench.serve.outrider_system import generate, new_tokens, served, speculation
-from outrider.checkpoints.checkpoint import resolve, weight_files
+from outrider.checkpoints.checkpoint import resolve, tensor_headers, weight_files
 from outrider.drafts import has_bundled_head
 from services.target.kernels.cpu.bandwidth import read_bandwidth
 
@@ -68,15 +66,6 @@ def floor(folder: Path, dtype: str) -> str:
         f"floor of a plain step: {size / 1e6:.0f} MB of weights at {bandwidth / 1e9:.1f} GB/s, "
         f"{1e3 * size / bandwidth:.1f} ms, or {bandwidth / size:.0f} tokens/s per session"
     )
-
-
-def tensor_headers(file: Path) -> dict[str, Any]:
-    """The headers of a safetensors file, by tensor name."""
-    with file.open("rb") as stream:
-        (size,) = struct.unpack("<Q", stream.read(8))
-        headers: dict[str, Any] = json.loads(stream.read(size))
-    headers.pop("__metadata__", None)
-    return headers
 
 
 def main(argv: list[str]) -> None:

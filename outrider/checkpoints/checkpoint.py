@@ -211,6 +211,14 @@ def header_bytes(stream: BinaryIO, file: Path) -> int:
     return size
 
 
+def tensor_headers(file: Path) -> dict[str, Any]:
+    """The header entries of a safetensors file by tensor name: dtype, shape, offsets. Raises ConfigError if damaged."""
+    with file.open("rb") as stream:
+        headers: dict[str, Any] = json.loads(stream.read(header_bytes(stream, file)))
+    headers.pop("__metadata__", None)
+    return headers
+
+
 def _sample(digest: Any, stream: BinaryIO, begin: int, end: int) -> None:
     """Add evenly spaced samples of a part of a file to a hash."""
     for sample in range(_SAMPLES):

@@ -6,9 +6,7 @@ services measure what they have loaded.
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +16,7 @@ from typing import Any
 
 from outrider.checkpoints import checkpoint
 
-_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number, by --dtype
 _STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "U16": 2, "U32": 4}  # others: 1 byte
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Bytes of a weight by --quantization; int4 has a scale and a center for each 32 weights.
@@ -84,7 +82,7 @@ class CheckpointSizes:
     @property
     def itemsize(self) -> int | None:
         """Bytes of a number in the checkpoint's own format, if config.json names one."""
-        return _ITEMSIZES.get(str(self.config.get("dtype") or self.config.get("torch_dtype")))
+        return ITEMSIZES.get(str(self.config.get("dtype") or self.config.get("torch_dtype")))
 
     @property
     def layers(self) -> int:
@@ -150,11 +148,5 @@ class CheckpointSizes:
 
 
 def _header(file: Path) -> dict[str, StoredTensor]:
-    with file.open("rb") as stream:
-        (size,) = struct.unpack("<Q", stream.read(8))
-        entries = json.loads(stream.read(size))
-    return {
-        name: StoredTensor(entry["dtype"], tuple(entry["shape"]))
-        for name, entry in entries.items()
-        if name != "__metadata__"
-    }
+    entries = checkpoint.tensor_headers(file).items()
+    return {name: StoredTensor(entry["dtype"], tuple(entry["shape"])) for name, entry in entries}

@@ -13,7 +13,7 @@ import os
 from dataclasses import replace
 
 from outrider.checkpoints import checkpoint
-from outrider.checkpoints.sizes import CheckpointSizes
+from outrider.checkpoints.sizes import ITEMSIZES, CheckpointSizes
 from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, MODEL_ALGORITHMS, DraftConfig, TargetConfig
 from outrider.errors import ConfigError
 from outrider.placement.devices import free_host_memory, gpu_memory, has_gpu
@@ -30,7 +30,6 @@ from outrider.placement.memory import (
 )
 from outrider.placement.step_sizes import step_sizes
 
-_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _JAX_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _GPU_NAMES = ("cuda", "gpu")
 
@@ -45,7 +44,7 @@ def plan_of(target: TargetConfig, draft: DraftConfig | None, total: int | None =
     if sizes is None:
         return None
     gpus = target_gpus(target) if total is None else range(target.tp_size)
-    itemsize = _ITEMSIZES.get(target.dtype) or sizes.itemsize or 2
+    itemsize = ITEMSIZES.get(target.dtype) or sizes.itemsize or 2
     numbers = 1 if target.kv_cache_dtype.startswith("fp8") else itemsize
     token_bytes = sizes.token_bytes(numbers, latent=target.tp_size == 1)
     if not gpus:
@@ -102,7 +101,7 @@ def _need(target: TargetConfig, draft: DraftConfig, total: int | None) -> DraftH
     """
     algorithm, shards = draft.speculative_algorithm, draft.draft_tp_size
     budget = STANDALONE_HEADROOM if algorithm == "STANDALONE" else HEAD_HEADROOM
-    itemsize = _ITEMSIZES.get(draft.draft_dtype, 2)
+    itemsize = ITEMSIZES.get(draft.draft_dtype, 2)
     quantization = draft.speculative_draft_model_quantization
     theirs = _sizes(target.model_path)
     own = theirs if draft.speculative_draft_model_path is None else _sizes(draft.speculative_draft_model_path)

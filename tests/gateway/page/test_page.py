@@ -36,7 +36,7 @@ def test_the_page_requires_no_key_and_no_external_resources(folder, target, draf
 
 
 def test_the_starting_page_is_served_until_a_target_is_up(folder):
-    gateway = Gateway(folder, [f"unix:{folder}/nobody"], [])
+    gateway = Gateway(folder, [f"unix:{folder}/absent"], [])
     try:
         until(lambda: page_of(gateway) is not None, seconds=60)
         page = page_of(gateway)

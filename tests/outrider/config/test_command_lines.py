@@ -43,7 +43,7 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
 
     def connect(*_):
-        raise AssertionError("a dry run contacts nobody")
+        raise AssertionError("a dry run opens no connection")
 
     monkeypatch.setattr(socket.socket, "connect", connect)
 

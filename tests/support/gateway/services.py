@@ -40,6 +40,13 @@ def until(condition, seconds=15.0):
     return value
 
 
+def metric_of(page, name, **labels):
+    """Sum of the samples of a metric with these labels in a page of /metrics."""
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    rows = [line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#")]
+    return sum(float(v) for k, v in rows if k.split("{")[0] == name and all(w in k for w in wanted))
+
+
 def model_info(**changes: Any) -> common_pb2.ModelInfo:
     facts = {
         "model_path": "counting", "fingerprint": "f1", "architecture": "Counting", "vocab_size": VOCAB,
@@ -188,11 +195,8 @@ class Gateway:
         return self
 
     def metric(self, name, **labels):
-        """Sum of a metric's samples with these labels."""
-        wanted = [f'{key}="{value}"' for key, value in labels.items()]
-        lines = self.client.get("/metrics").text.splitlines()
-        rows = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
-        return sum(float(v) for k, v in rows if k.split("{")[0] == name and all(w in k for w in wanted))
+        """As of metric_of."""
+        return metric_of(self.client.get("/metrics").text, name, **labels)
 
     def complete(self, prompt, **options):
         body = {"model": "default", "prompt": prompt, "temperature": 0, **options}

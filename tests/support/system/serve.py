@@ -10,6 +10,7 @@ import time
 import httpx
 import openai
 
+from tests.support.gateway.services import metric_of
 from tests.support.outrider.children import free_port
 
 PROMPTS = ["hello there", "a b a b a b", "the quick brown fox", "12345", "Zürich", "x", "so so so", "end of list"]
@@ -54,9 +55,9 @@ class System:
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             return list(pool.map(lambda prompt: self.ask(prompt, **options), PROMPTS))
 
-    def metric(self, name):
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split()[0] == name)
+    def metric(self, name, **labels):
+        """As of metric_of."""
+        return metric_of(httpx.get(f"{self.url}/metrics").text, name, **labels)
 
     def stop(self):
         self.client.close()

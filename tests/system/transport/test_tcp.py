@@ -43,16 +43,8 @@ def system(folder, plain_text):
     assert system.stop() == 0
 
 
-def samples(system, name, **labels):
-    """Sum of a metric's samples with these labels."""
-    wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    lines = httpx.get(f"{system.url}/metrics").text.splitlines()
-    rows = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
-    return sum(float(value) for key, value in rows if key.split("{")[0] == name and all(w in key for w in wanted))
-
-
 def accepted(system):
-    return samples(system, "outrider_accepted_draft_tokens_total")
+    return system.metric("outrider_accepted_draft_tokens_total")
 
 
 def streamed(system, *kills):
@@ -74,15 +66,15 @@ def test_proposals_cross_grpc_and_killed_services_change_nothing_but_speed(syste
     for stream in ("target", "draft"):
         for direction in ("sent", "received"):
             labels = {"stream": stream, "direction": direction, "transport": "grpc"}
-            assert samples(system, FRAMES, **labels) > 0, labels
-            assert samples(system, "outrider_stream_bytes_total", **labels) > samples(system, FRAMES, **labels)
-    assert samples(system, FRAMES, transport="socket") == 0
+            assert system.metric(FRAMES, **labels) > 0, labels
+            assert system.metric("outrider_stream_bytes_total", **labels) > system.metric(FRAMES, **labels)
+    assert system.metric(FRAMES, transport="socket") == 0
     info = httpx.get(f"{system.url}/get_server_info").json()
     assert [link["stream_transport"] for link in (*info["targets"], *info["drafts"])] == ["grpc", "grpc"]
 
     assert streamed(system, (5, "draft"), (12, "target")) == plain_text
-    assert samples(system, "outrider_reopened_sessions_total", service="target") > 0
+    assert system.metric("outrider_reopened_sessions_total", service="target") > 0
     system.wait()
     before = accepted(system)
     until(lambda: system.ask(PROMPT, max_tokens=LENGTH) == plain_text and accepted(system) > before, 60)
-    assert samples(system, FRAMES, transport="socket") == 0
+    assert system.metric(FRAMES, transport="socket") == 0
