@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from outrider.config.common import DEFAULT_MODEL, DType, ServiceConfig, SharedOptions
-from outrider.config.tls import TlsOptions
+from outrider.config.token import ServicePortOptions
 from outrider.errors import ConfigError
 
 KVCacheDType = Literal["auto", "bf16", "bfloat16", "fp8_e5m2", "fp8_e4m3"]
@@ -193,7 +193,7 @@ class TargetListenOptions:
 
 
 @dataclass(frozen=True)
-class TargetConfig(TargetListenOptions, TargetOptions, SharedOptions, TlsOptions, ServiceConfig):
+class TargetConfig(TargetListenOptions, TargetOptions, SharedOptions, ServicePortOptions, ServiceConfig):
     """The target service: verifies proposals with the large model (PyTorch)."""
 
     common: ClassVar[tuple[str, ...]] = (

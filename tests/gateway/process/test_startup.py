@@ -15,7 +15,7 @@ from gateway.process.app import first_target
 from outrider.client import Client
 from outrider.errors import ConfigError, ModelNotFound, Unavailable
 from outrider.process.ports import take_port
-from outrider.transport.rpc import statuses
+from outrider.transport.statuses import statuses
 from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
 from tests.support.gateway.services import Draft, Gateway, Service, Target, answers, free_port, refused, until
 
