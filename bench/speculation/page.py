@@ -83,7 +83,8 @@ def facts(args: argparse.Namespace, size: int) -> str:
     return (
         f"{resolve(args.model_path).name}, {args.dtype}{flags}; {args.rounds} rounds of {size} prompts of "
         f"{args.prompts.name} (seed {args.seed}), {args.turns} turns, answers {ends} {args.max_tokens} tokens; "
-        f"concurrency {', '.join(map(str, args.concurrency))}, temperature {', '.join(map(str, args.temperature))}{baseline}"
+        f"concurrency {', '.join(map(str, args.concurrency))}, temperature {', '.join(map(str, args.temperature))}"
+        f"{baseline}"
     )
 
 
