@@ -314,6 +314,48 @@ def test_additional_arguments_are_forbidden_unless_the_schema_allows_them():
         assert json.loads(named.grammar().text)["additionalProperties"] is allowed
 
 
+DRAFT = {"$schema": "http://json-schema.org/draft-07/schema#"}
+NO_PARAMETERS = [
+    {}, {"parameters": None}, {"parameters": {}}, {"parameters": {"type": "object"}},
+    {"parameters": {"type": "object", "properties": {}}}, {"parameters": {"type": "object", "properties": None}},
+    {"parameters": {"type": "object", "properties": {}, "required": [], "title": "None", **DRAFT}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("parameters", NO_PARAMETERS)
+@pytest.mark.parametrize("others", [[], [{"name": "g", "parameters": {"allOf": [{"properties": {"a": {}}}]}}]])
+def test_a_function_without_parameters_is_called_with_none(parameters, others):
+    """Also beside one whose schema keeps the targets from closing objects. Checked with their grammar compiler."""
+    tokens = LLTokenizer(tokenizer().to_str(), n_vocab=VOCAB, eos_token=EOS)
+    tools = [{"type": "function", "function": one} for one in ({"name": "f", **parameters}, *others)]
+    named = {"type": "function", "function": {"name": "f"}}
+    for choice, form in ((named, "{}"), ("required", '[{{"name": "f", "parameters": {}}}]')):
+        grammar = tools_of(tools, choice, None).grammar().text
+        start = LLMatcher(tokens, grammar_from("json_schema", grammar))
+        assert not start.get_error()
+        for arguments in ("{}", '{"a": 1}', '{", ": 1}', "null"):
+            ids = [*tokens.tokenize_str(form.format(arguments)), EOS]
+            assert (start.deep_copy().validate_tokens(ids) == len(ids)) is (arguments == "{}"), arguments
+
+
+def test_parameters_that_are_not_listed_stay_possible():
+    """Those of a schema that allows, requires or composes them."""
+    for parameters, own in (
+        ({"additionalProperties": {"type": "integer"}}, {"additionalProperties": {"type": "integer"}}),
+        ({"properties": {}, "additionalProperties": True}, {"additionalProperties": True}),
+        ({"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, {}),
+        ({"required": ["a"]}, {"properties": {"a": {}}, "additionalProperties": False}),
+        (
+            {"properties": {"b": {}}, "required": ["a"]},
+            {"properties": {"b": {}, "a": {}}, "additionalProperties": False},
+        ),
+    ):
+        tool = {"type": "function", "name": "h", "parameters": parameters}
+        schema = json.loads(tools_of([tool], {"type": "function", "name": "h"}, None).grammar().text)
+        del schema["x-guidance"]
+        assert schema == {"type": "object"} | parameters | own
+
+
 @pytest.mark.parametrize("parameters", [{"properties": {"a": {"type": "integer"}}}, {}, None])
 def test_arguments_are_an_object_without_a_type_in_the_schema(parameters):
     tokens = LLTokenizer(tokenizer().to_str(), n_vocab=VOCAB, eos_token=EOS)
