@@ -104,7 +104,7 @@ def _relocated(schema: Any, to: str) -> Any:
 
 
 def _grammar(schema: dict[str, Any]) -> Grammar:
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema | {"x-guidance": _SPACES}))
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema | {"x-guidance": _SPACES}), client_field="tools")
 
 
 def tools_of(tools: Any, choice: Any, parallel: bool | None) -> Tools | None:

@@ -80,7 +80,7 @@ HELLO = [{"role": "user", "content": "hello"}]
         ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": 5}, "prompt"),
-        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt.1"),
         ({"prompt": [VOCAB]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": ["a"] * 129}, "prompt"),

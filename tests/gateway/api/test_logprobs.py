@@ -330,6 +330,9 @@ def test_grammars_reach_the_target(client, target, fields, grammar):
     assert target.engine.seen[-1].grammar == grammar
 
 
+LONG_TOOL = {"name": "f", "parameters": {"properties": {"a": {"enum": ["a" * 200_000]}}}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -349,6 +352,10 @@ def test_grammars_reach_the_target(client, target, fields, grammar):
         ({"structural_tag": "a"}, "structural_tag"),
         ({"regex": "a" * 200_000}, "regex"),
         ({"regex": "wrong"}, "regex"),  # refused by the target
+        ({"structured_outputs": {"regex": "wrong"}}, "structured_outputs"),
+        ({"guided_grammar": "wrong"}, "guided_grammar"),
+        ({"response_format": {"type": "json_object", "schema": {"title": "a" * 200_000}}}, "response_format"),
+        ({"tools": [{"type": "function", "function": LONG_TOOL}], "tool_choice": "required"}, "tools"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
