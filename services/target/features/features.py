@@ -141,7 +141,7 @@ class Features:
         self._subscriptions[request.session_id] = Subscription(spec_id, fusion, first, fresh, until)
         (self._sent if until == _ENDED else self._unread).add(request.session_id)
         if self.store is not None:
-            self.store.open(request.session_id, spec_id)
+            self.store.open(request.session_id, spec_id, until)
 
     @property
     def asked(self) -> bool:

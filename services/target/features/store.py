@@ -20,10 +20,12 @@ _Key = tuple[int, int]  # page, and id of a specification
 class _Tail:
     """Rows of a session that may still become part of a cached page.
 
-    spec: id of their specification; first: position of the first one, in tokens
+    spec: id of their specification; until: the position from which on none are kept; first: position of the first one,
+    in tokens
     """
 
     spec: int
+    until: int
     first: int = 0
     parts: list[_Bytes] = field(default_factory=list)
 
@@ -88,9 +90,9 @@ class FeatureStore:
         """Cached pages whose rows are not complete."""
         return frozenset(page for page, _ in self._due)
 
-    def open(self, session_id: int, spec: int) -> None:
-        """Keep this session's rows. spec: id of their specification."""
-        self._tails[session_id] = _Tail(spec)
+    def open(self, session_id: int, spec: int, until: int) -> None:
+        """Keep this session's rows. spec: id of their specification. until: the position from which on none come."""
+        self._tails[session_id] = _Tail(spec, until)
 
     def close(self, session_id: int) -> None:
         """The session has given its pages back."""
@@ -111,14 +113,14 @@ class FeatureStore:
         self._specs.clear()
         self.bytes = 0
         for session_id, tail in self._tails.items():
-            self._tails[session_id] = _Tail(tail.spec)
+            self._tails[session_id] = _Tail(tail.spec, tail.until)
 
     # --- events of the prefix cache ---
 
     def page_cached(self, owner: int, index: int, page: int) -> None:
         """Keep the rows of a page that other sessions may find."""
         tail = self._tails.get(owner)
-        if tail is not None:
+        if tail is not None and (index + 1) * self._page_size <= tail.until:
             self._specs.setdefault(page, set()).add(tail.spec)
             self._due[page, tail.spec] = owner, index
             self._fill(owner)

@@ -253,12 +253,13 @@ def test_sessions_share_pages_whatever_features_they_want(model, truth, order, r
     # The second specification is the one configured last, whose rows sessions without a drafter leave behind.
     specs = {"other": ((3,), configured(engine, FeatureSpec((3,), format=F32)))}
     specs |= {"on": ((2, 4), configured(engine, FeatureSpec((2, 4), format=F32))), "off": ((), 0)}
-    text, seen, taken = list(range(30, 75)), set(), {}
+    text, seen, taken, texts = list(range(30, 75)), set(), {}, []
     for i, kind in enumerate(order.split(), start=1):
         layers, wanted = specs[kind]
         reader = Reader(engine)
-        reader.open(replace(opening(i, text, max_tokens=6), feature_spec=wanted))
+        reader.open(replace(opening(i, text, max_tokens=30), feature_spec=wanted))
         while not engine.idle:
+            assert kind != "off" or len(engine.features.store.pending) <= len(text) // 4
             for commit in reader.step().commits:
                 taken[i] = max(taken.get(i, 0), commit.cached_tokens)
         has_rows = room and (kind in seen or (kind == "on" and "off" in seen))
@@ -271,7 +272,10 @@ def test_sessions_share_pages_whatever_features_they_want(model, truth, order, r
         else:
             assert not reader.rows[i]
         seen.add(kind)
+        texts.append(reader.tokens[i])
+        assert not engine.features.store.pending
         engine.check()
+    assert texts == texts[:1] * len(texts)
     assert not engine.features.captures
     assert not engine.features.subscriptions
 
