@@ -15,6 +15,9 @@ if metadata.version("jaxlib").startswith("0.10."):
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# No public authorities: each client of HTTP would read all of them, for longer than its request takes.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 # Compiled programs, converted models and code that comes with a checkpoint stay out of the user's own caches.
 os.environ.setdefault("OUTRIDER_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "outrider"))
 os.environ.setdefault("HF_MODULES_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "modules"))
