@@ -219,10 +219,9 @@ TOKEN = "a-token-of-the-tests"
     ("token", "words"),
     [(TOKEN, None), (None, "the caller has no service token"), (TOKEN + "x", "the caller has another service token")],
 )
-@pytest.mark.parametrize("transport", ["grpc", "socket"])
-async def test_a_service_accepts_only_gateways_with_its_token(tmp_path, token, words, transport):
+async def test_a_service_accepts_only_gateways_with_its_token(tmp_path, token, words):
     target = Service(Target, f"unix:{tmp_path}/target.sock", token=TOKEN).start()
-    link = TargetLink(target.address, transport=transport, token=token)
+    link = TargetLink(target.address, token=token)
     link.start()
     try:
         if words is None:
