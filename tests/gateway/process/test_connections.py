@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
+import resource
 import socket
 
 import pytest
 
-from gateway.process.connections import Connections
+from gateway.process.connections import Connections, possible_connections
 from gateway.process.listeners import start_rest, stop_rest
 
 TIMEOUT = 0.15  # seconds
@@ -168,3 +169,22 @@ async def test_a_new_connection_takes_the_place_of_the_longest_waiting_one():
         fifth = await connect()
         await fifth.send(REQUEST)
         assert await fifth.status() == 200
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised", "possible"),
+    [
+        ((1024, 1 << 20), [(8448, 1 << 20)], 8192),
+        ((1 << 20, 1 << 20), [], 8192),
+        ((1024, 4096), [(4096, 4096)], 3840),
+        ((1024, resource.RLIM_INFINITY), [(8448, resource.RLIM_INFINITY)], 8192),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), [], 8192),
+    ],
+)
+def test_no_more_connections_than_files_may_be_open(monkeypatch, caplog, limits, raised, possible):
+    done = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: done.append(wanted))
+    assert possible_connections(8192) == possible
+    assert done == raised
+    assert ("ulimit" in caplog.text) == (possible < 8192)
