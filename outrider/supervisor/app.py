@@ -41,7 +41,7 @@ from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError, EngineFault
 from outrider.placement.cores import CorePlan, choose_cores
 from outrider.placement.tree_shapes import draft_niceness, draft_tree, tree_shape
-from outrider.process.ports import host_and_port, socket_folder, take_port
+from outrider.process.ports import check_socket_path, host_and_port, refuse_used_socket, socket_folder, take_port
 from outrider.process.python_command import python_command
 from outrider.supervisor.display import Display, first_curl
 from outrider.supervisor.draft_watch import DRAFT_BACKOFF, DraftWatch
@@ -96,6 +96,9 @@ def check_flags(config: ServeConfig) -> None:
     """Raise ConfigError for flags that would fail only after the models are loaded, and for ports in use."""
     check_values(config)
     check_ports(config.gateway)
+    if (path := config.gateway.control_socket) is not None:
+        check_socket_path(path)
+        refuse_used_socket(path)
 
 
 def check_values(config: ServeConfig) -> None:
@@ -175,8 +178,9 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
         )  # fmt: skip
     target.check()
     target, draft = share_device(target, draft)
+    control_socket = config.gateway.control_socket or f"{runtime}/control.sock"
     gateway = GatewayConfig(
-        **asdict(config.gateway), **observed, cores=format_cores(cores.gateway),
+        **(asdict(config.gateway) | {"control_socket": control_socket}), **observed, cores=format_cores(cores.gateway),
         target=(target.listen,), draft=(draft.listen,) if draft else (), require_draft=config.require_draft,
         draft_report=f"{runtime}/draft.report" if draft and not config.require_draft else None,
         health_listen=f"unix:{runtime}/gateway.sock" if config.gateway.ssl_certfile else None,
@@ -260,6 +264,7 @@ def summary(processes: Processes) -> list[tuple[str, str]]:
     return [
         ("REST", f"{base_url(gateway)}/v1"),
         ("gRPC", host_and_port(gateway.host, gateway.grpc_port)),
+        ("control", f"{gateway.control_socket} (see docs/weights.md)"),
         ("model", ", ".join(gateway.served_model_name) or checkpoint.display_name(target.model_path)),
         ("drafter", drafter),
         ("cores", cores),

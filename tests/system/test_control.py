@@ -140,9 +140,11 @@ def test_a_bad_update_is_refused_and_changes_nothing(shared, folders, expected, 
     error = running.post("/update_weights_from_disk", 400, json={"model_path": str(other)})["error"]
     assert "num_hidden_layers" in error["message"]
     part = save({"model.norm.weight": load_file(folders[1] / "model.safetensors")["model.norm.weight"][:7]})
-    error = running.post("/update_weights_from_tensor", 400, content=part)["error"]
+    kind = {"content-type": "application/octet-stream"}
+    error = running.post("/update_weights_from_tensor", 400, content=part, headers=kind)["error"]
     assert "[7]" in error["message"]
-    running.post("/update_weights_from_tensor", 400, json={"serialized_named_tensors": []})
+    error = running.post("/update_weights_from_tensor", 415, json={"serialized_named_tensors": []})["error"]
+    assert "safetensors file" in error["message"]
     running.post("/update_weights_from_disk", 400, json={"model_path": str(folders[1]), "load_format": "flattened"})
     running.post("/update_weights_from_disk", 400, json={})
     assert running.version() == "default"
