@@ -22,7 +22,7 @@ from gateway.sessions.request import GenerationRequest
 from gateway.telemetry.spans import spanning_call
 from outrider.errors import InvalidRequest, Unavailable
 from outrider.telemetry import REQUEST_ID
-from outrider.transport.rpc import details, statuses
+from outrider.transport.statuses import details, statuses
 
 _STARTING = "the gateway is starting; it waits for a target service"
 

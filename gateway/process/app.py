@@ -87,14 +87,15 @@ async def serve(config: GatewayConfig, peers: Peers | None = None) -> int:
 async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -> int:
     stop = asyncio.create_task(_stop_or_leave().wait())
     edge = EdgeMiddleware(config.max_body_bytes, Access(config), config.client_timeout)
-    servicer = GatewayServicer()
-    listeners = Listeners(config, _with_cors(edge, config.allowed_origins), shared=peers.several)
+    servicer, keys = GatewayServicer(), Keys(config)
+    listeners = Listeners(config, _with_cors(edge, config.allowed_origins), keys, shared=peers.several)
     facade_services, metrics = facades(config.grpc_facades), Metrics()
-    admission, keys = Admission(config.max_pending_requests), Keys(config)
+    admission = Admission(config.max_pending_requests)
     tests: list[asyncio.Task[Any]] = []
     tls, service_tls = config.server_tls(), config.service_tls()
     routing = Routing(config.cache_threshold, config.balance_abs_threshold, config.balance_rel_threshold)
-    targets = [TargetLink(address, service_tls, config.stream_transport) for address in config.target]
+    token = config.service_token()
+    targets = [TargetLink(address, service_tls, config.stream_transport, token=token) for address in config.target]
     orchestrator = Orchestrator(targets, [], metrics, routing=routing)
     gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, listeners.grpc.server)
     for facade in facade_services:
@@ -128,7 +129,8 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         if not config.disable_sglang_metrics:
             metrics.registry.register(SglangMetrics(metrics, generator.name))
         for address in config.draft:
-            orchestrator.attach_draft(DraftLink(address, target.info.model, service_tls, config.stream_transport))
+            link = DraftLink(address, target.info.model, service_tls, config.stream_transport, token=token)
+            orchestrator.attach_draft(link)
         if not config.disable_draft_self_test:
             tests += self_test.start(generator, orchestrator)
         control = Control(orchestrator, facts)

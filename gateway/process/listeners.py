@@ -8,23 +8,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.admission.admission import Keys
 from gateway.api.middleware import LOCAL
 from gateway.process.connections import BoundedHttp, Connections, possible_connections
 from outrider.config import GatewayConfig
 from outrider.process.ports import host_and_port, take_port, take_private_socket
 from outrider.tls import ServerTls
+from outrider.transport.guard import Limits
 from outrider.transport.rpc import GrpcServer
 from outrider.wire.v1 import draft_pb2, target_pb2
 
 TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
+_PUBLIC_METHODS = (
+    "/vllm.grpc.engine.VllmEngine/HealthCheck",
+    "/sglang.grpc.scheduler.SglangScheduler/HealthCheck",
+)
+_OTHER_CALLS = 64  # beside the pending requests, in one connection
+_CONNECTIONS = 8192  # of gRPC
 _GRACE = 5  # seconds for running requests to end when the gateway stops
 _CONTROL_CONNECTIONS = 64  # over the control socket
 
@@ -32,9 +40,9 @@ _CONTROL_CONNECTIONS = 64  # over the control socket
 class Listeners:
     """Servers of one process. Use: add services to `grpc.server`, `open`, `set_serving`, `close`."""
 
-    def __init__(self, config: GatewayConfig, app: ASGIApp, *, shared: bool = False) -> None:
-        """app: answers HTTP. shared: other processes listen on the same ports."""
-        self.grpc = GrpcServer(shared=shared)
+    def __init__(self, config: GatewayConfig, app: ASGIApp, keys: Keys, *, shared: bool = False) -> None:
+        """app: answers HTTP. keys: of gRPC's callers. shared: other processes listen on the same ports."""
+        self.grpc = _grpc_server(config, keys, shared=shared)
         self._config = config
         self._app = app
         self._shared = shared
@@ -89,6 +97,17 @@ class Listeners:
         servers = [server for server in (self.grpc if self._open else None, self._health) if server is not None]
         rest = [stop_rest(server) for server in (self._rest, self._control) if server is not None]
         await asyncio.gather(*rest, *(server.stop() for server in servers))
+
+
+def _grpc_server(config: GatewayConfig, keys: Keys, *, shared: bool) -> GrpcServer:
+    """The server of the gRPC port, which checks keys before it reads messages."""
+
+    def check(metadata: Mapping[str, Any]) -> None:
+        keys.check(str(metadata.get("authorization", "")).encode())
+
+    # A message that is a little too large is read, so that its sender gets the reason from the handler.
+    limits = Limits(2 * config.max_body_bytes, config.max_pending_requests + _OTHER_CALLS, _CONNECTIONS, sizes=None)
+    return GrpcServer(shared=shared, check=check, public=_PUBLIC_METHODS, limits=limits)
 
 
 class _Server(uvicorn.Server):

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from outrider.config.callers import AccessOptions, ApiKeyOptions
 from outrider.config.common import RequireDraftOptions, ServiceConfig, check_minimum
 from outrider.config.tls import ServiceTlsOptions, TlsOptions
+from outrider.config.token import ServiceTokenOptions
 from outrider.errors import ConfigError
 
 ToolCallParser = Literal["auto", "none", "hermes", "qwen25", "llama3", "deepseekv3"]
@@ -171,8 +172,9 @@ class BalanceOptions:
 
 @dataclass(frozen=True)
 class GatewayConfig(
-    BalanceOptions, RequireDraftOptions, ServiceAddressOptions, GatewayOptions, ServiceTlsOptions, ServiceConfig
-):
+    BalanceOptions, RequireDraftOptions, ServiceAddressOptions, GatewayOptions, ServiceTokenOptions, ServiceTlsOptions,
+    ServiceConfig,
+):  # fmt: skip
     """The gateway: REST and gRPC for clients, streams to the services."""
 
     common: ClassVar[tuple[str, ...]] = (

@@ -215,6 +215,17 @@ async def test_training_reports_the_reason(closed_target, ours):
         await writer.__aenter__()
 
 
+@pytest.mark.parametrize(("token", "words"), [(None, "no service token"), ("b" * 20, "another service token")])
+async def test_training_needs_the_token_of_the_target(tmp_path, token, words):
+    target = Service(Target, f"unix:{tmp_path}/target.sock", token="a" * 20).start()
+    try:
+        writer = TargetClient(target.address, FeatureSpec((), True), token=token)
+        with pytest.raises(ConfigError, match=f"refuses this training: the caller has {words}"):
+            await writer.__aenter__()
+    finally:
+        await asyncio.to_thread(target.stop)
+
+
 def test_a_refused_gateway_exits(closed_target):
     ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
     command = [sys.executable, "-m", "gateway", *ports, "--target", closed_target.address]

@@ -18,9 +18,11 @@ import httpx
 
 from outrider import PROTOCOL_VERSION
 from outrider.config.callers import ADMIN_KEYS_VARIABLE
+from outrider.service_token import token_check
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message
-from outrider.transport.rpc import GrpcServer, statuses
+from outrider.transport.rpc import GrpcServer
+from outrider.transport.statuses import statuses
 from outrider.transport.stream import StreamHub
 from outrider.wire import codec
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
@@ -121,9 +123,9 @@ class Draft(draft_pb2_grpc.DraftServiceServicer):
 class Service:
     """A fake service in a thread of its own. `stop` tears its streams down as a crash does; `start` brings it back."""
 
-    def __init__(self, kind, address, *, delay=0.0, tls=None, files=None, first=None, **facts):
+    def __init__(self, kind, address, *, delay=0.0, tls=None, token=None, files=None, first=None, **facts):
         """files, first: of a target, tokenizer files and the fingerprint that it began with. facts: of the model."""
-        self.kind, self.address, self.delay, self.tls = kind, address, delay, tls
+        self.kind, self.address, self.delay, self.tls, self.token = kind, address, delay, tls, token
         options = {"files": files, "first": first}
         self.facts, self.options = facts, {name: value for name, value in options.items() if value is not None}
         self.engine: FakeEngine
@@ -146,7 +148,7 @@ class Service:
         self.engine = self.kind.engine_class(self.delay)
         loop = EngineLoop(lambda _: None)
         hub = StreamHub(loop, *self.kind.coders)
-        server = GrpcServer()
+        server = GrpcServer(check=token_check(self.token))
         self.kind(hub, model_info(**self.facts), **self.options).register(server.server)
         await server.start(self.address, (self.kind.name,), self.tls)
         await hub.acceptor.open(self.address)
