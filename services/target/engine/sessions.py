@@ -48,7 +48,7 @@ class OpenSessions:
             if request.grammar is None:
                 self._scheduler.add(session)
             else:
-                self.grammars.request(session.id, request.grammar)
+                self.grammars.request(session.id, request.grammar, request.cache_salt, bounded=session.new_tokens == 0)
         except Exception:
             self._features.close(session.id)
             raise
