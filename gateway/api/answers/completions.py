@@ -161,7 +161,7 @@ class CompletionReply:
             text, part_logprobs, extra = self._content(index, part)
             self._formats[index].add(text, part.tokens, last=bool(part.finish))
             tokens[index] += part.tokens
-            logprobs[index] += [part_logprobs] if part_logprobs else []
+            logprobs[index] += [prompts.serialized(part_logprobs)] if part_logprobs else []
             extras[index] |= extra
             steps[index] += part.step_stats
             self._last[index] = part

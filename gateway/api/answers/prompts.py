@@ -64,13 +64,15 @@ async def echoed(formatter: LogprobFormatter, tokens: Sequence[int], logprobs: L
     """`logprobs` of a prompt that an answer echoes."""
     parts = [formatter.first(tokens[0])]
     async for part, values in slices(tokens, logprobs):
-        formatted = formatter.part(part, values)
-        parts.append({key: _serialized(value) for key, value in formatted.items()})
+        parts.append(serialized(formatter.part(part, values)))
     return joined(parts)
 
 
-def _serialized(value: Any) -> Any:
-    """A list whose objects are serialized; other values as they are."""
-    if not isinstance(value, list):
-        return value
-    return [orjson.Fragment(orjson.dumps(one)) if isinstance(one, dict) else one for one in value]
+def serialized(logprobs: dict[str, Any]) -> dict[str, Any]:
+    """`logprobs` whose lists have their objects as JSON."""
+    return {
+        key: [orjson.Fragment(orjson.dumps(one)) if isinstance(one, dict) else one for one in value]
+        if isinstance(value, list)
+        else value
+        for key, value in logprobs.items()
+    }
