@@ -33,10 +33,11 @@ def free_port() -> int:
 
 def until(condition, seconds=15.0):
     """Wait until a condition holds; returns its value."""
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, 0.01
     while not (value := condition()):
         assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)
+        time.sleep(pause)
+        pause = min(1.2 * pause, 0.1)  # so that long waits leave the cores to what they wait for
     return value
 
 

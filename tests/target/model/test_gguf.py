@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -279,21 +280,11 @@ def test_a_terminal_shows_bars():
     assert "100%" in message.getvalue()
 
 
-def test_a_file_is_converted_once(tiny_gguf, tmp_path, monkeypatch):
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    folder = checkpoint.resolve(str(tiny_gguf))
-    before = os.stat(folder / "model.safetensors").st_mtime_ns
-    assert checkpoint.resolve(str(tiny_gguf)) == folder
-    assert os.stat(folder / "model.safetensors").st_mtime_ns == before
-
-
 def test_a_converted_file_is_found_in_a_read_only_folder(tiny_gguf, tmp_path, monkeypatch):
     """A mounted cache, or one of another user's, whose locks cannot be opened."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    folder = checkpoint.resolve(str(tiny_gguf))
-    lock = folder.parent / f"{folder.name}.lock"
-    lock.unlink(missing_ok=True)
-    lock.mkdir()  # opening it fails for every user, root included
+    folder = shutil.copytree(tmp_path / "original", checkpoint._conversion(tiny_gguf))
+    (folder.parent / f"{folder.name}.lock").mkdir()  # opening it fails for every user, root included
     assert checkpoint.resolve(str(tiny_gguf)) == folder
     folder.rename(tmp_path / "away")
     with pytest.raises(ConfigError, match="OUTRIDER_CACHE"):
@@ -324,7 +315,7 @@ def test_without_pytorch_another_process_s_conversion_is_awaited(tiny_gguf, tmp_
     assert list(map(str, found)) == [folder]
 
 
-def test_a_conversion_that_is_killed_leaves_nothing_half(tiny_gguf, tmp_path, monkeypatch):
+def test_a_file_is_converted_once_and_a_conversion_that_is_killed_leaves_nothing_half(tiny_gguf, tmp_path, monkeypatch):
     """Its folder gets its name when it is whole; what remains of one that was killed is swept up by the next."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     code = f"from outrider.checkpoints import checkpoint; checkpoint.resolve({str(tiny_gguf)!r})"
@@ -341,6 +332,9 @@ def test_a_conversion_that_is_killed_leaves_nothing_half(tiny_gguf, tmp_path, mo
     folder = checkpoint.resolve(str(tiny_gguf))
     assert [path for path in models.iterdir() if path.is_dir()] == [folder]
     assert (folder / "generation_config.json").is_file()
+    before = os.stat(folder / "model.safetensors").st_mtime_ns
+    assert checkpoint.resolve(str(tiny_gguf)) == folder
+    assert os.stat(folder / "model.safetensors").st_mtime_ns == before
 
 
 def test_a_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch):
