@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from gateway.process.slow_readers import end_slow_readers
 from outrider.config import GatewayConfig
 from outrider.process.ports import host_and_port, take_port
 from outrider.tls import ServerTls
@@ -34,6 +35,7 @@ class Listeners:
         self._health = GrpcServer() if config.health_listen is not None else None
         self._rest: tuple[_Server, asyncio.Task[None]] | None = None
         self._open = False
+        self._watching: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
 
     async def start_health(self) -> None:
@@ -49,6 +51,8 @@ class Listeners:
         config = self._config
         listening = take_port(config.host, config.port, "--port", shared=self._shared, listens=True)
         self._rest = start_rest(self._app, listening, tls)
+        connections = self._rest[0].server_state.connections
+        self._watching = asyncio.create_task(end_slow_readers(connections, config.slow_reader_timeout))
         self._open = True
         await self.grpc.start(host_and_port(config.host, config.grpc_port), names, tls)
 
@@ -70,6 +74,8 @@ class Listeners:
 
     async def close(self) -> None:
         """Stop; running requests get a grace period."""
+        if self._watching is not None:
+            self._watching.cancel()
         if self._draining is not None:
             self._draining.cancel()
             await asyncio.wait([self._draining])

@@ -64,6 +64,8 @@ class AdmissionOptions:
     """Maximum requests in progress per API key; further ones get 429 and Retry-After. Default: no limit."""
     max_body_bytes: int = 4 << 20
     """Maximum size of a REST body or gRPC message, in bytes."""
+    slow_reader_timeout: float = 60.0
+    """Seconds after which a client that does not read its answer is disconnected. 0: never."""
     request_timeout: float | None = None
     """Maximum duration of a request, in seconds. Default: no limit."""
     drain_timeout: float = 5.0
