@@ -9,6 +9,7 @@ from outrider.serving.messages import OpenSession, SessionFailure
 from outrider.serving.scheduler import Scheduler
 from outrider.serving.session import Session
 from services.target.features.features import Features
+from services.target.grammar.compile_queue import namespace_of
 from services.target.grammar.matcher import Grammars
 from services.target.model.base import Model
 from services.target.sampling.session import TargetSession
@@ -49,7 +50,9 @@ class OpenSessions:
             if request.grammar is None:
                 self._scheduler.add(session)
             else:
-                self.grammars.request(session.id, request.grammar, request.cache_salt, bounded=session.new_tokens == 0)
+                self.grammars.request(
+                    session.id, request.grammar, namespace_of(request.cache_salt), bounded=session.new_tokens == 0
+                )
         except Exception:
             self._features.close(session.id)
             raise
