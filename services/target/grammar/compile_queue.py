@@ -24,6 +24,7 @@ MAX_WAITING = 256
 
 _END_OF_CALLER = "\x1f"  # in cache salts, between the caller that has a key and the request's own salt
 _THREADS = 2
+_IDLE_SECONDS = 10.0  # after which a thread ends
 _RETRY_SECONDS = 2
 
 Compile = Callable[[Grammar, Callable[[], bool]], LLMatcher]
@@ -49,7 +50,7 @@ class Job:
 
 
 class CompileQueue:
-    """Compiles grammars, in turns by namespace. Its threads start with the first one."""
+    """Compiles grammars, in turns by namespace, in threads that start when there are some."""
 
     def __init__(self, compile_now: Compile) -> None:
         self._compile = compile_now
@@ -106,7 +107,9 @@ class CompileQueue:
         while True:
             with self._changed:
                 while (turn := self._next()) is None:
-                    self._changed.wait()
+                    if not self._changed.wait(_IDLE_SECONDS) and not self._waiting:
+                        self._threads -= 1
+                        return
                 namespace, job = turn
                 self._running.append(namespace)
             try:

@@ -98,8 +98,11 @@ class Grammars:
 
         def prepare() -> None:
             self._loaded_tokenizer()
-            with idle_trial() as trial:
-                trial.start()
+            try:
+                with idle_trial() as trial:
+                    trial.start()
+            except OutriderError as error:
+                log.warning("%s", error.message)
 
         threading.Thread(target=prepare, name="grammar", daemon=True).start()
 

@@ -79,7 +79,8 @@ class Trial:
 
         wanted: False once no session waits for it any more, which ends the trial
         """
-        if (process := self._process) is None:
+        if (process := self._process) is None or process.poll() is not None:
+            self.close()
             process = self._start()
         assert process.stdin is not None, "a pipe"
         request = {"kind": int(grammar.kind), "text": grammar.text, "seconds": self._seconds}
