@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
-from outrider.checkpoints.checkpoint import header_bytes, load_json, weight_files
+from outrider.checkpoints.checkpoint import load_json, weight_files
 from outrider.checkpoints.eagle3 import is_speculators
+from outrider.checkpoints.headers import tensor_headers
 from outrider.config import Algorithm
 from outrider.errors import ConfigError
 
@@ -51,6 +51,5 @@ def tensor_names(folder: Path) -> set[str]:
         return set(load_json(folder / _SHARDS).get("weight_map") or {})
     names: set[str] = set()
     for file in weight_files(folder):
-        with file.open("rb") as stream:
-            names |= json.loads(stream.read(header_bytes(stream, file))).keys()
-    return names - {"__metadata__"}
+        names |= tensor_headers(file).keys()
+    return names

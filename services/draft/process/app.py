@@ -58,7 +58,7 @@ async def serve(config: DraftConfig) -> int:
     """Serve until a signal or a fault. Returns the exit code. Raises ConfigError."""
     config = resolve_drafter(config, config.model_path)
     check(config)
-    tls = config.server_tls()
+    tls, token = config.port_security(config.listen)
     servicers: list[DraftServicer] = []
     servers: list[GrpcServer] = []
     drafters: list[Drafter] = []
@@ -92,7 +92,9 @@ async def serve(config: DraftConfig) -> int:
         network = None if config.network_cores is None else parse_cores(config.network_cores)
         with tracing_to(config.otlp_traces_endpoint, "draft") as tracing:
             watch = partial(watch_engine, limit=config.hang_timeout)
-            return await serve_engine(build_engine, config.listen, *coders, register, network, tls=tls, watch=watch)
+            return await serve_engine(
+                build_engine, config.listen, *coders, register, network, tls=tls, token=token, watch=watch
+            )
     finally:
         for drafter in drafters:
             drafter.stop()

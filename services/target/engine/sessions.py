@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outrider.errors import EngineFault, InvalidRequest, OutriderError
-from outrider.serving.messages import OpenSession, SessionFailure
+from outrider.serving.messages import OpenSession, SessionFailure, namespace_of
 from outrider.serving.scheduler import Scheduler
 from outrider.serving.session import Session
 from services.target.features.features import Features
-from services.target.grammar.compile_queue import namespace_of
 from services.target.grammar.matcher import Grammars
 from services.target.model.base import Model
 from services.target.sampling.session import TargetSession

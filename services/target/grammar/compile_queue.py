@@ -22,18 +22,12 @@ from services.target.grammar.trial import Abandoned
 MAX_WAITING = 256
 """Grammars of a namespace that may wait."""
 
-_END_OF_CALLER = "\x1f"  # in cache salts, between the caller that has a key and the request's own salt
 _THREADS = 2
 _IDLE_SECONDS = 10.0  # after which a thread ends
 _RETRY_SECONDS = 2
 
 Compile = Callable[[Grammar, Callable[[], bool]], LLMatcher]
 """Compiles a grammar for as long as the function returns True. Raises OutriderError, Abandoned."""
-
-
-def namespace_of(cache_salt: str) -> str:
-    """The caller of a session, who may choose any salt of its own; without API keys the salt."""
-    return cache_salt.partition(_END_OF_CALLER)[0]
 
 
 @dataclass(eq=False)

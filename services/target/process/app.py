@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 async def serve(config: TargetConfig) -> int:
     """Serve until a signal or a fault. Returns the process's exit code. Raises ConfigError."""
     servicers: list[TargetServicer] = []
-    tls = config.server_tls()
+    tls, token = config.port_security(config.listen)
     check_device(config.device)
 
     def register(server: GrpcServer, hub: StreamHub[Any, Any], loop: EngineLoop) -> Sequence[str]:
@@ -55,16 +55,19 @@ async def serve(config: TargetConfig) -> int:
         with imports_without_gc():
             from services.target.process.control import Control
 
-        folder = checkpoint.resolve(config.model_path)
+        folder = checkpoint.resolve(config.model_path, whole=True)
         engine = build_engine(folder, config)
         engine.tracing = tracing
-        control = Control(engine, folder, trust_remote_code=config.trust_remote_code)
+        control = Control(
+            engine, folder, model_path=config.model_path, roots=config.weight_update_roots,
+            trust_remote_code=config.trust_remote_code,
+        )  # fmt: skip
         servicers[0].serve(describe(folder, engine, config), engine, control)
         return engine
 
     with tracing_to(config.otlp_traces_endpoint, "target") as tracing:
         return await serve_engine(
-            build, config.listen, verify_request_from_pb, verify_response_to_pb, register, tls=tls,
+            build, config.listen, verify_request_from_pb, verify_response_to_pb, register, tls=tls, token=token,
             watch=partial(watch_engine, limit=config.hang_timeout),
         )  # fmt: skip
 

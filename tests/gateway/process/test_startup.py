@@ -20,7 +20,7 @@ from outrider.client import Client
 from outrider.config import GatewayConfig, parse_flags
 from outrider.errors import ConfigError, ModelNotFound, Unavailable
 from outrider.process.ports import take_port
-from outrider.transport.rpc import statuses
+from outrider.transport.statuses import statuses
 from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
 from tests.support.gateway.services import Draft, Gateway, Service, Target, answers, free_port, refused, until
 
