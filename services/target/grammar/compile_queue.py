@@ -17,7 +17,7 @@ from llguidance import LLMatcher
 
 from outrider.errors import Overloaded
 from outrider.serving.messages import Grammar
-from services.target.grammar.trial import Abandoned
+from services.target.grammar.sandbox import Abandoned
 
 MAX_WAITING = 256
 """Grammars of a namespace that may wait."""

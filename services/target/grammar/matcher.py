@@ -1,7 +1,7 @@
 """Grammars: the tokens that may follow a session's text, computed by llguidance.
 
-    compile   a grammar becomes an automaton once for all sessions, in separate threads (compile_queue.py), after a
-              trial in another process (trial.py)
+    compile   a grammar becomes an automaton once for all sessions, in separate threads (compile_queue.py), first
+              in another process (sandbox.py)
     match     each session has a matcher, which its committed tokens advance
     mask      the allowed tokens, also after each draft node; see sampling/masks.py
 
@@ -25,8 +25,8 @@ from outrider.errors import InvalidRequest, OutriderError
 from outrider.serving.messages import Grammar
 from outrider.speculation.tree import TreeSlice
 from services.target.grammar.compile_queue import CompileQueue, Job
+from services.target.grammar.sandbox import idle_sandbox
 from services.target.grammar.source import in_words, refusal
-from services.target.grammar.trial import idle_trial
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +99,8 @@ class Grammars:
         def prepare() -> None:
             self._loaded_tokenizer()
             try:
-                with idle_trial() as trial:
-                    trial.start()
+                with idle_sandbox() as sandbox:
+                    sandbox.start()
             except OutriderError as error:
                 log.warning("%s", error.message)
 
@@ -181,8 +181,8 @@ class Grammars:
         tokenizer = self._loaded_tokenizer()
         if isinstance(tokenizer, str):
             raise InvalidRequest(tokenizer)
-        with idle_trial() as trial:
-            source = trial.translate(grammar, wanted)
+        with idle_sandbox() as sandbox:
+            source = sandbox.translate(grammar, wanted)
         try:
             start = LLMatcher(tokenizer, source, log_level=0)
             if error := start.get_error():

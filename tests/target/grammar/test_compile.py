@@ -10,7 +10,7 @@ from outrider.serving.messages import MAX_GRAMMAR_LENGTH, Grammar, GrammarKind, 
 from services.target.grammar import compile_queue
 from services.target.grammar.compile_queue import CompileQueue, Job
 from services.target.grammar.gbnf import readable
-from services.target.grammar.trial import Abandoned, Trial
+from services.target.grammar.sandbox import Abandoned, Sandbox
 
 
 def grammar(text, kind=GrammarKind.REGEX):
@@ -96,10 +96,10 @@ def test_the_grammars_of_a_caller_that_wait_are_bounded(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def trial():
-    trial = Trial(seconds=0.5)
-    yield trial
-    trial.close()
+def sandbox():
+    sandbox = Sandbox(seconds=0.5)
+    yield sandbox
+    sandbox.close()
 
 
 @pytest.mark.parametrize(
@@ -114,28 +114,28 @@ def trial():
     ],
     ids=["cycle", "false", "rule", "regex", "slow", "deep"],
 )
-def test_the_trial_refuses_what_cannot_be_served(trial, wrong, why):
+def test_the_sandbox_refuses_what_cannot_be_served(sandbox, wrong, why):
     with pytest.raises(InvalidRequest, match=why) as error:
-        trial.translate(wrong)
+        sandbox.translate(wrong)
     assert error.value.param == wrong.kind.param
     for fine in (
         grammar("a+"),
         grammar("true", GrammarKind.JSON_SCHEMA),
         grammar("start: <|x|> A\nA: /a/", GrammarKind.EBNF),
     ):
-        assert trial.translate(fine)
+        assert sandbox.translate(fine)
 
 
-def test_a_trial_ends_once_no_session_waits_for_it():
-    trial = Trial(seconds=1000.0)
-    trial.start()
+def test_a_sandbox_ends_once_no_session_waits_for_it():
+    sandbox = Sandbox(seconds=1000.0)
+    sandbox.start()
     looks = iter([True, True, False])
     with pytest.raises(Abandoned):
-        trial.translate(
+        sandbox.translate(
             grammar('{"type": "integer", "multipleOf": 1000003}', GrammarKind.JSON_SCHEMA), lambda: next(looks)
         )
-    assert trial.translate(grammar("a"))
-    trial.close()
+    assert sandbox.translate(grammar("a"))
+    sandbox.close()
 
 
 @pytest.mark.timeout(30)

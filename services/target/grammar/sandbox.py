@@ -1,7 +1,7 @@
-"""Grammars are translated, and compiled for trial, in another process, which ends if one takes too much.
+"""Grammars are translated, and compiled for the first time, in another process, which ends if one takes too much.
 
-The translation is Python, whose lock the engine thread needs, and llguidance cannot be interrupted. What passes the
-trial is compiled here as well, where the lock is released.
+The translation is Python, whose lock the engine thread needs, and llguidance cannot be interrupted. What can be
+compiled there is compiled here as well, where the lock is released.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from services.target.grammar.source import refusal
 
 log = logging.getLogger(__name__)
 
-TRIAL_SECONDS = 5.0
+SANDBOX_SECONDS = 5.0
 """Processor time that a grammar may take."""
 
-_MODULE = "services.target.grammar.trial_process"
+_MODULE = "services.target.grammar.sandbox_process"
 _START_SECONDS = 120.0  # for the process to start, on a busy machine
 _SLOWEST = 12.0  # seconds for a second of processor time, on a busy machine
 _POLL_SECONDS = 0.05  # between two looks at whether the grammar is still wanted
 
 
-_idle: deque[Trial] = deque()  # processes are shared by all engines, and wait here between two grammars
+_idle: deque[Sandbox] = deque()  # processes are shared by all engines, and wait here between two grammars
 
 
 @contextlib.contextmanager
-def idle_trial() -> Iterator[Trial]:
-    """A trial that no other thread uses."""
+def idle_sandbox() -> Iterator[Sandbox]:
+    """A sandbox that no other thread uses."""
     try:
-        trial = _idle.pop()
+        sandbox = _idle.pop()
     except IndexError:
-        trial = Trial()
+        sandbox = Sandbox()
     try:
-        yield trial
+        yield sandbox
     finally:
-        _idle.append(trial)
+        _idle.append(sandbox)
 
 
 @atexit.register
@@ -60,10 +60,10 @@ class Abandoned(Exception):
     """No session waits for the grammar any more."""
 
 
-class Trial:
+class Sandbox:
     """One process at a time. Used by one thread at a time; starts its process with the first grammar."""
 
-    def __init__(self, seconds: float = TRIAL_SECONDS) -> None:
+    def __init__(self, seconds: float = SANDBOX_SECONDS) -> None:
         """seconds: of processor time for a grammar."""
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
@@ -77,7 +77,7 @@ class Trial:
     def translate(self, grammar: Grammar, wanted: Callable[[], bool] = lambda: True) -> str:
         """The grammar in llguidance's format. Raises InvalidRequest, Abandoned, EngineFault.
 
-        wanted: False once no session waits for it any more, which ends the trial
+        wanted: False once no session waits for it any more, which ends the process
         """
         if (process := self._process) is None or process.poll() is not None:
             self.close()

@@ -1,4 +1,4 @@
-"""The process that translates grammars and compiles them for trial: `python -m services.target.grammar.trial_process`.
+"""The process that translates grammars and compiles them: `python -m services.target.grammar.sandbox_process`.
 
 It reads a JSON object a line, `{"kind": ..., "text": ..., "seconds": ...}`, and answers each with a line: `{"source":
 ...}`, the grammar in llguidance's format, or `{"error": ...}`. A grammar that takes more processor time than `seconds`
