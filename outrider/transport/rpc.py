@@ -35,24 +35,29 @@ from outrider.transport.stream import StreamHub
 
 log = logging.getLogger(__name__)
 
-CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+# Both ends ask a silent peer for a sign of life: the end of a connection does not arrive through a network that is cut,
+# and a service would keep the sessions of a gateway that is gone. gRPC's servers wait two hours by default.
+_KEEPALIVE = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),  # default a minute; the longer of this and keepalive_timeout_ms applies
     ("grpc.keepalive_permit_without_calls", 1),
+]
+CHANNEL_OPTIONS = [
+    *_KEEPALIVE,
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 SERVER_OPTIONS = [
+    *_KEEPALIVE,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
 ]
 _REUSE_PORT = "grpc.so_reuseport"
 
