@@ -141,11 +141,22 @@ def load_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is no JSON object")
     return content
+
+
+@contextlib.contextmanager
+def values_of(file: Path) -> Iterator[None]:
+    """Turn errors about values that a JSON file lacks, or that no model can have, into ConfigError."""
+    try:
+        yield
+    except KeyError as error:
+        raise ConfigError(f"{file} lacks {error}") from error
+    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        raise ConfigError(f"{file} has a value that cannot be used: {error}; download it again") from error
 
 
 def weight_files(folder: Path, *, torch_files: bool = False, safetensors: bool = True) -> list[Path]:
@@ -214,9 +225,29 @@ def header_bytes(stream: BinaryIO, file: Path) -> int:
 def tensor_headers(file: Path) -> dict[str, Any]:
     """The header entries of a safetensors file by tensor name: dtype, shape, offsets. Raises ConfigError if damaged."""
     with file.open("rb") as stream:
-        headers: dict[str, Any] = json.loads(stream.read(header_bytes(stream, file)))
+        size = header_bytes(stream, file)
+        try:
+            headers = json.loads(stream.read(size))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{file} is damaged: its header is no JSON ({error}); download it again") from None
+    if not isinstance(headers, dict):
+        raise ConfigError(f"{file} is damaged: its header is no JSON object; download it again")
     headers.pop("__metadata__", None)
+    rest = file.stat().st_size - 8 - size
+    for name, entry in headers.items():
+        if not _describes_tensor(entry, rest):
+            raise ConfigError(f"{file} is damaged: its header does not describe {name!r:.200}; download it again")
     return headers
+
+
+def _describes_tensor(entry: Any, size: int) -> bool:
+    """True for an entry of a header with a number format, a shape, and a place within `size` bytes of numbers."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    numbers = entry.get("shape"), entry.get("data_offsets")
+    if not all(isinstance(part, list) and all(type(one) is int and one >= 0 for one in part) for part in numbers):
+        return False
+    return len(entry["data_offsets"]) == 2 and entry["data_offsets"][0] <= entry["data_offsets"][1] <= size
 
 
 def _sample(digest: Any, stream: BinaryIO, begin: int, end: int) -> None:
@@ -238,9 +269,10 @@ def vocabulary(folder: Path) -> dict[str, int]:
     if not file.is_file():
         return {}
     content = load_json(file)
-    vocab = content["model"].get("vocab", {})
-    pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab))
-    return dict(pairs) | {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
+    with values_of(file):
+        vocab = content["model"].get("vocab", {})
+        pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab))
+        return dict(pairs) | {entry["content"]: int(entry["id"]) for entry in content.get("added_tokens", [])}
 
 
 class _Kinds(NamedTuple):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
-from outrider.checkpoints.checkpoint import header_bytes, load_json, weight_files
+from outrider.checkpoints.checkpoint import load_json, tensor_headers, values_of, weight_files
 from outrider.checkpoints.eagle3 import is_speculators
 from outrider.config import Algorithm
 from outrider.errors import ConfigError
@@ -34,7 +33,8 @@ def kind_of_draft(folder: Path) -> Algorithm:
         names = set()  # for example of torch.save: the configuration decides
     if any(_MTP.search(name) for name in names):
         return "NEXTN"
-    architecture = str((raw.get("architectures") or [""])[0]).lower()
+    with values_of(folder / "config.json"):
+        architecture = str((raw.get("architectures") or [""])[0]).lower()
     if "eagle3" in architecture or "draft_vocab_size" in raw or is_speculators(raw):
         return "EAGLE3"
     if "eagle" in architecture or any(_EAGLE.search(name) for name in names):
@@ -48,9 +48,9 @@ def tensor_names(folder: Path) -> set[str]:
     Raises ConfigError, OSError or ValueError for files that cannot be read.
     """
     if (folder / _SHARDS).is_file():
-        return set(load_json(folder / _SHARDS).get("weight_map") or {})
+        with values_of(folder / _SHARDS):
+            return set(load_json(folder / _SHARDS).get("weight_map") or {})
     names: set[str] = set()
     for file in weight_files(folder):
-        with file.open("rb") as stream:
-            names |= json.loads(stream.read(header_bytes(stream, file))).keys()
-    return names - {"__metadata__"}
+        names |= tensor_headers(file).keys()
+    return names

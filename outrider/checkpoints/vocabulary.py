@@ -23,7 +23,8 @@ class Vocabulary:
 def of_checkpoint(folder: Path, model: str) -> Vocabulary:
     """The vocabulary of a model, from its files, before the model is loaded."""
     config = checkpoint.load_json(folder / "config.json")
-    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 0
+    with checkpoint.values_of(folder / "config.json"):
+        size = int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 0)
     return Vocabulary(model, size, checkpoint.vocab_hash(folder))
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.checkpoints.checkpoint import load_json
+from outrider.checkpoints.checkpoint import load_json, values_of
 from outrider.errors import ConfigError
 from services.draft.model.layers.config import eos_of
 from services.draft.model.params import Params
@@ -71,10 +71,8 @@ def read_target(folder: Path) -> TargetCheckpoint:
     """The facts of a target's checkpoint. Raises ConfigError."""
     raw = load_json(folder / "config.json")
     raw = raw.get("text_config") or raw
-    try:
+    with values_of(folder / "config.json"):
         return TargetCheckpoint(folder, raw["hidden_size"], raw["vocab_size"], raw["num_hidden_layers"], eos_of(raw))
-    except KeyError as error:
-        raise ConfigError(f"{folder / 'config.json'} lacks {error}, which a drafter needs") from None
 
 
 def read_norm(target: TargetCheckpoint) -> NDArray[Any]:
