@@ -148,17 +148,6 @@ def load_json(path: Path) -> dict[str, Any]:
     return content
 
 
-@contextlib.contextmanager
-def values_of(file: Path) -> Iterator[None]:
-    """Turn errors about values that a JSON file lacks, or that no model can have, into ConfigError."""
-    try:
-        yield
-    except KeyError as error:
-        raise ConfigError(f"{file} lacks {error}") from error
-    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
-        raise ConfigError(f"{file} has a value that cannot be used: {error}; download it again") from error
-
-
 def weight_files(folder: Path, *, torch_files: bool = False, safetensors: bool = True) -> list[Path]:
     """The weight files of a model's folder. Raises ConfigError.
 
@@ -269,10 +258,12 @@ def vocabulary(folder: Path) -> dict[str, int]:
     if not file.is_file():
         return {}
     content = load_json(file)
-    with values_of(file):
+    try:
         vocab = content["model"].get("vocab", {})
         pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab))
         return dict(pairs) | {entry["content"]: int(entry["id"]) for entry in content.get("added_tokens", [])}
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ConfigError(f"{file} is no tokenizer's: {error!r:.200}; download it again") from None
 
 
 class _Kinds(NamedTuple):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from outrider.checkpoints.checkpoint import load_json, tensor_headers, values_of, weight_files
+from outrider.checkpoints.checkpoint import load_json, tensor_headers, weight_files
+from outrider.checkpoints.config_json import load_config, values_of
 from outrider.checkpoints.eagle3 import is_speculators
 from outrider.config import Algorithm
 from outrider.errors import ConfigError
@@ -26,7 +27,7 @@ def has_mtp_layers(folder: Path) -> bool:
 
 def kind_of_draft(folder: Path) -> Algorithm:
     """The algorithm of a draft model's folder. Raises ConfigError for files that cannot be read."""
-    raw = load_json(folder / "config.json")
+    raw = load_config(folder)
     try:
         names = tensor_names(folder)
     except (ConfigError, OSError, ValueError):

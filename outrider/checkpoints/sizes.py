@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.checkpoints import checkpoint
-from outrider.errors import ConfigError
+from outrider.checkpoints.config_json import load_config
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number, by --dtype
 _STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "U16": 2, "U32": 4}  # others: 1 byte
@@ -65,19 +65,9 @@ class CheckpointSizes:
     @cached_property
     def config(self) -> dict[str, Any]:
         """config.json, of the text model."""
-        file = self.folder / "config.json"
-        raw = checkpoint.load_json(file)
-        with checkpoint.values_of(file):
-            text: dict[str, Any] = dict(raw.get("text_config") or raw)
+        raw = load_config(self.folder)
+        text: dict[str, Any] = raw.get("text_config") or raw
         return {"torch_dtype": raw.get("torch_dtype"), "dtype": raw.get("dtype")} | text
-
-    def _number(self, *keys: str) -> int:
-        """The first of these values of config.json that is there and not 0, else 0. Raises ConfigError."""
-        value = next((self.config[key] for key in keys if self.config.get(key)), 0)
-        if not isinstance(value, int) or value < 0:
-            file = self.folder / "config.json"
-            raise ConfigError(f"{file}: {' or '.join(keys)} is {value!r:.100}; it must be a whole number, at least 0")
-        return value
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -98,22 +88,22 @@ class CheckpointSizes:
     @property
     def layers(self) -> int:
         """Layers of the model itself."""
-        return self._number("num_hidden_layers", "n_layer") or 1
+        return int(self.config.get("num_hidden_layers") or self.config.get("n_layer") or 1)
 
     @property
     def hidden(self) -> int:
         """Width of a hidden state."""
-        return self._number("hidden_size", "n_embd")
+        return int(self.config.get("hidden_size") or self.config.get("n_embd") or 0)
 
     @property
     def vocab(self) -> int:
         """Rows of the embedding."""
-        return self._number("vocab_size")
+        return int(self.config.get("vocab_size") or 0)
 
     @property
     def context(self) -> int:
         """Positions of the model."""
-        return self._number("max_position_embeddings", "n_positions") or 2048
+        return int(self.config.get("max_position_embeddings") or self.config.get("n_positions") or 2048)
 
     def weights(self, itemsize: int | None = None, quantization: str | None = None) -> int:
         """Bytes of the model's own weights, once loaded. itemsize: default the checkpoint's."""
@@ -135,18 +125,18 @@ class CheckpointSizes:
 
     def token_bytes(self, itemsize: int, layers: int | None = None, *, latent: bool = True) -> int:
         """Bytes of a token in the KV cache. layers: default all. latent: latent attention caches the latents."""
-        count = self.layers if layers is None else layers
-        heads = self._number("num_attention_heads", "n_head") or 1
-        if rank := self._number("kv_lora_rank"):
-            rotary = self._number("qk_rope_head_dim")
-            keys = self._number("qk_nope_head_dim") + rotary + self._number("v_head_dim")
-            return count * itemsize * (rank + rotary if latent else heads * keys)
-        kv_heads = self._number("num_key_value_heads") or heads
-        dim = self._number("head_dim") or self.hidden // heads
+        config, count = self.config, self.layers if layers is None else layers
+        heads = int(config.get("num_attention_heads") or config.get("n_head") or 1)
+        if config.get("kv_lora_rank"):
+            rotary = int(config.get("qk_rope_head_dim") or 0)
+            keys = int(config.get("qk_nope_head_dim") or 0) + rotary + int(config.get("v_head_dim") or 0)
+            return count * itemsize * (int(config["kv_lora_rank"]) + rotary if latent else heads * keys)
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        dim = int(config.get("head_dim") or self.hidden // heads)
         return count * itemsize * kv_heads * 2 * dim
 
     def _is_mtp(self, name: str) -> bool:
-        return is_mtp_tensor(name, self.layers, self._number("num_nextn_predict_layers"))
+        return is_mtp_tensor(name, self.layers, int(self.config.get("num_nextn_predict_layers") or 0))
 
     def _bytes(self, itemsize: int | None, quantization: str | None, *, mtp: bool) -> int:
         itemsize = itemsize or self.itemsize

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from outrider.checkpoints.checkpoint import load_json, values_of
+from outrider.checkpoints.config_json import load_config, values_of
 from outrider.config import LoadFormat
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
@@ -30,7 +30,7 @@ _NOT_READ = ("embed_tokens.weight", "lm_head.weight")  # frozen copies of the ta
 
 def read_eagle(folder: Path, target: TargetCheckpoint, load_format: LoadFormat = "auto") -> DraftCheckpoint:
     """An EAGLE-1 or -2 head. Raises ConfigError with the part that does not fit."""
-    raw = load_json(folder / "config.json")
+    raw = load_config(folder)
     with open_tensors(folder, plain_name, load_format) as tensors:
         with values_of(folder / "config.json"):
             config = _config(raw, tensors, target)

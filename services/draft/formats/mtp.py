@@ -26,7 +26,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from outrider.checkpoints.checkpoint import load_json, values_of
+from outrider.checkpoints.config_json import load_config, values_of
 from outrider.config import LoadFormat
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
@@ -145,7 +145,7 @@ def read_mtp(
     feature: the target's state that is the feature; own: the state that the layer passes on to its next step. "raw"
     states are those before the final norm. several: use all layers, each for one token further, instead of the first.
     """
-    raw = load_json(folder / "config.json")
+    raw = load_config(folder)
     raw = raw.get("text_config") or raw
     with Tensors(folder) as tensors:
         layout = find_layout(tensors.names)

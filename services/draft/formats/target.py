@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.checkpoints.checkpoint import load_json, values_of
+from outrider.checkpoints.config_json import load_config, values_of
 from outrider.errors import ConfigError
 from services.draft.model.layers.config import eos_of
 from services.draft.model.params import Params
@@ -69,7 +69,7 @@ def _in_a_layer(name: str) -> bool:
 
 def read_target(folder: Path) -> TargetCheckpoint:
     """The facts of a target's checkpoint. Raises ConfigError."""
-    raw = load_json(folder / "config.json")
+    raw = load_config(folder)
     raw = raw.get("text_config") or raw
     with values_of(folder / "config.json"):
         return TargetCheckpoint(folder, raw["hidden_size"], raw["vocab_size"], raw["num_hidden_layers"], eos_of(raw))
@@ -77,7 +77,7 @@ def read_target(folder: Path) -> TargetCheckpoint:
 
 def read_norm(target: TargetCheckpoint) -> NDArray[Any]:
     """The weight of the target's final norm, offset included, [H] float32. Raises ConfigError."""
-    raw = load_json(target.folder / "config.json")
+    raw = load_config(target.folder)
     offset = float((raw.get("text_config") or raw).get("model_type") in _CENTERED)
     with Tensors(target.folder) as tensors:
         name = _find(tensors, _NORM)
@@ -88,7 +88,7 @@ def read_norm(target: TargetCheckpoint) -> NDArray[Any]:
 
 def target_logits(target: TargetCheckpoint) -> tuple[float, float | None]:
     """Factor and softcap of a target's logits; softcap is None without one."""
-    raw = load_json(target.folder / "config.json")
+    raw = load_config(target.folder)
     raw = raw.get("text_config") or raw
     # Granite divides; Cohere and Falcon-H1 multiply.
     factor = float(raw.get("logit_scale") or raw.get("lm_head_multiplier") or 1.0) / float(

@@ -63,7 +63,8 @@ def _write(file: Path, choices: Choices) -> None:
         writer.add_string(name, choices.one(_WORDS))
     writer.add_array("tokenizer.ggml.tokens", [choices.one(_WORDS[5:]), "a", "<|eot_id|>"])
     for name in dict.fromkeys(choices.items(lambda: choices.one(("rope_freqs.weight", "rope_factors_long.weight")), 2)):
-        writer.add_tensor(name, np.array([choices.number() for _ in range(1 + choices.below(4))], np.float32))
+        with np.errstate(over="ignore"):
+            writer.add_tensor(name, np.array([choices.number() for _ in range(1 + choices.below(4))], np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
