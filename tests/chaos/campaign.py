@@ -98,7 +98,10 @@ class Campaign:
         if cell.role != "-":
             scene.victim = await self._system.victim(cell.role)
         begun = time.monotonic()
-        await fault.begin(scene)
+        try:
+            await fault.begin(scene)
+        except (BenchError, OSError) as error:
+            result.faults.append(f"the fault could not be caused: {error}")
         watched = asyncio.gather(*tasks)
         with _limit(result, "the streams did not end"):
             if fault.hold is None:

@@ -16,7 +16,7 @@ from bench.harness.processes import running
 _V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 _LIMIT = 64 << 20  # bytes; what a process had before it moved here does not count
 _SECONDS = 20.0  # for the kill
-# Allocates until the process is gone, which may be at once, since the kernel spares this one.
+# Allocates until the process is gone.
 _ALLOCATE = """
 import os, sys, time
 victim, held = int(sys.argv[1]), []
@@ -59,16 +59,11 @@ def out_of_memory(pid: int) -> None:
     with _group() as (group, limit):
         (group / limit).write_text(str(_LIMIT))
         (group / "cgroup.procs").write_text(str(pid))
-        _prefer(pid, 1000)
+        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")  # so that the kernel chooses it
         with running([sys.executable, "-c", _ALLOCATE, str(pid)], stdin=subprocess.DEVNULL) as hog:
-            _prefer(hog.pid, -1000)
             (group / "cgroup.procs").write_text(str(hog.pid))
             end = time.monotonic() + _SECONDS
-            while hog.poll() is None:
+            while Path(f"/proc/{pid}/exe").exists():
                 if time.monotonic() > end:
                     raise BenchError("the kernel killed no process although its memory cgroup was full")
                 time.sleep(0.02)
-
-
-def _prefer(pid: int, score: int) -> None:
-    Path(f"/proc/{pid}/oom_score_adj").write_text(str(score))

@@ -2,7 +2,7 @@
 
 make fuzz                                       every target, a minute each
 make fuzz ARGS="frames bodies --seconds 3600"   some of them, longer
-make fuzz ARGS="grammars --keep"                keep what covers most in tests/fuzz/corpus, smallest first
+make fuzz ARGS="grammars --keep"                keep a sample of the inputs that covered more, in tests/fuzz/corpus
 
 An input that fails is written to tests/fuzz/corpus/TARGET, so that it stays a test.
 """
@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from tests.fuzz.fuzzer import RUNNING
 from tests.fuzz.targets import TARGETS
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -42,7 +43,7 @@ class Options:
     seconds: int = 60
     """Duration of each, in seconds."""
     keep: bool = False
-    """Keep the smallest inputs that cover what all inputs cover in tests/fuzz/corpus."""
+    """Keep a sample of the collected inputs in tests/fuzz/corpus."""
 
 
 def main(options: Options) -> int:
@@ -68,43 +69,47 @@ def _fuzz(target: str, seconds: int) -> tuple[int, str, str]:
     with tempfile.TemporaryDirectory() as found:
         flags = [f"-max_total_time={seconds}", f"-artifact_prefix={found}/", f"-timeout={_HANG_SECONDS}"]
         flags += [f"-rss_limit_mb={_MEMORY_MB}", f"-max_len={_LONGEST}", "-print_final_stats=1", str(work), str(kept)]
-        ended = _child(target, flags)
-        for file in Path(found).iterdir():
-            content = file.read_bytes()
-            (kept / f"fault-{hashlib.sha1(content).hexdigest()[:10]}").write_bytes(content)
+        running = Path(found) / "running"
+        ended, code = _child(target, flags, running)
+        content = running.read_bytes() if running.exists() else bytes(4)
+        running.unlink(missing_ok=True)
+        faults = [file.read_bytes() for file in Path(found).iterdir()]
+        if code < 0 and not faults:  # a signal that libFuzzer did not survive
+            faults = [content[4 : 4 + int.from_bytes(content[:4], "little")]]
+    for content in faults:
+        (kept / f"fault-{hashlib.sha1(content).hexdigest()[:10]}").write_bytes(content)
     executed = re.findall(r"stat::number_of_executed_units:\s*(\d+)", ended)
     covered = re.findall(r"\bcov: (\d+)", ended)
-    code = int(not executed or "ERROR: libFuzzer" in ended or "Uncaught Python exception" in ended)
-    if code:
-        print("\n".join(ended.splitlines()[-40:]), file=sys.stderr)
-    return code, (executed or ["?"])[-1], (covered or ["?"])[-1]
+    if code or faults:
+        print("\n".join([*ended.splitlines()[-40:], f"exit code {code}"]), file=sys.stderr)
+    return code or len(faults), (executed or ["?"])[-1], (covered or ["?"])[-1]
 
 
 def _keep(target: str) -> int:
-    """Minimize the kept inputs of a target. Returns their number; those of faults stay."""
-    kept, work = CORPUS / target, _WORK / target
-    small = [file for file in (*work.iterdir(), *kept.iterdir()) if file.stat().st_size <= _LARGEST_KEPT]
-    with tempfile.TemporaryDirectory() as all_inputs, tempfile.TemporaryDirectory() as chosen:
-        for file in small:
-            (Path(all_inputs) / file.name).write_bytes(file.read_bytes())
-        _child(target, ["-merge=1", chosen, all_inputs])
-        contents = sorted((file.read_bytes() for file in Path(chosen).iterdir()), key=len)
+    """Keep some of the inputs that a fuzzer has collected, each of which covered something new. Returns their number.
+
+    Inputs of faults stay.
+    """
+    kept = CORPUS / target
+    found = {file.read_bytes() for file in (_WORK / target).iterdir() if file.stat().st_size <= _LARGEST_KEPT}
+    contents = sorted(found, key=lambda content: (len(content), content))
     for file in kept.iterdir():
         if not file.name.startswith("fault-"):
             file.unlink()
     # Evenly over all sizes: the smallest alone would leave out what only larger ones reach.
-    step = max(1, -(-len(contents) // _MOST_KEPT))
-    for content in contents[::step]:
+    for content in contents[:: max(1, -(-len(contents) // _MOST_KEPT))]:
         (kept / hashlib.sha1(content).hexdigest()[:12]).write_bytes(content)
     return len(list(kept.iterdir()))
 
 
-def _child(target: str, flags: list[str]) -> str:
-    """Run a fuzzer, which ends its process. Returns its output."""
+def _child(target: str, flags: list[str], running: Path) -> tuple[str, int]:
+    """Run a fuzzer, which ends its process. Returns its output and exit code. running: file of the present input"""
     command = [sys.executable, "-m", "tests.fuzz.fuzzer", target, *flags]
     settings = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    settings |= {RUNNING: str(running)}
     output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "errors": "replace"}
-    return subprocess.run(command, env=os.environ | settings, **output).stdout
+    ended = subprocess.run(command, env=os.environ | settings, text=True, **output)
+    return ended.stdout, ended.returncode
 
 
 if __name__ == "__main__":

@@ -41,7 +41,10 @@ def _compact(grammar: Grammar) -> Grammar:
     if schema is False:
         return grammar
     options = {} if schema is True else schema
-    guidance = {**options.get("x-guidance", {}), "whitespace_flexible": False}
+    given = options.get("x-guidance") or {}
+    if not isinstance(given, dict):
+        raise InvalidRequest("x-guidance of a schema must be an object", param="structured_outputs")
+    guidance = {**given, "whitespace_flexible": False}
     return Grammar(grammar.kind, json.dumps({**options, "x-guidance": guidance}))
 
 

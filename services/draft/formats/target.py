@@ -90,12 +90,14 @@ def target_logits(target: TargetCheckpoint) -> tuple[float, float | None]:
     """Factor and softcap of a target's logits; softcap is None without one."""
     raw = load_config(target.folder)
     raw = raw.get("text_config") or raw
-    # Granite divides; Cohere and Falcon-H1 multiply.
-    factor = float(raw.get("logit_scale") or raw.get("lm_head_multiplier") or 1.0) / float(
-        raw.get("logits_scaling") or 1.0
-    )
-    # Gemma 2's model classes use 30 where its config.json has no value.
-    return factor, raw.get("final_logit_softcapping", 30.0 if raw.get("model_type") == "gemma2" else None)
+    with values_of(target.folder / "config.json"):
+        # Granite divides; Cohere and Falcon-H1 multiply.
+        factor = float(raw.get("logit_scale") or raw.get("lm_head_multiplier") or 1.0) / float(
+            raw.get("logits_scaling") or 1.0
+        )
+        # Gemma 2's model classes use 30 where its config.json has no value.
+        softcap = raw.get("final_logit_softcapping", 30.0 if raw.get("model_type") == "gemma2" else None)
+        return factor, None if softcap is None else float(softcap)
 
 
 def check_fit(folder: Path, target: TargetCheckpoint, *, vocab_size: int, hidden_size: int) -> None:
