@@ -129,7 +129,7 @@ def _write(options: Options, results: Sequence[Result]) -> None:
     page = report.Report(
         "chaos",
         "Faults: texts and recovery",
-        command="make chaos" + (f' ARGS="{" ".join(sys.argv[1:])}"' if sys.argv[1:] else ""),
+        command=_command(options),
         notes=[
             f"{len(results)} cells, {failed} with a finding; seed {options.seed}, drafter {options.drafter}, a small "
             "random model as a target slowed down, its fast twin as the draft, two gateway workers",
@@ -155,6 +155,16 @@ def _write(options: Options, results: Sequence[Result]) -> None:
     if first is not None and last is not None:
         page.more = [("Levels after the first and the last cell", _level_rows(first, last))]
     page.write()
+
+
+def _command(options: Options) -> str:
+    """The command that repeats a campaign, without the places of its output."""
+    flags = ["--all"] if options.all else []
+    for name in ("seed", "seconds", "drafter"):
+        value = getattr(options, name)
+        if value != getattr(Options, name):
+            flags += [f"--{name}", str(value)]
+    return "make chaos" + (f' ARGS="{" ".join(flags)}"' if flags else "")
 
 
 def _level_rows(first: Levels, last: Levels) -> list[dict[str, object]]:
