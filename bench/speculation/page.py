@@ -11,8 +11,6 @@ from bench.speculation.settings import PLAIN, Setting
 from outrider.checkpoints.checkpoint import resolve
 
 _NAME = "speculation"
-_COLUMNS = ("setting", "temperature", "concurrency", "tokens_per_s", "plain_tokens_per_s", "ratio", "low", "high",
-            "accept_length", "acceptance_rate", "same_text", "round_s")  # fmt: skip
 _MIN_ROUND_SECONDS = 3.0  # below it, variation of the machine's speed dominates
 _NOTES = [
     "ratio: speedup in tokens/s over plain decoding, measured alternately on the same prompts: geometric mean of the "
@@ -37,8 +35,10 @@ class Page:
         """
         self._args = args
         self._facts = facts(args, size)
-        self.report = Report(_NAME, "Settings of speculation against plain decoding", columns=_COLUMNS)
-        self.report.notes = [self._facts, *_NOTES]
+        columns = ("setting", "temperature", "concurrency", "tokens_per_s", f"{args.baseline.name}_tokens_per_s",
+                   "ratio", "low", "high", "accept_length", "acceptance_rate", "same_text", "round_s")  # fmt: skip
+        self.report = Report(_NAME, f"Settings of speculation against {_title(args.baseline)}", columns=columns)
+        self.report.notes = [self._facts, *(note.replace(_title(PLAIN), _title(args.baseline)) for note in _NOTES)]
         if args.resume:
             self.report.rows = rows_to_resume(_NAME, lambda notes: self._facts in notes)
 
@@ -54,9 +54,9 @@ class Page:
         recommended = [
             {
                 "concurrency": concurrency,
-                "setting": best.setting if best else PLAIN.name,
+                "setting": best.setting if best else self._args.baseline.name,
                 "ratio": best.ratio.mean if best else 1.0,
-                "command": command(self._args, best.flags if best else shlex.join(PLAIN.flags)),
+                "command": command(self._args, best.flags if best else shlex.join(self._args.baseline.flags)),
             }
             for concurrency, best in comparison.recommendations(rows).items()
         ]
@@ -64,21 +64,27 @@ class Page:
             ("Adaptive trees against the best explicit tree", comparison.adaptive_against_fixed(rows)),
             ("Recommended settings by concurrency", recommended),
         ]
-        plot(self.report)
+        plot(self.report, _title(self._args.baseline))
         self.report.notes = [note for note in self.report.notes if note != _WARNING]
         if any(row["round_s"] < _MIN_ROUND_SECONDS for row in rows):
             self.report.notes.append(_WARNING)
         self.report.write()
 
 
+def _title(baseline: Setting) -> str:
+    return "plain decoding" if baseline == PLAIN else baseline.name
+
+
 def facts(args: argparse.Namespace, size: int) -> str:
     """The parameters of a run; rows of two runs can be combined if they are equal."""
     flags = f" {shlex.join(args.flags)}" if args.flags else ""
     ends = "of exactly" if args.ignore_eos else "of at most"
+    baseline = "" if args.baseline == PLAIN else f"; {args.baseline.name} is {shlex.join(args.baseline.flags)}"
     return (
         f"{resolve(args.model_path).name}, {args.dtype}{flags}; {args.rounds} rounds of {size} prompts of "
         f"{args.prompts.name} (seed {args.seed}), {args.turns} turns, answers {ends} {args.max_tokens} tokens; "
         f"concurrency {', '.join(map(str, args.concurrency))}, temperature {', '.join(map(str, args.temperature))}"
+        f"{baseline}"
     )
 
 
@@ -89,8 +95,8 @@ def command(args: argparse.Namespace, flags: str) -> str:
     return f"{shlex.join([*words, *args.flags])} {flags}"
 
 
-def plot(report: Report) -> None:
-    """Speedups over plain decoding with their confidence intervals, a panel per load."""
+def plot(report: Report, baseline: str = _title(PLAIN)) -> None:
+    """Speedups over a baseline with their confidence intervals, a panel per load."""
     cells = list(dict.fromkeys((row["temperature"], row["concurrency"]) for row in report.rows))
     names = list(dict.fromkeys(row["setting"] for row in report.rows))[::-1]
     figure = new_figure(2.4 + 2.6 * len(cells), 1.4 + 0.28 * len(names))
@@ -102,7 +108,7 @@ def plot(report: Report) -> None:
                 colour = "tab:orange" if row["kind"] == "adaptive" else "tab:blue"
                 axes.errorbar(row["ratio"], names.index(row["setting"]), xerr=spread, fmt="o", color=colour, capsize=2)
         axes.axvline(1.0, color="gray", linewidth=0.8)
-        axes.set(title=f"T={temperature:g}, concurrency {concurrency}", xlabel="speedup over plain decoding")
+        axes.set(title=f"T={temperature:g}, concurrency {concurrency}", xlabel=f"speedup over {baseline}")
         axes.set_yticks(range(len(names)), names, fontsize=7)
         axes.grid(axis="x", alpha=0.3)
     report.save(figure)

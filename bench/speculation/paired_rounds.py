@@ -22,7 +22,7 @@ class Cell(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The outcomes of one round: of the setting, and of plain decoding."""
+    """The outcomes of one round: of the setting, and of the baseline (`plain`)."""
 
     setting: Sequence[Outcome]
     plain: Sequence[Outcome]
@@ -61,8 +61,8 @@ async def run_pairs(
     return pairs
 
 
-def measured_row(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """The figures of a setting in a cell, for a row of the report."""
+def measured_row(pairs: Sequence[Pair], baseline: str = "plain") -> dict[str, Any]:
+    """The figures of a setting in a cell, for a row of the report. baseline: name of what it is compared with."""
     own = [o for pair in pairs for o in pair.setting]
     plain = [o for pair in pairs for o in pair.plain]
     tokens, accepted = sum(o.output_tokens for o in own), sum(o.accepted or 0 for o in own)
@@ -70,7 +70,7 @@ def measured_row(pairs: Sequence[Pair]) -> dict[str, Any]:
     over = ratio(ratios)
     return {
         "tokens_per_s": tokens / sum(seconds_of(pair.setting) for pair in pairs),
-        "plain_tokens_per_s": sum(o.output_tokens for o in plain) / sum(seconds_of(pair.plain) for pair in pairs),
+        f"{baseline}_tokens_per_s": sum(o.output_tokens for o in plain) / sum(seconds_of(pair.plain) for pair in pairs),
         "ratio": over.mean,
         "low": over.low,
         "high": over.high,

@@ -56,6 +56,8 @@ def parser() -> argparse.ArgumentParser:
                       help="tokens that explicit trees verify per step")  # fmt: skip
     made.add_argument("--setting", type=_setting, action="append", default=[], metavar="NAME=FLAGS",
                       help="additional setting, given by flags of `outrider serve`")  # fmt: skip
+    made.add_argument("--baseline", type=_setting, default=PLAIN, metavar="NAME=FLAGS",
+                      help="what the settings are compared with, given by flags (default: plain decoding)")  # fmt: skip
     made.add_argument("--num-prompts", type=positive_int, help="prompts of all rounds together, categories "
                       "interleaved (default: all)")  # fmt: skip
     made.add_argument("--turns", type=positive_int, default=1,
@@ -118,10 +120,12 @@ def main(argv: list[str], serve: Serve = served) -> int:
     missing = [setting for setting in settings_of(args) if not page.has(setting)]
     if missing:
         try:
-            with serve(args.model_path, [*PLAIN.flags, *args.flags], args.dtype, max(args.concurrency)) as plain:
+            with serve(
+                args.model_path, [*args.baseline.flags, *args.flags], args.dtype, max(args.concurrency)
+            ) as baseline:
                 for number, setting in enumerate(missing, start=1):
                     title = f"{number}/{len(missing)} {setting.name}"
-                    _add(page, setting, partial(_measure, setting, plain, parts, args, serve, title))
+                    _add(page, setting, partial(_measure, setting, baseline, parts, args, serve, title))
         except BenchError as error:
             print(f"outrider bench speculation: error: {error}", file=sys.stderr)
     page.write()
@@ -145,7 +149,7 @@ def _add(page: Page, setting: Setting, measure: Callable[[], list[dict[str, Any]
 
 def _measure(
     setting: Setting,
-    plain: str,
+    baseline: str,
     parts: Sequence[Sequence[Prompt]],
     args: argparse.Namespace,
     serve: Serve,
@@ -160,10 +164,10 @@ def _measure(
         flags = [*setting.flags, *args.flags]
         url = stack.enter_context(serve(args.model_path, flags, args.dtype, max(args.concurrency)))
         progress.update(bar, description=title)
-        own, other = (Target(address, body=body) for address in (url, plain))
+        own, other = (Target(address, body=body) for address in (url, baseline))
         for cell in cells:
             pairs = uvloop.run(run_pairs(own, other, parts, cell, lambda: progress.advance(bar)))
             facts = {"setting": setting.name, "drafter": setting.drafter, "kind": setting.kind}
             facts |= {"flags": shlex.join(setting.flags), **cell._asdict()}
-            rows.append(facts | measured_row(pairs))
+            rows.append(facts | measured_row(pairs, args.baseline.name))
     return rows

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
 from gateway.orchestration.session_table import SessionTable
-from gateway.sessions.request import PROMPT
 from gateway.sessions.session import Committed, Session
 from gateway.sessions.step_stats import SourceCounts, SpeculationReport, StepStats, first_steps, source_counts
 from gateway.telemetry import request_log
@@ -91,8 +90,7 @@ class Generation:
             )
         except OutriderError as error:
             self._outcome = "overloaded" if isinstance(error, Overloaded) else "error"
-            if error.param == PROMPT:
-                error.param = session.request.prompt_field
+            error.param = session.request.client_field(error.param)
             if self.refused and error.retry_after is None:
                 error.retry_after = self.retry_after()
             raise

@@ -290,10 +290,16 @@ async def _connect_draft(link: DraftLink, required: float | None) -> None:
     if required is not None:
         await link.wait_up(required)
         return
-    try:
-        await link.wait_up(_WARN_AFTER)
-    except (Unavailable, ConfigError) as error:  # the link goes on trying
-        # Of a draft that answers, the link has logged the reason.
-        silent = link.availability.state in (ReplicaState.UNREACHABLE, ReplicaState.STARTING)
-        what = error.message if silent else f"the {link.service} at {link.address} is not used"
-        log.warning("%s; text is decoded plainly until it is up", what)
+    # Loading and compiling a draft's model takes up to a minute, so that an absent one is no warning before.
+    for seconds, silent in ((_WARN_AFTER, logging.INFO), (_START_UP - _WARN_AFTER, logging.WARNING)):
+        try:
+            await link.wait_up(seconds)
+            return
+        except (Unavailable, ConfigError):  # the link goes on trying
+            state, reason = link.availability.state, link.availability.reason
+        what = f"the {link.service} at {link.address}"
+        if state not in (ReplicaState.UNREACHABLE, ReplicaState.STARTING):  # the link has logged the reason
+            log.warning("%s is not used; text is decoded plainly until it is", what)
+            return
+        level = logging.INFO if state is ReplicaState.STARTING else silent
+        log.log(level, "%s is not up yet (%s); text is decoded plainly until it is", what, reason)

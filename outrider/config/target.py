@@ -7,9 +7,24 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from outrider.config.common import DEFAULT_MODEL, DType, ServiceConfig, SharedOptions
+from outrider.config.common import DEFAULT_MODEL, DType, ServiceConfig, SharedOptions, check_minimum
 from outrider.config.tls import TlsOptions
 from outrider.errors import ConfigError
+
+# Minimum of each number, by field.
+_LEAST = {
+    "page_size": 1,
+    "max_running_requests": 1,
+    "max_prefill_tokens": 1,
+    "max_queued_requests": 0,
+    "coalesce_seconds": 0,
+    "decode_log_interval": 1,
+    "draft_headroom_bytes": 0,
+    "max_total_tokens": 1,
+    "speculative_num_steps": 0,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 1,
+}
 
 KVCacheDType = Literal["auto", "bf16", "bfloat16", "fp8_e5m2", "fp8_e4m3"]
 SchedulePolicy = Literal["fcfs", "lpm"]
@@ -200,6 +215,19 @@ class TargetConfig(TargetListenOptions, TargetOptions, SharedOptions, TlsOptions
         "model_path", "dtype", "quantization", "tp_size", "device", "context_length", "self_speculation",
         "mem_fraction_static", "max_running_requests", "listen",
     )  # fmt: skip
+
+    def check(self) -> None:
+        """Raise ConfigError for a number out of range."""
+        chunk = self.chunked_prefill_size
+        if chunk is not None and chunk < 1 and chunk != -1:
+            raise ConfigError(f"--chunked-prefill-size must be 1 or more, or -1 for no cutting, not {chunk}")
+        check_minimum(self, _LEAST)
+        fraction = self.mem_fraction_static
+        if fraction is not None and not 0.0 < fraction <= 1.0:
+            raise ConfigError(f"--mem-fraction-static must lie in (0, 1], not {fraction}")
+        for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"--{name.replace('_', '-')} must lie in [0, 1], not {getattr(self, name)}")
 
     @property
     def fixed_tokens_per_session(self) -> int | None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from outrider.config import MODEL_ALGORITHMS, ServeConfig, parse_cores
 from outrider.errors import ConfigError
+from outrider.placement.devices import has_gpu
 
-_GPU = Path("/dev/nvidiactl")
 _NICENESS = 15  # of a draft service on a core of the target: a thirtieth of the core while both compute
 
 
@@ -83,7 +82,7 @@ def draft_has_own_place(cores: CorePlan, *, target_device: str = "auto", draft_d
 
     A target on a GPU leaves the CPU cores to the draft service.
     """
-    target_on_cpu = target_device == "cpu" or (target_device == "auto" and not _GPU.exists())
+    target_on_cpu = target_device == "cpu" or (target_device == "auto" and not has_gpu())
     return not (cores.together and target_on_cpu and draft_device in ("auto", "cpu"))
 
 

@@ -39,16 +39,18 @@ class Grammar:
     """A grammar that a session's text must match as a whole. Raises InvalidRequest if it is too long.
 
     text: a JSON schema, a regular expression, or a grammar in Lark's or GBNF's notation
+    client_field: the client's name of it, for errors; it does not go over the wire, where it has the name of its kind
     """
 
     kind: GrammarKind
     text: str
+    client_field: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if len(self.text) > MAX_GRAMMAR_LENGTH:
             raise InvalidRequest(
                 f"a grammar of {len(self.text)} characters is too long; {MAX_GRAMMAR_LENGTH} are allowed",
-                param=self.kind.param,
+                param=self.client_field or self.kind.param,
             )
 
 

@@ -148,7 +148,10 @@ def draft_quantization(config: ServeConfig) -> str | None:
 
 
 def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
-    """The configurations of the three processes. runtime: a private folder for sockets."""
+    """The configurations of the three processes. runtime: a private folder for sockets.
+
+    Raises ConfigError for a number out of range.
+    """
     shared = asdict(config.shared)
     observed = {name: getattr(config, name) for name in ("log_level", "log_format", "otlp_traces_endpoint")}
     flags, algorithm = config.shared, config.draft.speculative_algorithm
@@ -170,6 +173,7 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
             model_path=config.target.model_path if _draft_reads_target(config.draft) else None,
             listen=config.listen_draft or f"unix:{runtime}/draft.sock", require_draft=config.require_draft,
         )  # fmt: skip
+    target.check()
     target, draft = share_device(target, draft)
     gateway = GatewayConfig(
         **asdict(config.gateway), **observed, cores=format_cores(cores.gateway),

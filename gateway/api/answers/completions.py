@@ -20,7 +20,9 @@ from gateway.api.answers.streaming import DONE
 from gateway.orchestration.generation import Generation, Part, merged
 from gateway.sessions.request import GenerationRequest
 from gateway.sessions.step_stats import Detail, StepStats
+from gateway.text.offsets import TextOffsets
 from gateway.text.pieces import Pieces
+from gateway.text.tokenizer import ModelTokenizer
 from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.proposal import FinishReason
 
@@ -49,8 +51,8 @@ class Kind(ABC):
         """The fields of a choice's first chunk, if that has no text."""
 
     @abstractmethod
-    def logprobs(self, pieces: Pieces, *, by_id: bool) -> LogprobFormatter:
-        """A log-prob formatter for one choice. by_id: as in LogprobFormatter."""
+    def logprobs(self, pieces: Pieces, offsets: TextOffsets, *, by_id: bool) -> LogprobFormatter:
+        """A log-prob formatter for one choice. offsets: of its tokens. by_id: as in LogprobFormatter."""
 
 
 class _Chat(Kind):
@@ -62,7 +64,8 @@ class _Chat(Kind):
     def opening(self) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def logprobs(self, pieces: Pieces, *, by_id: bool) -> LogprobFormatter:
+    def logprobs(self, pieces: Pieces, offsets: TextOffsets, *, by_id: bool) -> LogprobFormatter:
+        del offsets
         return ChatLogprobs(pieces, by_id=by_id)
 
 
@@ -75,8 +78,8 @@ class _Completion(Kind):
     def opening(self) -> None:
         return None
 
-    def logprobs(self, pieces: Pieces, *, by_id: bool) -> LogprobFormatter:
-        return CompletionLogprobs(pieces, by_id=by_id)
+    def logprobs(self, pieces: Pieces, offsets: TextOffsets, *, by_id: bool) -> LogprobFormatter:
+        return CompletionLogprobs(pieces, offsets, by_id=by_id)
 
 
 CHAT: Kind = _Chat("chatcmpl-", "chat.completion", "chat.completion.chunk", {"delta": {}})
@@ -87,6 +90,7 @@ COMPLETION: Kind = _Completion("cmpl-", "text_completion", "text_completion", {"
 class ResponseOptions:
     """Optional parts of a reply.
 
+    tokenizer: of the model, for the texts of single tokens
     echo: texts of the prompts, by choice; empty without echo
     ids: token ids of prompt and answer. With ids or echo, log-probabilities include a token that ended the answer.
     by_id: log-probabilities name tokens by id
@@ -94,7 +98,7 @@ class ResponseOptions:
     usage: in a last event of its own. continuous_usage: the usage so far in every other event, too
     """
 
-    pieces: Pieces
+    tokenizer: ModelTokenizer
     ids: bool = False
     by_id: bool = False
     echo: Sequence[str] = ()
@@ -103,6 +107,11 @@ class ResponseOptions:
     detail: Detail = "summary"
     usage: bool = False
     continuous_usage: bool = False
+
+    @property
+    def pieces(self) -> Pieces:
+        """Bytes of single tokens."""
+        return self.tokenizer.pieces
 
 
 class CompletionReply:
@@ -143,7 +152,7 @@ class CompletionReply:
         """As in Reply."""
         options, count = self._options, len(self._requests)
         tokens: list[list[int]] = [[] for _ in range(count)]
-        empty = self._new_logprobs().empty()
+        empty = self._new_logprobs(0).empty()
         logprobs = [[empty] if request.logprobs is not None else [] for request in self._requests]
         extras: list[dict[str, Any]] = [{} for _ in range(count)]
         steps: list[list[StepStats]] = [[] for _ in range(count)]
@@ -152,7 +161,7 @@ class CompletionReply:
             if part.logprobs is not None:
                 sums[index] += float(part.logprobs.values.sum())
             text, part_logprobs, extra = self._content(index, part)
-            self._formats[index].add(text, part.tokens, last=bool(part.finish))
+            self._formats[index].add(text, part.tokens, part.finish)
             tokens[index] += part.tokens
             logprobs[index] += [part_logprobs] if part_logprobs else []
             extras[index] |= extra
@@ -199,7 +208,7 @@ class CompletionReply:
             if first and (opening := self._kind.opening()) is not None:
                 behind = b"]," + orjson.dumps(ids)[1:-1] + after[1:] if (ids := self._prompt_ids()) else after
                 yield before + orjson.dumps(self._choice(index, opening, None)) + behind
-            fields = self._formats[index].add(text, part.tokens, last=bool(part.finish))
+            fields = self._formats[index].add(text, part.tokens, part.finish)
             if fields is not None or options.ids or logprobs or extra or (options.steps and part.step_stats):
                 choice = self._choice(index, fields if fields is not None else self._kind.empty, logprobs, part)
                 running -= bool(part.finish)
@@ -244,7 +253,7 @@ class CompletionReply:
         if logprobs is None and not options.echo and not options.prompt_logprobs:
             return part.text, None, extra
         text, formatted = part.text, []
-        formatter = self._logprobs.setdefault(index, self._new_logprobs())
+        formatter = self._formatter(index)
         if index not in self._last:
             if options.echo:
                 text = options.echo[index] + text
@@ -256,10 +265,19 @@ class CompletionReply:
         count = len(part.tokens) if options.ids or options.echo else part.text_tokens
         if logprobs is not None and count:
             formatted.append(formatter.part(part.tokens[:count], logprobs))
-        return text, joined(formatted) if formatted else None, extra
+        new = joined(formatted) if formatted else None
+        return text, formatter.sent(new, text, last=bool(part.finish)), extra
 
-    def _new_logprobs(self) -> LogprobFormatter:
-        return self._kind.logprobs(self._options.pieces, by_id=self._options.by_id)
+    def _formatter(self, index: int) -> LogprobFormatter:
+        if index not in self._logprobs:
+            self._logprobs[index] = self._new_logprobs(index)
+        return self._logprobs[index]
+
+    def _new_logprobs(self, index: int) -> LogprobFormatter:
+        options, request = self._options, self._requests[index]
+        echo = options.echo[index] if options.echo else None
+        offsets = TextOffsets(options.tokenizer, request.prompt, echo, verbatim=request.text.verbatim)
+        return self._kind.logprobs(options.pieces, offsets, by_id=options.by_id)
 
     def _prompt_ids(self) -> dict[str, Any]:
         """The prompt's token ids beside the choices, if they have one prompt."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from outrider.errors import InvalidRequest
@@ -22,9 +23,13 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
     found: list[tuple[str, Grammar]] = []
     for name in FIELDS:
         value = fields.get(name)
-        grammar = None if value is None else _READERS[name](value, name)
+        try:
+            grammar = None if value is None else _READERS[name](value, name)
+        except InvalidRequest as error:
+            error.param = error.param if (error.param or "").startswith(name) else name
+            raise
         if grammar is not None:
-            found.append((name, grammar))
+            found.append((name, replace(grammar, client_field=name)))
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
         raise InvalidRequest(f"{names} cannot be combined; send one of them", param=found[1][0])
@@ -45,7 +50,7 @@ def _compact(grammar: Grammar) -> Grammar:
     if not isinstance(given, dict):
         raise InvalidRequest("x-guidance of a schema must be an object", param="structured_outputs")
     guidance = {**given, "whitespace_flexible": False}
-    return Grammar(grammar.kind, json.dumps({**options, "x-guidance": guidance}))
+    return replace(grammar, text=json.dumps({**options, "x-guidance": guidance}))
 
 
 def _json_schema(value: Any, name: str) -> Grammar:

@@ -32,7 +32,7 @@ from outrider.speculation.tree import SpeculationTree
 from outrider.tracing import Tracing
 from services.target.engine import commits, spans
 from services.target.engine.in_flight import InFlightStep, expecting, needs_only_length
-from services.target.engine.limits import check_limits, open_modes, scheduling, thresholds
+from services.target.engine.limits import open_modes, scheduling, thresholds
 from services.target.engine.memory import plan_memory
 from services.target.engine.sessions import OpenSessions
 from services.target.engine.settlement import Settlement
@@ -62,7 +62,7 @@ class TargetEngine(Engine):
         self, model: Model, config: TargetConfig, modes: Sequence[SpeculationMode] = tuple(SpeculationMode)
     ) -> None:
         """modes: speculation modes to choose among. Raises ConfigError for limits that cannot be met."""
-        check_limits(config)
+        config.check()
         self.model = model
         pages = plan_memory(model, config).pages
         self.cache = model.new_cache(pages, config.page_size)
@@ -253,7 +253,7 @@ class TargetEngine(Engine):
     def _launch_behind(self, step: InFlightStep) -> InFlightStep | None:
         """Launch the next step before this one is read, unless the next one needs what this one samples."""
         entries = self.sessions.by_id.values()
-        if not step.plain or self.features.asked or not all(map(self._foreseeable, entries)):
+        if not step.plain or self.features.captures or not all(map(self._foreseeable, entries)):
             return None
         room = self.speculation.planner.room
         sampled = [session for session in step.sampling(self.sessions.by_id) if room(session) > 1]

@@ -1,5 +1,4 @@
-"""What the flags allow: sizes of a step, of sessions and of the pool, speculation modes. Wrong values are refused by
-name."""
+"""What the flags allow: thresholds, sizes of a step and of the queue, speculation modes."""
 
 from __future__ import annotations
 
@@ -8,8 +7,7 @@ from collections.abc import Collection
 
 import torch
 
-from outrider.config import TargetConfig, check_minimum
-from outrider.errors import ConfigError
+from outrider.config import TargetConfig
 from outrider.placement.step_sizes import DEFAULT_CHUNK
 from outrider.serving.scheduler import Limits
 from outrider.speculation.acceptance import Thresholds
@@ -20,37 +18,9 @@ from services.target.speculation.mode_selector import DRAFT_MODES, SpeculationMo
 
 log = logging.getLogger(__name__)
 
-_LEAST = {
-    "page_size": 1,
-    "max_running_requests": 1,
-    "max_prefill_tokens": 1,
-    "max_queued_requests": 0,
-    "coalesce_seconds": 0,
-    "decode_log_interval": 1,
-    "draft_headroom_bytes": 0,
-    "max_total_tokens": 1,
-    "speculative_num_steps": 0,
-    "speculative_eagle_topk": 1,
-    "speculative_num_draft_tokens": 1,
-}
-
-
-def check_limits(config: TargetConfig) -> None:
-    """Raise ConfigError for numbers that make no sense."""
-    chunk = config.chunked_prefill_size
-    if chunk is not None and chunk < 1 and chunk != -1:
-        raise ConfigError(f"--chunked-prefill-size must be 1 or more, or -1 for no cutting, not {chunk}")
-    check_minimum(config, _LEAST)
-    fraction = config.mem_fraction_static
-    if fraction is not None and not 0.0 < fraction <= 1.0:
-        raise ConfigError(f"--mem-fraction-static must lie in (0, 1], not {fraction}")
-
 
 def thresholds(config: TargetConfig) -> Thresholds:
-    """Acceptance thresholds; a warning is logged where they are lossy. Raises ConfigError."""
-    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
-        if not 0.0 <= getattr(config, name) <= 1.0:
-            raise ConfigError(f"--{name.replace('_', '-')} must lie in [0, 1], not {getattr(config, name)}")
+    """Acceptance thresholds; a warning is logged where they are lossy."""
     chosen = Thresholds(config.speculative_accept_threshold_single, config.speculative_accept_threshold_acc)
     if not chosen.exact:
         log.warning("acceptance thresholds below 1 are lossy: draft tokens can change sampled text")

@@ -42,7 +42,8 @@ class OpenSessions:
         """Open a session. Raises InvalidRequest."""
         stop_ids = self._check(request)
         self.close(request.session_id)
-        session = Session(self._features.open(request), self._scheduler.prefix)
+        session = Session(request, self._scheduler.prefix)
+        self._features.open(request)
         try:
             entry = TargetSession.of(request, session, stop_ids, self._vocab_size)
             if request.grammar is None:

@@ -42,8 +42,3 @@ class AllowedSources:
         """True if sessions allow the draft service, and none of them the sources that the target has of its own."""
         sessions = self._sessions
         return bool(self.own) and bool(sessions[True, False]) and not (sessions[True, True] or sessions[False, True])
-
-    @property
-    def own_without_service(self) -> bool:
-        """True if a session allows the target's own sources and no draft service."""
-        return bool(self._sessions[False, True])

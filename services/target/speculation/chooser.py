@@ -81,16 +81,20 @@ class SourceChooser:
         for source in self._sources:
             source.closed(session_id)
 
-    def choose(
-        self, works: Sequence[SessionWork], listen: MessageWatch, loop_seconds: float, *, beside_service: bool = False
-    ) -> Choice:
-        """Draft for those sessions of a step that only decode.
+    def rival(self, demand: Demand) -> ModelSource | None:
+        """The model source, if it is predicted to pay in a step: what proposals must exceed."""
+        source = self.source
+        pays = source is not None and source.speedup(demand.sessions, demand.kv_tokens) > source.min_speedup
+        return source if pays else None
+
+    def choose(self, works: Sequence[SessionWork], listen: MessageWatch, loop_seconds: float) -> Choice:
+        """Draft for those sessions of a step that only decode and have no draft tokens yet.
 
         listen: how a message interrupts the drafting. loop_seconds: after which a fused loop begins no iteration; 0
-        for no loops. beside_service: sessions that allow the draft service are left to it
+        for no loops.
         """
         tokens, kv_tokens = sum(len(work.chunk) for work in works), sum(work.chunk.stop for work in works)
-        served = [work for work in works if self._serves(work, beside_service=beside_service)]
+        served = [work for work in works if self._serves(work)]
         demand = Demand(served, len(works), tokens, kv_tokens)
         source = self.source
         if source is not None and not source.pays(demand.sessions, kv_tokens) and not self.always:
@@ -110,13 +114,11 @@ class SourceChooser:
         drafts = {**found, **drafted}
         return Choice([replace(work, draft=drafts.get(work.chunk.session.id, work.draft)) for work in works], sources)
 
-    def _serves(self, work: SessionWork, *, beside_service: bool) -> bool:
+    def _serves(self, work: SessionWork) -> bool:
         """True for a session that only wants its next tokens. Drafts of grammars are left to the draft service."""
         chunk = work.chunk
         session = chunk.session
-        if len(chunk) > 1 or not chunk.last or not session.draft_sources:
-            return False
-        if beside_service and SourceKind.DRAFT in session.draft_sources:
+        if len(chunk) > 1 or not chunk.last or not session.draft_sources or len(work.draft.tokens):
             return False
         return self._sessions[session.id].matcher is None and self._planner.depth(session) > 0
 

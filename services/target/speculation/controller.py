@@ -1,7 +1,7 @@
 """The engine's one counterpart for speculation: what a step verifies, and what is learned from it.
 
 receive    a proposal is merged into its session's draft tree
-plan       the mode policy decides whether proposals are verified; without them, the target's own sources may draft;
+plan       the mode policy decides whether proposals are verified; the target's own sources may draft without them;
            without any draft tokens, several plain steps may follow one another
 settled    a step has ended: costs, acceptance and modes are updated
 """
@@ -14,6 +14,7 @@ from dataclasses import replace
 from outrider.config import TargetConfig
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import MessageWatch
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.proposal import Commit, Proposal
 from services.target.features.features import Features
 from services.target.kernels.kv_cache import KVCache
@@ -27,7 +28,7 @@ from services.target.speculation.mode_selector import SpeculationMode
 from services.target.speculation.multi_step import MultiStepPlanner, interrupts, lookup_texts
 from services.target.speculation.planner import Planner, last_chunks
 from services.target.speculation.plans import LoopStep, MixedStep, MultiStep, SelfDraftStep, ServiceStep, StepPlan
-from services.target.speculation.sources.base import Demand
+from services.target.speculation.sources.base import Demand, Drafts
 from services.target.speculation.sources.draft_service import DraftService
 from services.target.step.batch import SessionWork
 from services.target.step.programs import MultiStepDecoding
@@ -60,8 +61,8 @@ class Speculation:
         self.policy: ModePolicy
         self._sessions = sessions
         self._modes, self._features = modes, features
-        speculates = chooser is not None and SpeculationMode.SELF_SPECULATE in modes
-        self.allowed = AllowedSources(chooser.kinds if chooser is not None and speculates else frozenset())
+        self._own = chooser if SpeculationMode.SELF_SPECULATE in modes else None
+        self.allowed = AllowedSources(self._own.kinds if self._own is not None else frozenset())
         self._longest = MEASURING_WAIT if config.speculative_always else None
         self._start_policy()
 
@@ -122,7 +123,7 @@ class Speculation:
     @property
     def without_drafts(self) -> bool:
         """True if no session has, or gets, draft tokens or features of a draft service."""
-        return self.policy.without_drafts and (self.drafting_paused or not self._features.asked)
+        return self.policy.without_drafts and (self.drafting_paused or not self._features.captures)
 
     def wants_drafts(self, entry: TargetSession) -> bool:
         """True if the next step may verify proposals for a session."""
@@ -145,25 +146,26 @@ class Speculation:
         if self._self_speculates and self.chooser is not None:
             plan = self._self_drafted(works, listen, self.chooser, alone=alone)
         else:
-            chosen = self.service.draft(demand, listen) if drafts and not self.drafting_paused else None
-            if chosen:
-                works = [replace(work, draft=chosen.get(work.chunk.session.id, work.draft)) for work in works]
-            if drafts and self.allowed.own_without_service and self.chooser is not None and not self.service_only:
-                plan = self._mixed(works, listen, self.chooser)
+            own = self._own if drafts and not self.service_only else None
+            if drafts and not self.drafting_paused:
+                rival = own.rival(demand) if own is not None else None
+                works = _with_drafts(works, self.service.draft(replace(demand, rival=rival), listen))
+            if own is not None:
+                plan = self._mixed(works, listen, own)
             else:
                 plan = self._plain(works, alone=alone and not any(work.draft for work in works))
         self.service.count_misses(plan.works, paused=self.drafting_paused)
         return plan
 
     def _mixed(self, works: Sequence[SessionWork], listen: MessageWatch, chooser: SourceChooser) -> StepPlan:
-        """A step with proposals, in which the target's own sources draft for sessions that allow no draft service."""
-        choice = chooser.choose(works, listen, 0.0, beside_service=True)
+        """A step with proposals, in which the target's own sources draft for sessions that have none to verify."""
+        choice = chooser.choose(works, listen, 0.0)
         return MixedStep(choice.works, self.service, self.planner.budget, choice.sources)
 
     def _self_drafted(
         self, works: Sequence[SessionWork], listen: MessageWatch, chooser: SourceChooser, *, alone: bool
     ) -> StepPlan:
-        loops = alone and not self._features.asked
+        loops = alone and not self._features.captures
         choice = chooser.choose(works, listen, self.multi_step.window if loops else 0.0)
         parts = self.service, self.planner.budget
         if choice.loop is not None:
@@ -202,7 +204,13 @@ class Speculation:
         """A step has ended. sessions: that it committed tokens in; steps: of the model."""
         wanted = [commit.session_id for commit in commits if commit.draft_budget]
         tokens = sum(len(commit.tokens) for commit in commits)
-        self.policy.end(wanted, sessions, tokens, prompts=prompt_tokens, steps=steps)
+        own = sum(commit.accepted for commit in commits if commit.source != SourceKind.DRAFT)
+        self.policy.end(wanted, sessions, tokens, prompts=prompt_tokens, steps=steps, own=own)
+
+
+def _with_drafts(works: Sequence[SessionWork], drafts: Drafts) -> Sequence[SessionWork]:
+    """Work with the draft tokens of its sessions."""
+    return [replace(work, draft=drafts.get(work.chunk.session.id, work.draft)) for work in works] if drafts else works
 
 
 def _demand(works: Sequence[SessionWork]) -> Demand:

@@ -113,10 +113,13 @@ class ModePolicy:
             self._selectors, self._other_selectors, self._load = {}, {}, -1
         self.wait.received(session_id, fresh=fresh)
 
-    def end(self, wanted: Collection[int], count: int, tokens: int, *, prompts: int = 0, steps: int = 1) -> None:
+    def end(
+        self, wanted: Collection[int], count: int, tokens: int, *, prompts: int = 0, steps: int = 1, own: int = 0
+    ) -> None:
         """A step has ended, or several at once, that committed tokens in `count` sessions.
 
-        wanted: those of them whose draft tokens are wanted next. prompts: prompt tokens in it.
+        wanted: those of them whose draft tokens are wanted next. prompts: prompt tokens in it. own: of the tokens,
+        draft tokens of the target's own sources
         """
         now = self._clock()
         seconds, self._ended = now - self._ended, now
@@ -128,7 +131,7 @@ class ModePolicy:
             if count and (load > self._load or (load < self._load and not prompts and self._present_load < self._load)):
                 self._change_load(load)
             elif count and not prompts and self._is_measurement(bool(self.wait.any_of(wanted))):
-                self._measure(count, tokens / count, seconds, steps)
+                self._measure(count, tokens / count, seconds, steps, own / count)
         if count and not prompts:
             new = _EMA_WEIGHT if self.step_seconds else 1.0
             self.step_seconds += new * (computing / steps - self.step_seconds)
@@ -166,7 +169,7 @@ class ModePolicy:
             fewer, many = self._selectors.get(known), not self._apart and (load >= _MANY or self._expensive())
             self._selectors[load] = ModeSelector(self._modes, mode, self.prefill_cost, fewer, load - known, many=many)
 
-    def _measure(self, count: int, tokens: float, seconds: float, steps: int) -> None:
+    def _measure(self, count: int, tokens: float, seconds: float, steps: int, own: float) -> None:
         # The first step after a pause is long. A deep draft's step is, too, so that each mode has its own measure.
         usual = self._typical_seconds.get(self.mode, seconds / steps)
         self._typical_seconds[self.mode] = usual + _EMA_WEIGHT * (min(seconds / steps, _MAX_EXCESS * usual) - usual)
@@ -177,15 +180,16 @@ class ModePolicy:
             return
         self._trial[0] += tokens
         self._trial[1] += seconds
+        self._trial[2] += own
         selector = self._selectors[self._load]
         if self._steps >= selector.steps:
             before = selector.mode
-            trial_tokens, trial_seconds = self._trial
-            selector.end_trial(trial_tokens, trial_seconds, sessions=count, steps=self._steps)
+            trial_tokens, trial_seconds, trial_own = self._trial
+            selector.end_trial(trial_tokens, trial_seconds, sessions=count, steps=self._steps, own=trial_own)
             self._start_trial(settling=_SETTLING if selector.mode is not before else 0)
 
     def _start_trial(self, settling: int = 0) -> None:
-        self._trial = [0.0, 0.0]  # tokens per session, seconds
+        self._trial = [0.0, 0.0, 0.0]  # tokens per session, seconds, and of the tokens those of own sources
         self._steps = -settling
         self._unanswered = 0  # steps of the trial whose sessions no drafter has answered
 

@@ -43,6 +43,7 @@ class SpeculationMode(Enum):
 
     WAIT_FOR_DRAFT = auto()  # hold the step until proposals arrive, within a bound
     DRAFT_IF_READY = auto()  # verify the proposals that are there
+    # In both, the target's own sources draft where no proposal is predicted to bring more.
     SELF_SPECULATE = auto()  # draft with the target's own sources where they are predicted to pay
     NONE = auto()  # decode plainly
 
@@ -106,6 +107,7 @@ class _Measured:
     tokens: float = 0.0
     seconds: float = 0.0
     steps: float = 0.0
+    own: float = 0.0  # of the tokens, draft tokens of the target's own sources
     trials: int = 0  # of all modes, when this one was measured last; 0 for never
     trial: _Trial = _Trial(0.0, 0.0, 0.0)
     retry_soon: bool = False  # the last trial beat the incumbent; retry soon, because the average lags
@@ -113,15 +115,16 @@ class _Measured:
 
     @property
     def gains(self) -> bool:
-        """Whether its steps commit more than the one token of a plain step."""
-        return self.tokens > _MIN_GAIN * self.steps
+        """Whether proposals let its steps commit more than they do without."""
+        return self.tokens - self.own > _MIN_GAIN * self.steps
 
-    def add(self, trials: int, tokens: float, seconds: float, steps: float) -> None:
+    def add(self, trials: int, tokens: float, seconds: float, steps: float, own: float) -> None:
         """Add a trial."""
         kept = max(_DECAY ** (trials - self.trials), _MIN_DECAY)
         self.tokens = self.tokens * kept + tokens
         self.seconds = self.seconds * kept + seconds
         self.steps = self.steps * kept + steps
+        self.own = self.own * kept + own
         self.trials = trials
 
 
@@ -186,15 +189,17 @@ class ModeSelector:
         """Add a step with prompts."""
         self._elapsed += seconds
 
-    def end_trial(self, tokens: float, seconds: float, sessions: float = 1, steps: float = 0.0) -> None:
+    def end_trial(
+        self, tokens: float, seconds: float, sessions: float = 1, steps: float = 0.0, own: float = 0.0
+    ) -> None:
         """A trial has ended; choose the next mode. tokens: per session, in measured steps.
 
-        steps: their number; 0 if unknown
+        steps: their number; 0 if unknown. own: of the tokens, draft tokens of the target's own sources
         """
         self.trials += 1
         present = self._measured[self.mode]
         after_delay = self._delay > 0.0 and self.mode in DRAFT_MODES and not present.trials
-        present.add(self.trials, tokens, seconds, steps)
+        present.add(self.trials, tokens, seconds, steps, own)
         present.trial = _Trial(self._elapsed, self._tokens, self._seconds)
         self._tokens = self._seconds = 0.0
         self._sessions = sessions
@@ -203,7 +208,7 @@ class ModeSelector:
         # After a delay, drafts are chosen by scores that are not calibrated yet, and the next trial may be a quarter of
         # a minute away: a first trial that is not far behind is followed by another one.
         threshold = _FAR_BEHIND if after_delay and self.mode is not best else 1.0
-        rate = self._rate_of(seconds / tokens, self.mode) if tokens > _MIN_GAIN * steps else 0.0
+        rate = self._rate_of(seconds / tokens, self.mode) if tokens - own > _MIN_GAIN * steps else 0.0
         present.retry_soon = rate > threshold * rates[best]
         present.losses = present.losses + 1 if self.mode is not best and not present.retry_soon else 0
         self._update_gain(rates)

@@ -3,7 +3,7 @@
 ServiceStep     one step: committed tokens, and draft tokens of draft services
 MultiStep       several plain steps in one call
 SelfDraftStep   one step with draft tokens of the target's own sources
-MixedStep       one step with proposals for some sessions, and draft tokens of the target's own for others
+MixedStep       one step with proposals of some sessions, and draft tokens of the target's own for others
 LoopStep        a fused loop of drafting and verification, of one session
 """
 
@@ -150,7 +150,7 @@ class SelfDraftStep(StepPlan):
 
 @dataclass
 class MixedStep(SelfDraftStep):
-    """A step with proposals, and draft tokens of the target's own for sessions that allow no draft service.
+    """A step with proposals, and draft tokens of the target's own for sessions that have no proposal to verify.
 
     accepted_proposals: accepted draft tokens of the draft service
     """

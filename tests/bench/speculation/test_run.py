@@ -23,6 +23,26 @@ def test_recommended_command():
     )
 
 
+def test_settings_against_a_baseline(prompts, tmp_path):
+    served = []
+
+    @contextlib.contextmanager
+    def serve(model, flags, dtype, most):
+        served.append(" ".join(flags))
+        with in_a_thread() as url:
+            yield url
+
+    flags = [str(prompts), "--model-path", "tiny", "--drafters", "--rounds", "2", "--concurrency", "1"]
+    flags += ["--temperature", "0", "--setting", "default=--speculative-algorithm AUTO"]
+    assert main([*flags, "--baseline", "own=--self-speculation lookup"], serve) == 0
+    assert served == ["--self-speculation lookup", "--speculative-algorithm AUTO"]
+    page = (tmp_path / "speculation.md").read_text()
+    assert page.startswith("# Settings of speculation against own")
+    assert "own is --self-speculation lookup" in page
+    (row,) = json.loads((tmp_path / "speculation.json").read_text())["rows"]
+    assert row["own_tokens_per_s"] > 0
+
+
 @pytest.fixture
 def prompts(report_folder, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["outrider", "bench", "speculation", "x"])

@@ -33,7 +33,7 @@ HELLO = [{"role": "user", "content": "hello"}]
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": "warm"}, "temperature"),
         ({"temperature": 2.5}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"min_p": 2}, "min_p"),
@@ -80,7 +80,7 @@ HELLO = [{"role": "user", "content": "hello"}]
         ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": 5}, "prompt"),
-        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt.1"),
         ({"prompt": [VOCAB]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": ["a"] * 129}, "prompt"),
@@ -402,8 +402,19 @@ TEXT = {"type": "text", "text": "x"}
             "input.0.content.0.type: Input should be 'input_text'",
         ),
         ("/v1/completions", {"prompt": [[1, "a"]]}, "prompt.0.1: Input should be a valid integer"),
-        ("/v1/completions", {"prompt": [1, "a"]}, "prompt: Input should be "),
+        ("/v1/completions", {"prompt": [1, "a"]}, "prompt.1: Input should be a valid integer"),
+        ("/v1/completions", {"prompt": [1.5]}, "prompt.0: Input should be a valid string, integer or list"),
+        ("/v1/completions", {"prompt": 1.5}, "prompt: Input should be a valid string or list"),
+        ("/v1/completions", {"prompt": [[1], "a"]}, "prompt.1: Input should be a valid list"),
         ("/v1/completions", {"prompt": "a", "stop": ["b", 5]}, "stop.1: Input should be a valid string"),
+        ("/v1/completions", {"prompt": "a", "stop": 5}, "stop: Input should be a valid string or list"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "speculation": "maybe"},
+            'speculation: Input should be "off", "auto", or an',
+        ),
+        ("/generate", {"text": ["a"], "speculation": ["ON"]}, 'speculation.0: Input should be "off", "auto", or an'),
+        ("/v1/responses", {"input": [5]}, "input.0: Input should be a valid object"),
         (
             "/generate",
             {"text": ["a"], "sampling_params": [{"n": 0}]},
@@ -452,6 +463,7 @@ def test_unknown_routes_and_wrong_methods(gateway):
     error_of(gateway.client.get("/v1/nothing"), 404)
     error_of(gateway.client.post("/v1/embeddings", json={}), 404)
     error_of(gateway.client.get("/v1/completions"), 405)
+    assert gateway.client.head("/v1/completions").status_code == 405
     error_of(gateway.client.delete("/v1/models"), 405)
 
 

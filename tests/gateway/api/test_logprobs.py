@@ -1,12 +1,15 @@
 """Log-probabilities and grammars in REST and gRPC: shapes, alignment with the text, and the target's requests."""
 
+import itertools
 import json
 
 import openai
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
 
+from gateway.text.offsets import TextOffsets
 from gateway.text.pieces import Pieces
+from gateway.text.tokenizer import ModelTokenizer
 from outrider.client import Client
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import Grammar, GrammarKind
@@ -123,6 +126,52 @@ def test_an_echo_has_logprobs_of_the_prompt(gateway, prompt, stream):
         assert list(lists["top_logprobs"][-1].values()) == [-(count - 1) / 4]
         starts = [sum(map(len, lists["tokens"][:i])) for i in range(count)]
         assert lists["text_offset"] == starts
+
+
+REPORTED, REPORTED_OFFSETS = "naïve 🚀 日本", [0, 1, 2, 2, 3, 4, 5, *[6] * 4, 7, *[8] * 3, *[9] * 3]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("sent", "text", "offsets"),
+    [
+        # ids: one for each byte but pairs of small letters; the answer's are bytes in the order of their characters
+        ({"prompt": REPORTED, "echo": True, "max_tokens": 0}, REPORTED, REPORTED_OFFSETS),
+        ({"prompt": TOKENIZER.encode("🚀").ids, "echo": True, "max_tokens": 0}, "🚀", [0] * 4),
+        ({"prompt": "<|user|>é<|end|>x", "echo": True, "max_tokens": 0}, "<|user|>é<|end|>x", [0, 8, 8, 9, 16]),
+        ({"prompt": [*TOKENIZER.encode("é").ids, 3, 7], "echo": True, "max_tokens": 0}, "é$", [0, 0, 1, 1]),
+        ({"prompt": "A", "max_tokens": 6, "stop": ["DEF"]}, "BC", [0, 1, 2, 2, 2]),
+        ({"prompt": "A", "max_tokens": 4, "stop": ["DEx"]}, "BCDE", [0, 1, 2, 3]),
+        ({"prompt": "zA", "max_tokens": 2, "echo": True}, "zABC", [0, 1, 2, 3]),
+    ],
+)  # fmt: skip
+def test_offsets_count_characters_of_the_text(gateway, sent, text, offsets, stream):
+    """Tokens of one character begin with it, and none begins behind the text, be it cut at a stop string."""
+    body = {"temperature": 0, "logprobs": 0, "stream": stream, **sent}
+    response = gateway.client.post("/v1/completions", json=body)
+    choices = [part["choices"][0] for part in (events(response) if stream else [response.json()])]
+    assert "".join(choice["text"] for choice in choices) == text
+    lengths = itertools.accumulate(len(choice["text"]) for choice in choices)
+    got = [
+        (choice["logprobs"]["text_offset"], end)
+        for choice, end in zip(choices, lengths, strict=True)
+        if choice["logprobs"]
+    ]
+    assert [offset for own, _ in got for offset in own] == offsets
+    assert all(offset <= end for own, end in got for offset in own)
+
+
+def test_offsets_follow_a_tokenizer_of_words():
+    """Its begin token and the space before the first word are not in the text."""
+    words = models.WordLevel({"<s>": 0, "▁hello": 1, "▁wide": 2, "▁world": 3}, unk_token="<s>")
+    made = Tokenizer(words)
+    made.decoder = decoders.Metaspace()
+    made.add_special_tokens(["<s>"])
+    tokenizer = ModelTokenizer({"tokenizer.json": made.to_str().encode()})
+    offsets = TextOffsets(tokenizer, [0, 1, 2], "hello wide")
+    assert [offsets.next(token) for token in (0, 1, 2, 3, 1)] == [0, 0, 5, 10, 16]
+    offsets = TextOffsets(tokenizer, [0, 1, 2])
+    assert [offsets.next(token) for token in (3, 0, 1)] == [0, 6, 6]
 
 
 def test_an_echo_needs_no_logprobs_and_a_prompt_of_one_token_has_none(gateway):
@@ -281,6 +330,9 @@ def test_grammars_reach_the_target(client, target, fields, grammar):
     assert target.engine.seen[-1].grammar == grammar
 
 
+LONG_TOOL = {"name": "f", "parameters": {"properties": {"a": {"enum": ["a" * 200_000]}}}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -300,6 +352,10 @@ def test_grammars_reach_the_target(client, target, fields, grammar):
         ({"structural_tag": "a"}, "structural_tag"),
         ({"regex": "a" * 200_000}, "regex"),
         ({"regex": "wrong"}, "regex"),  # refused by the target
+        ({"structured_outputs": {"regex": "wrong"}}, "structured_outputs"),
+        ({"guided_grammar": "wrong"}, "guided_grammar"),
+        ({"response_format": {"type": "json_object", "schema": {"title": "a" * 200_000}}}, "response_format"),
+        ({"tools": [{"type": "function", "function": LONG_TOOL}], "tool_choice": "required"}, "tools"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),

@@ -11,7 +11,10 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from gateway.process import app
 from gateway.process.app import first_target
+from gateway.streams.availability import Availability, ReplicaState
+from gateway.streams.draft import DraftLink
 from outrider.client import Client
 from outrider.errors import ConfigError, ModelNotFound, Unavailable
 from outrider.process.ports import take_port
@@ -191,6 +194,27 @@ async def test_updated_weights_are_preferred(come, expected):
     first = await first_target(links, 60)
     assert first.facts.model.fingerprint == expected
     assert {link.expected for link in links} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("state", "levels", "words"),
+    [
+        (ReplicaState.STARTING, ["INFO", "INFO"], "is not up yet (compiling 3/12); text is decoded plainly"),
+        (ReplicaState.UNREACHABLE, ["INFO", "WARNING"], "is not up yet (compiling 3/12); text is decoded plainly"),
+        (ReplicaState.FAILED, ["WARNING"], "is not used; text is decoded plainly"),
+        (ReplicaState.REFUSED, ["WARNING"], "is not used; text is decoded plainly"),
+    ],
+)
+async def test_a_draft_that_starts_normally_is_no_warning(caplog, monkeypatch, state, levels, words):
+    """The models of some take longer to compile than the target takes to load."""
+    monkeypatch.setattr(app, "_WARN_AFTER", 0.01)
+    monkeypatch.setattr(app, "_START_UP", 0.02)
+    link = DraftLink("unix:nowhere", None)
+    link._absence = Availability(state, "compiling 3/12")
+    with caplog.at_level("INFO", "gateway.process.app"):
+        await app._connect_draft(link, None)
+    assert [record.levelname for record in caplog.records] == levels
+    assert all(words in record.message for record in caplog.records)
 
 
 def test_a_checkpoint_without_tokenizer(folder):

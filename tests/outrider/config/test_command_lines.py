@@ -339,6 +339,16 @@ def test_the_memory_plan_of_a_checkpoint_on_this_machine(tmp_path):
         plan("--model", str(folder), "--max-total-tokens", "8")
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("page-size", "0"), ("decode-log-interval", "0"), ("chunked-prefill-size", "-2"), ("mem-fraction-static", "1.5"),
+     ("speculative-accept-threshold-single", "1.5"), ("max-prefill-tokens", "0")],
+)  # fmt: skip
+def test_numbers_out_of_range_of_the_target_are_refused_before_the_start(flag, value):
+    with pytest.raises(ConfigError, match=f"--{flag} must"):
+        plan(f"--{flag}", value)
+
+
 def test_a_port_in_use_and_a_missing_folder_are_warnings(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

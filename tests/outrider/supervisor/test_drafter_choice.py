@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from outrider.config import ServeConfig
 from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError
-from outrider.placement import cores
+from outrider.placement import devices
 from outrider.supervisor.app import check_flags
 from outrider.supervisor.drafter_choice import choose_drafters
 
@@ -19,7 +19,7 @@ from outrider.supervisor.drafter_choice import choose_drafters
 def machine(monkeypatch, tmp_path):
     """Two cores, which all processes share, and no GPU."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(cores, "_GPU", tmp_path / "none")
+    monkeypatch.setattr(devices, "_GPU", tmp_path / "none")
 
 
 def chosen(**parts):
@@ -88,7 +88,8 @@ def test_a_draft_with_cores_of_its_own_has_the_head():
 def test_where_one_service_has_a_gpu_the_head_drafts(tmp_path, monkeypatch):
     assert chosen(target={"device": "cuda"}) == ("EAGLE3", "auto")
     assert chosen(target={"device": "cpu"}, draft={"draft_device": "cuda"}) == ("EAGLE3", "auto")
-    monkeypatch.setattr(cores, "_GPU", tmp_path)
+    monkeypatch.setattr(devices, "_GPU", tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert chosen() == ("EAGLE3", "auto")
     assert chosen(target={"device": "cpu"}) == ("NGRAM", "auto")
 

@@ -13,7 +13,7 @@ from outrider.errors import ConfigError, Overloaded
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from services.target.engine.engine import TargetEngine
-from services.target.engine.limits import check_limits, scheduling
+from services.target.engine.limits import scheduling
 from tests.support.target.driving import GREEDY, chain, engine_of, load_modules, opening, random_tree, run
 from tests.support.tiny import VOCAB, write_model
 
@@ -223,7 +223,7 @@ def test_roots_of_unused_salts_are_dropped(model):
 ])  # fmt: skip
 def test_invalid_limits_are_refused_by_name(flags):
     with pytest.raises(ConfigError, match=next(iter(flags)).replace("_", "-")):
-        check_limits(TargetConfig(**flags))
+        TargetConfig(**flags).check()
 
 
 def test_a_chunk_is_short_on_a_cpu_and_holds_the_roots_of_all():

@@ -123,8 +123,34 @@ def test_a_batch_of_all_choices(cyclic, make):
             assert verified[request.session_id] == {QUANTIZED}
         if request.draft_sources == {LOOKUP}:
             assert verified[request.session_id] == {LOOKUP}
-    if make is wanting_drafts:
-        assert all(verified[r.session_id] == {DRAFT} for r in requests[:-2] if DRAFT in r.draft_sources)
+        if make is wanting_drafts and request.draft_sources & {DRAFT, LOOKUP, QUANTIZED} == {DRAFT}:
+            assert verified[request.session_id] == {DRAFT}
+
+
+@pytest.mark.parametrize("made", ["cyclic", "headed"])
+def test_sources_of_the_target_draft_where_no_proposal_comes(made, request):
+    """In a mode that verifies proposals, too: a trial of it costs no more than the fused loops."""
+    model = request.getfixturevalue(made)
+    prompt = [5, 6, 7]
+    opened = sessions([ALL_SOURCES], prompt)
+    found = run(wanting_drafts(model), opened)
+    assert found.new == run(engine_of(model), opened).new
+    assert {commit.source for commit in found.commits[0] if commit.verified} & {QUANTIZED, HEAD}
+
+
+@pytest.mark.parametrize(("score", "verified"), [(-0.01, DRAFT), (-2.0, QUANTIZED)])
+def test_a_proposal_is_verified_where_it_promises_more_than_the_model_source(cyclic, score, verified):
+    engine = wanting_drafts(cyclic)
+    chooser = engine.speculation.chooser
+    chooser.looks_up, chooser.source.cost = False, FixedCost({1: 3e-4, 64: 3e-4})
+    engine.open(sessions([ALL_SOURCES])[0])
+    engine.step()
+    session = engine.sessions.by_id[0].session
+    proposed = chain(0, session.tokens.tolist(), cycle_text(int(session.tokens[-1]), 4), score)
+    engine.receive([proposed], ())
+    plan = engine.plan()
+    assert plan.source_of(0).kind is verified
+    assert len(plan.works[0].draft)
 
 
 def test_a_mixed_step_teaches_each_source_its_own(cyclic):

@@ -51,14 +51,12 @@ def test_drafts_must_gain_more_than_noise(gain, plain):
     assert (selector.mode is SpeculationMode.NONE) == plain
 
 
-@pytest.mark.parametrize(
-    ("right", "best"),
-    [(1.0, SpeculationMode.NONE), (1.01, SpeculationMode.NONE), (1.3, SpeculationMode.WAIT_FOR_DRAFT)],
-)
-def test_rejected_drafts_get_no_credit_for_a_fast_trial(right, best):
-    selector = ModeSelector(
-        [SpeculationMode.WAIT_FOR_DRAFT, SpeculationMode.NONE], SpeculationMode.WAIT_FOR_DRAFT, PrefillCost()
-    )
+@pytest.mark.parametrize("own", [0.0, 1.0])
+@pytest.mark.parametrize(("right", "drafts_win"), [(1.0, False), (1.01, False), (1.3, True)])
+def test_rejected_drafts_get_no_credit_for_a_fast_trial(right, drafts_win, own):
+    """Nor for draft tokens of the target's own sources: `own` are accepted in each step, in either mode."""
+    alone = SpeculationMode.SELF_SPECULATE if own else SpeculationMode.NONE
+    selector = ModeSelector([SpeculationMode.WAIT_FOR_DRAFT, alone], SpeculationMode.WAIT_FOR_DRAFT, PrefillCost())
     modes = []
     for _ in range(40):
         modes.append(selector.mode)
@@ -66,9 +64,10 @@ def test_rejected_drafts_get_no_credit_for_a_fast_trial(right, best):
         tokens, seconds = (
             (right, 0.9) if drafted else (1.0, 1.0)
         )  # the machine happened to be fast in trials with drafts
+        tokens += own
         selector.add_step(TRIAL * tokens, TRIAL * seconds)
-        selector.end_trial(TRIAL * tokens, TRIAL * seconds, steps=TRIAL)
-    assert modes.count(best) > 30
+        selector.end_trial(TRIAL * tokens, TRIAL * seconds, steps=TRIAL, own=TRIAL * own)
+    assert modes.count(SpeculationMode.WAIT_FOR_DRAFT if drafts_win else alone) > 30
 
 
 def test_a_trial_without_tokens_is_the_worst():

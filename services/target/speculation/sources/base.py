@@ -117,10 +117,14 @@ class ModelSource(DraftSource):
 
         Texts change, and what is not used is not measured.
         """
-        plain = self._planner.budget.plain_throughput(sessions, kv_tokens)
-        pays = self.throughput(sessions, kv_tokens) > self.min_speedup * plain
+        pays = self.speedup(sessions, kv_tokens) > self.min_speedup
         self._unused = 0 if pays or self._unused >= _PROBE_INTERVAL else self._unused + 1
         return not self._unused
+
+    def speedup(self, sessions: int, kv_tokens: int) -> float:
+        """Expected speedup over plain decoding, as of `throughput`."""
+        plain = self._planner.budget.plain_throughput(sessions, kv_tokens)
+        return self.throughput(sessions, kv_tokens) / plain
 
     @abstractmethod
     def throughput(self, sessions: int, kv_tokens: int) -> float:

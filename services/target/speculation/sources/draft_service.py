@@ -18,7 +18,7 @@ from services.target.speculation.budget import min_score, promised
 from services.target.speculation.draft_stats import DraftStatsRecorder
 from services.target.speculation.estimates.calibration import Calibrations
 from services.target.speculation.planner import Planner, last_chunks
-from services.target.speculation.sources.base import Demand, Drafts, DraftSource
+from services.target.speculation.sources.base import Demand, Drafts, DraftSource, ModelSource
 from services.target.step.batch import SessionWork
 
 # Tokens that a head on the same cores reads in the time that drafting saves per token: 64 in 3 to 4 ms, while a token
@@ -81,10 +81,30 @@ class DraftService(DraftSource):
                 draft.head(max(count, 1) if calibration.due else count)
                 for calibration, draft, count in zip(calibrations, drafts, counts, strict=True)
             ]
+            if demand.rival is not None:
+                drafts = self._against(demand.rival, entries, drafts, demand)
         return {
             entry.session.id: planner.reserve_draft(entry.session, draft)
             for entry, draft in zip(entries, drafts, strict=True)
         }
+
+    def _against(
+        self, rival: ModelSource, entries: Sequence[TargetSession], drafts: list[TreeSlice], demand: Demand
+    ) -> list[TreeSlice]:
+        """The drafts of sessions that allow no rival, and of the others if they are expected to be faster with them.
+
+        Of a draft that is not, a token remains that is due to be tried.
+        """
+        rivalled = [i for i, e in enumerate(entries) if len(drafts[i]) and rival.kind in e.session.draft_sources]
+        if not rivalled:
+            return drafts
+        calibrations = {i: self.calibrations[entries[i].session.id] for i in rivalled}
+        some, ratios = [drafts[i] for i in rivalled], [calibrations[i].ratio for i in rivalled]
+        sessions, kv_tokens = len(some), demand.kv_tokens * len(some) // demand.sessions
+        expected = self._planner.budget.select(some, ratios, sessions, kv_tokens, held=0.0).throughput
+        if expected > rival.throughput(sessions, kv_tokens):
+            return drafts
+        return [draft.head(int(calibrations[i].due)) if i in calibrations else draft for i, draft in enumerate(drafts)]
 
     def _candidates(self, entry: TargetSession, probability: float) -> TreeSlice:
         """The likeliest draft tokens of a session, above a probability unless one is due to be tried."""
