@@ -7,6 +7,7 @@ OutriderError
 ├── Unauthenticated       the caller's key is missing or wrong
 ├── Overloaded            no room at present; the caller may retry later
 ├── TooManyRequests       the caller has too many requests in progress; it may retry later
+├── Conflict              another call of this kind is in progress; the caller may retry once it has ended
 ├── Unavailable           a needed service is down; the caller may retry later
 ├── DeadlineExceeded      the caller's deadline has passed
 ├── ConfigError           flags, files or services that do not fit; refused at start-up
@@ -83,6 +84,12 @@ class Overloaded(OutriderError):
     status = Status(grpc.StatusCode.RESOURCE_EXHAUSTED, 503, "server_error", "overloaded")
 
 
+class Conflict(OutriderError):
+    """Another call of this kind is in progress; the caller may retry once it has ended."""
+
+    status = Status(grpc.StatusCode.ABORTED, 409, "invalid_request_error", "conflict")
+
+
 class Unavailable(OutriderError):
     """A needed service is down; the caller may retry later."""
 
@@ -113,6 +120,7 @@ _BY_GRPC_CODE: dict[int, type[OutriderError]] = {
         ContextTooLong,
         Unauthenticated,
         Overloaded,
+        Conflict,
         Unavailable,
         DeadlineExceeded,
         ConfigError,

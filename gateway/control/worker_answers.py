@@ -17,6 +17,7 @@ def answers_for(generator: Generator, control: Control) -> Answers:
         "abort_prefix": partial(generator.abort, prefix=True),
         "abort_all": lambda _: generator.abort_all(),
         "weights": control.adopt_weights,
+        "targets_up": lambda _: control.targets_up(),
         "pause": control.adopt_pause,
     }
 

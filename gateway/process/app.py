@@ -36,7 +36,8 @@ from gateway.pools.pool import Routing
 from gateway.process.listeners import Listeners
 from gateway.streams.availability import ReplicaState
 from gateway.streams.draft import DraftLink
-from gateway.streams.target import OtherWeights, TargetLink
+from gateway.streams.pool_weights import OtherWeights
+from gateway.streams.target import TargetLink
 from gateway.telemetry import request_log
 from gateway.telemetry.compatible_metrics import SglangMetrics, VllmMetrics
 from gateway.telemetry.metrics import Metrics

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from outrider.checkpoints.checkpoint import load_json, tensor_headers, weight_files
+from outrider.checkpoints.checkpoint import load_json, weight_files
 from outrider.checkpoints.config_json import load_config, values_of
 from outrider.checkpoints.eagle3 import is_speculators
+from outrider.checkpoints.headers import tensor_headers
 from outrider.config import Algorithm
 from outrider.errors import ConfigError
 

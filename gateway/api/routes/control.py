@@ -134,7 +134,8 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts) 
     @app.get("/get_weight_version")
     @app.get("/weight_version")
     async def weight_version() -> Response:
-        return _json({"weight_version": control.weight_version})
+        """The label of the weights, and the targets that lack them and are unused until they are sent again."""
+        return _json({"weight_version": control.weight_version, "awaiting_targets": control.awaiting})
 
     @app.get("/get_model_info")
     @app.get("/model_info")
@@ -162,13 +163,17 @@ def _updated(updated: UpdateResult) -> Response:
     weights = updated.weights
     message = f"{weights.replaced_tensors} tensors replaced; weight version {weights.weight_version}."
     if updated.unused:
-        message += f" {updated.unused} of {updated.targets} targets lack earlier weights, and are unused until then."
+        message += (
+            f" {len(updated.unused)} of {updated.targets} targets lack earlier weights, or cannot be reached, and are "
+            "unused until they have all of them; see `unused_targets`, and /health for the reasons."
+        )
     return _json({
         "success": True,
         "message": message,
         "num_paused_requests": weights.retracted_sessions,
         "num_aborted_requests": weights.aborted_sessions,
         "weight_version": weights.weight_version,
+        "unused_targets": updated.unused,
     })  # fmt: skip
 
 

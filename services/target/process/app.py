@@ -53,10 +53,13 @@ async def serve(config: TargetConfig) -> int:
         with imports_without_gc():
             from services.target.process.control import Control
 
-        folder = checkpoint.resolve(config.model_path)
+        folder = checkpoint.resolve(config.model_path, whole=True)
         engine = build_engine(folder, config)
         engine.tracing = tracing
-        control = Control(engine, folder, trust_remote_code=config.trust_remote_code)
+        control = Control(
+            engine, folder, model_path=config.model_path, roots=config.weight_update_roots,
+            trust_remote_code=config.trust_remote_code,
+        )  # fmt: skip
         servicers[0].serve(describe(folder, engine, config), engine, control)
         return engine
 

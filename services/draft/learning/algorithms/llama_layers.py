@@ -13,7 +13,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from services.draft.learning.disk import write_atomically
+from outrider.checkpoints.disk import write_atomically
 from services.draft.model.layers.config import Attention, Layer, Mlp
 from services.draft.model.params import Params
 
