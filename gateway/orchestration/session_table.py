@@ -144,18 +144,20 @@ class SessionTable:
                 self.fail(session, error)
 
     def _none_usable(self) -> Unavailable | None:
-        """The error of sessions if all targets are refused: waiting would not help. None if a target may serve."""
+        """The error of sessions if targets lack weights, and no other may come: waiting would not help. None otherwise.
+
+        A target that is refused for another reason may be restarted at any moment, such as one with the wrong model.
+        """
         targets = self.placement.targets
         if not targets or not all(target.availability.state in UNUSABLE for target in targets):
             return None
         version = next((target.awaited_version for target in targets if target.awaited_version is not None), None)
         if version is None:
-            message = "no target fits the served model; /health has the reasons"
-        else:
-            message = (
-                f'no target has the weights "{version}", which this gateway serves; they must be sent again with '
-                "/update_weights_from_disk or /update_weights_from_tensor"
-            )
+            return None
+        message = (
+            f'no target has the weights "{version}", which this gateway serves; they must be sent again with '
+            "/update_weights_from_disk or /update_weights_from_tensor"
+        )
         return Unavailable(message, retry_after=MAX_SECONDS)
 
     def targets_down(self) -> None:

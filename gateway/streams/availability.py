@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import grpc
 
-from outrider.transport.rpc import RETRY_AFTER
+from outrider.transport.statuses import RETRY_AFTER
 
 
 class ReplicaState(StrEnum):

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import random
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -25,9 +26,11 @@ from gateway.streams.traffic import Count, Direction, Traffic
 from outrider import PROTOCOL_VERSION
 from outrider.config import StreamTransport
 from outrider.errors import ConfigError, OutriderError, Unavailable
+from outrider.service_token import with_token
 from outrider.tls import ClientTls, explain_tls_failure, open_channel
 from outrider.transport.frame_socket import SocketCall, connect_beside, message_of, socket_beside
 from outrider.transport.rpc import CHANNEL_OPTIONS
+from outrider.transport.stream import PEER_METADATA
 from outrider.wire.v1 import common_pb2
 
 log = logging.getLogger(__name__)
@@ -93,10 +96,19 @@ class Link(ABC, Generic[Info, Frame]):
     frame: type[Any]  # message type of incoming frames
     features_are: Direction  # in which frames hidden states travel
 
-    def __init__(self, address: str, tls: ClientTls | None = None, transport: StreamTransport = "grpc") -> None:
-        """transport: what frames may use."""
+    def __init__(
+        self,
+        address: str,
+        tls: ClientTls | None = None,
+        transport: StreamTransport = "grpc",
+        *,
+        token: str | None = None,
+    ) -> None:
+        """transport: what frames may use. token: of the services."""
         self.address = address
         self._tls = tls
+        self._token = token
+        self._peer = secrets.token_hex(16)
         self._allowed_transport = transport
         self.transport = ""
         self.traffic = Traffic()
@@ -195,7 +207,7 @@ class Link(ABC, Generic[Info, Frame]):
 
     def open_channel(self) -> grpc.aio.Channel:
         """A channel to the replica."""
-        return open_channel(self.address, CHANNEL_OPTIONS, self._tls)
+        return with_token(open_channel(self.address, CHANNEL_OPTIONS, self._tls), self._token)
 
     async def _checked_handshake(self, channel: grpc.aio.Channel) -> Info:
         try:
@@ -206,6 +218,10 @@ class Link(ABC, Generic[Info, Frame]):
                 self._last_error = error.details()
                 if trouble := await explain_tls_failure(self.address, self._tls):
                     raise ConfigError(f"the {self.service} at {self.address} {trouble}") from None
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise ConfigError(
+                    f"the {self.service} at {self.address} refuses this gateway: {error.details()}"
+                ) from None
             raise
 
     async def _run(self) -> None:
@@ -307,7 +323,7 @@ class Link(ABC, Generic[Info, Frame]):
 
     def open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
         """The stream call; it reads and writes bytes."""
-        return channel.stream_stream(self.method)(metadata=metadata)
+        return channel.stream_stream(self.method)(metadata=(*metadata, (PEER_METADATA, self._peer)))
 
     async def _write(self, call: Any) -> None:
         outgoing, sent = self.outgoing, self.traffic.count(self.service, "sent", self.transport)

@@ -42,8 +42,15 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
     frame = target_pb2.VerifyResponse
     features_are = "received"
 
-    def __init__(self, address: str, tls: ClientTls | None = None, transport: StreamTransport = "grpc") -> None:
-        super().__init__(address, tls, transport)
+    def __init__(
+        self,
+        address: str,
+        tls: ClientTls | None = None,
+        transport: StreamTransport = "grpc",
+        *,
+        token: str | None = None,
+    ) -> None:
+        super().__init__(address, tls, transport, token=token)
         self.tokenizer_files: dict[str, bytes] = {}
         self.features: set[int] = set()
         self._wanted: dict[int, Features] = {}  # that drafts need, by id

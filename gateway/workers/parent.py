@@ -56,7 +56,9 @@ async def supervise_workers(config: GatewayConfig) -> int:
 
 
 def worker_config(config: GatewayConfig, index: int, folder: Path) -> GatewayConfig:
-    """Flags of one worker: its share of the request limit, a health address, and the self-test in worker 0 only."""
+    """Flags of one worker: its share of the request limit, a health address; worker 0 has the self-test and the control
+    socket, whose calls reach all workers.
+    """
     return replace(
         config,
         gateway_workers=1,
@@ -64,6 +66,7 @@ def worker_config(config: GatewayConfig, index: int, folder: Path) -> GatewayCon
         max_pending_requests=-(-config.max_pending_requests // config.gateway_workers),
         disable_draft_self_test=config.disable_draft_self_test or index > 0,
         health_listen=health_address(folder, index),
+        control_socket=config.control_socket if index == 0 else None,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from outrider.config.common import DEFAULT_MODEL, DType, ServiceConfig, SharedOptions, check_minimum
-from outrider.config.tls import TlsOptions
+from outrider.config.token import ServicePortOptions
 from outrider.errors import ConfigError
 
 # Minimum of each number, by field.
@@ -211,7 +211,7 @@ class TargetListenOptions:
 
 
 @dataclass(frozen=True)
-class TargetConfig(TargetListenOptions, TargetOptions, SharedOptions, TlsOptions, ServiceConfig):
+class TargetConfig(TargetListenOptions, TargetOptions, SharedOptions, ServicePortOptions, ServiceConfig):
     """The target service: verifies proposals with the large model (PyTorch)."""
 
     common: ClassVar[tuple[str, ...]] = (

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.service_token import with_token
 from outrider.tls import ClientTls, open_channel
 from outrider.transport.rpc import PROGRESS
 
@@ -19,18 +20,20 @@ async def is_healthy(
     seconds: float = 2.0,
     on_progress: Callable[[str], None] = lambda _: None,
     tls: ClientTls | None = None,
+    token: str | None = None,
 ) -> bool:
     """True if a service is healthy. A gateway is if it can serve, with a draft or without.
 
     address: "host:port" or "unix:/path" of a gRPC service, or "http(s)://host:port". seconds: maximum wait.
     on_progress: called with the progress of the start-up, as text, if the service reports it. tls: for gRPC and https;
-    https without it uses the system's authorities
+    https without it uses the system's authorities. token: of the services, without which they report no progress
     """
     if address.startswith(("http://", "https://")):
         return await asyncio.to_thread(_http_health, address, seconds, tls)
     async with open_channel(address, [("grpc.use_local_subchannel_pool", 1)], tls) as channel:
         try:
-            call = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=seconds)
+            stub = health_pb2_grpc.HealthStub(with_token(channel, token))
+            call = stub.Check(health_pb2.HealthCheckRequest(), timeout=seconds)
             answer = await call
             for name, value in await call.trailing_metadata():
                 if name == PROGRESS:

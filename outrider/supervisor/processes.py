@@ -60,7 +60,8 @@ class Child:
 
     address: for health checks. on_line: called with every line of its output, without the line end. extra_grace:
     seconds beyond GRACE_SECONDS that it has to end. optional: the others serve without it. on_end: called with the exit
-    code and the wait before a restart. reason: why it ended last: the error that it reported, else its last line
+    code and the wait before a restart. token: of the services, which reports progress. reason: why it ended last: the
+    error that it reported, else its last line
     """
 
     name: str
@@ -71,6 +72,7 @@ class Child:
     extra_grace: float = 0.0
     optional: bool = False
     on_end: Callable[[int, float], None] = lambda _, __: None
+    token: str | None = None
     ready: bool = field(default=False, init=False)
     progress: str = field(default="", init=False)
     gave_up: int | None = field(default=None, init=False)
@@ -112,7 +114,7 @@ class Child:
 
     async def wait_ready(self, poll_seconds: float = POLL_SECONDS) -> None:
         """Return once a health check has succeeded. poll_seconds: between two of them."""
-        while self.pid is None or not await is_healthy(self.address, on_progress=self._note):  # noqa: ASYNC110 - by polling
+        while self.pid is None or not await is_healthy(self.address, on_progress=self._note, token=self.token):  # noqa: ASYNC110 - by polling
             await asyncio.sleep(poll_seconds)
         self.ready = True
 

@@ -19,7 +19,8 @@ from bench.harness.errors import BenchError
 from outrider.config import ServeConfig, read_flags
 from outrider.placement.cores import choose_cores
 from outrider.process.backoff import Backoff
-from outrider.supervisor.app import configure, make_children
+from outrider.service_token import make_token_file
+from outrider.supervisor.app import TOKEN_FILE, configure, make_children
 from outrider.supervisor.display import Display
 from outrider.supervisor.processes import Child, supervise
 from outrider.supervisor.resolution import resolve_config
@@ -158,8 +159,9 @@ async def running_system(
 
         display = Display()
         display.line = keep  # type: ignore[method-assign]
+        make_token_file(system.folder / TOKEN_FILE)
         processes = configure(config, choose_cores(config), system.folder)
-        for child in make_children(processes, display):
+        for child in make_children(processes, display, processes.gateway.service_token()):
             child.command = network.inside(
                 child.name, ["env", *_settings(system, child.name, preloaded), *child.command]
             )

@@ -56,7 +56,7 @@ async def serve(config: DraftConfig) -> int:
     """Serve until a signal or a fault. Returns the exit code. Raises ConfigError."""
     config = resolve_drafter(config, config.model_path)
     check(config)
-    tls = config.server_tls()
+    tls, token = config.port_security(config.listen)
     servicers: list[DraftServicer] = []
     servers: list[GrpcServer] = []
     drafters: list[Drafter] = []
@@ -89,7 +89,7 @@ async def serve(config: DraftConfig) -> int:
         coders = propose_request_from_pb, propose_response_to_pb
         network = None if config.network_cores is None else parse_cores(config.network_cores)
         with tracing_to(config.otlp_traces_endpoint, "draft") as tracing:
-            return await serve_engine(build_engine, config.listen, *coders, register, network, tls=tls)
+            return await serve_engine(build_engine, config.listen, *coders, register, network, tls=tls, token=token)
     finally:
         for drafter in drafters:
             drafter.stop()

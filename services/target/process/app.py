@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 async def serve(config: TargetConfig) -> int:
     """Serve until a signal or a fault. Returns the process's exit code. Raises ConfigError."""
     servicers: list[TargetServicer] = []
-    tls = config.server_tls()
+    tls, token = config.port_security(config.listen)
     check_device(config.device)
 
     def register(server: GrpcServer, hub: StreamHub[Any, Any], loop: EngineLoop) -> Sequence[str]:
@@ -65,7 +65,7 @@ async def serve(config: TargetConfig) -> int:
 
     with tracing_to(config.otlp_traces_endpoint, "target") as tracing:
         return await serve_engine(
-            build, config.listen, verify_request_from_pb, verify_response_to_pb, register, tls=tls
+            build, config.listen, verify_request_from_pb, verify_response_to_pb, register, tls=tls, token=token
         )
 
 

@@ -15,7 +15,8 @@ from outrider.checkpoints import checkpoint
 from outrider.config import TargetConfig
 from outrider.errors import InvalidRequest, Unavailable
 from outrider.serving.loop import EngineLoop
-from outrider.transport.rpc import GrpcServer, statuses
+from outrider.transport.rpc import GrpcServer
+from outrider.transport.statuses import statuses
 from outrider.transport.stream import StreamHub
 from outrider.wire.features import feature_spec_from_pb
 from outrider.wire.opens import source_to_pb

@@ -12,13 +12,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.process import app
-from gateway.process.app import first_target
+from gateway.process.app import first_target, serve
 from gateway.streams.availability import Availability, ReplicaState
 from gateway.streams.draft import DraftLink
+from gateway.workers.parent import supervise_workers
 from outrider.client import Client
+from outrider.config import GatewayConfig, parse_flags
 from outrider.errors import ConfigError, ModelNotFound, Unavailable
 from outrider.process.ports import take_port
-from outrider.transport.rpc import statuses
+from outrider.transport.statuses import statuses
 from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
 from tests.support.gateway.services import Draft, Gateway, Service, Target, answers, free_port, refused, until
 
@@ -225,10 +227,6 @@ def test_a_checkpoint_without_tokenizer(folder):
         bare.stop()
 
 
-def test_empty_keys_are_refused(folder):
-    assert "--api-key is empty" in refused("--target", f"unix:{folder}/absent", "--api-key", "")
-
-
 def test_a_host_of_ipv6(folder, target):
     gateway = Gateway(folder, [target.address], host="::1")
     gateway.client.close()
@@ -249,6 +247,12 @@ def test_no_target_in_time(folder):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--api-key", ""], "--api-key is empty"),
+        (["--served-model-name", ""], "--served-model-name is empty"),
+        (["--max-body-bytes", 0], "--max-body-bytes must be"),
+        (["--max-pending-requests", 0], "--max-pending-requests must be"),
+        (["--max-requests-per-key", 0], "--max-requests-per-key must be"),
+        (["--request-timeout", 0], "--request-timeout must be"),
         (["--port", 99999], "--port 99999 is no port"),
         (["--port", 0], "--port 0 is no port"),
         (["--grpc-port", -3], "--grpc-port -3 is no port"),
@@ -257,16 +261,16 @@ def test_no_target_in_time(folder):
         (["--health-listen", "127.0.0.1:0"], " 0 is no port"),
     ],
 )
-@pytest.mark.parametrize("workers", [1, 2])
-def test_invalid_ports_are_refused(flags, words, workers):
-    assert words in refused("--target", "unix:nowhere", "--gateway-workers", workers, *flags)
-
-
-@pytest.mark.parametrize(
-    "flag", ["--max-body-bytes", "--max-pending-requests", "--max-requests-per-key", "--request-timeout"]
-)
-def test_limits_of_zero_are_refused(flag):
-    assert f"{flag} must be" in refused("--target", "unix:nowhere", flag, 0)
+@pytest.mark.parametrize(("workers", "run"), [(1, serve), (2, supervise_workers)])
+async def test_invalid_flags_are_refused(flags, words, workers, run):
+    """In this process; the first of them in one of its own."""
+    ports = ["--port", free_port(), "--grpc-port", free_port()]
+    argv = [*ports, "--target", "unix:nowhere", "--gateway-workers", workers, *flags]
+    with pytest.raises(ConfigError) as caught:
+        await run(parse_flags(GatewayConfig, list(map(str, argv)), "outrider gateway"))
+    assert words in caught.value.message
+    if flags[0] == "--api-key":
+        assert words in refused(*argv[4:])
 
 
 @pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
@@ -403,10 +407,6 @@ def test_any_model_is_answered_if_a_flag_says_so(folder, target):
         assert "gpt-7" not in gateway.client.get("/metrics").text
     finally:
         assert gateway.stop() == 0
-
-
-def test_an_empty_name_is_refused(target):
-    assert "--served-model-name is empty" in refused("--target", target.address, "--served-model-name", "")
 
 
 def test_the_gateway_needs_no_numeric_framework():

@@ -285,7 +285,7 @@ def test_features_are_sent_after_commits_in_frames_of_bounded_size():
     calls, published = [], []
     routes, outbox = Routes(), Outbox(lambda: calls.append(1))
     routes.enter(outbox)
-    routes.note(Message(opens=[request(1), request(2)]), outbox)
+    routes.admit(Message(opens=[request(1), request(2)]), outbox)
     commit = Commit(2, 3, np.array([7], np.uint32), 5)
     routes.route(StepOutput(features=[block(1, 0, 6000), block(9, 0, 5)], load=EngineLoad(weight_version="a")))
     routes.route(StepOutput(commits=[commit], features=[block(2, 2, 1)], load=EngineLoad(weight_version="a")))
