@@ -18,6 +18,7 @@ _PIECES = ("root", " ::= ", "\n", '"a"', "[a-z]", "[^\\]]", "(", ")", "*", "+", 
 _REGEXES = ("a", "[0-9]+", "(", ")", "|", "*", "{3}", "{1,100}", "\\d", "\\p{L}", "^", "$", ".", "(?i)", "(?=a)", "\\")
 
 
+_SECONDS = 60.0  # for a grammar, on a busy machine
 _GRAMMARS = Grammars(write_tokenizer(Path(_FOLDER.name)) / "tokenizer.json", VOCAB, [EOS])
 
 
@@ -36,8 +37,12 @@ def fuzz(data: bytes) -> None:
         text = "".join(choices.one(pieces) for _ in range(choices.below(48)))
         text = ("root ::= " if kind is GrammarKind.EBNF else "") + text
     grammar = Grammar(kind, text)
+    _GRAMMARS.request(0, grammar)
+    _GRAMMARS.wait(_SECONDS)
+    ((_, _, start),) = _GRAMMARS.ready()
+    if isinstance(start, InvalidRequest):
+        return
     try:
-        start = _GRAMMARS._compile(grammar)
         matcher = Matcher(start, grammar, [])
     except InvalidRequest:
         return
