@@ -169,6 +169,12 @@ def test_keywords_that_cannot_be_enforced_are_refused_by_their_place(folder, sch
     assert error.value.param == "json_schema"
 
 
+@pytest.mark.parametrize("number", [-(2**63), -(2**63) + 1, -(2**63) - 1, 10**400])
+def test_numbers_that_would_crash_the_compiler_are_refused(folder, number):
+    with pytest.raises(InvalidRequest, match="beyond those that grammars can hold"):
+        matcher_of(folder, {"properties": {"a": {"enum": [1, [number]]}}})
+
+
 def test_unknown_formats_are_ignored(folder, tokenizer):
     strings = {
         "secret": {"type": ["string", "null"], "format": "password"},
