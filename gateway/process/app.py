@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from gateway.admission.access import Access
 from gateway.admission.admission import Admission, Keys
 from gateway.api import app as rest
 from gateway.api.middleware import EdgeMiddleware, KeyCheck
@@ -36,7 +37,8 @@ from gateway.pools.pool import Routing
 from gateway.process.listeners import Listeners
 from gateway.streams.availability import ReplicaState
 from gateway.streams.draft import DraftLink
-from gateway.streams.target import OtherWeights, TargetLink
+from gateway.streams.pool_weights import OtherWeights
+from gateway.streams.target import TargetLink
 from gateway.telemetry import request_log
 from gateway.telemetry.compatible_metrics import SglangMetrics, VllmMetrics
 from gateway.telemetry.metrics import Metrics
@@ -84,8 +86,8 @@ async def serve(config: GatewayConfig, peers: Peers | None = None) -> int:
 
 async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -> int:
     stop = asyncio.create_task(_stop_or_leave().wait())
-    edge, servicer = EdgeMiddleware(config.max_body_bytes), GatewayServicer()
-    keys = Keys(config)
+    edge = EdgeMiddleware(config.max_body_bytes, Access(config), config.client_timeout)
+    servicer, keys = GatewayServicer(), Keys(config)
     listeners = Listeners(config, _with_cors(edge, config.allowed_origins), keys, shared=peers.several)
     facade_services, metrics = facades(config.grpc_facades), Metrics()
     admission = Admission(config.max_pending_requests)
@@ -133,7 +135,7 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
             tests += self_test.start(generator, orchestrator)
         control = Control(orchestrator, facts)
         await peers.serve(answers_for(generator, control))
-        edge.app = KeyCheck(rest.build(generator, facts, control), keys)
+        edge.app = KeyCheck(rest.build(generator, facts, control, keys), keys)
         if tracing is not None:
             edge.app = Traced(edge.app, tracing)
         servicer.serve(generator, facts, keys, tracing)

@@ -85,6 +85,7 @@ class Link(ABC, Generic[Info, Frame]):
     session_count: sessions that are open there, counted by the placement
     load: the engine's last report. info: facts from the handshake. refusal: why the replica does not fit
     channel: while it is up or about to be. on_change: called after `up` or `availability` changed
+    on_absent: called after each attempt to use it that failed
     transport: of the stream's frames, grpc or socket; empty before the first
     traffic: counts of frames, which links share
     """
@@ -120,6 +121,7 @@ class Link(ABC, Generic[Info, Frame]):
         self.on_up: Callable[[], None] = lambda: None
         self.on_down: Callable[[], None] = lambda: None
         self.on_change: Callable[[], None] = lambda: None
+        self.on_absent: Callable[[], None] = lambda: None
         self.on_frame: Callable[[Frame], Awaitable[None]] = _ignore  # frames are processed one after the other
         self.outgoing = FrameSignal()
         self._absence = Availability(ReplicaState.UNREACHABLE, "not connected yet")
@@ -146,6 +148,11 @@ class Link(ABC, Generic[Info, Frame]):
 
     async def prepare(self, channel: grpc.aio.Channel) -> None:
         """Make the calls that must precede the stream. The replica is serving by now."""
+
+    def state_after(self, error: ConfigError) -> ReplicaState:
+        """The state of a replica that `handshake` has refused."""
+        del error
+        return ReplicaState.REFUSED
 
     @abstractmethod
     def take_frame(self) -> Any:
@@ -236,7 +243,7 @@ class Link(ABC, Generic[Info, Frame]):
                 self.refusal = error
                 self._settled.set()
                 longest = self.longest_refused_wait
-                self._absent(Availability(ReplicaState.REFUSED, error.message))
+                self._absent(Availability(self.state_after(error), error.message))
             except grpc.aio.AioRpcError as error:
                 self._absent(after(error))
             except Unavailable as error:
@@ -265,13 +272,15 @@ class Link(ABC, Generic[Info, Frame]):
     def _lost(self) -> None:
         self.clear()
         self.channel = None
-        if self.up:
-            self.up = False
+        lost, self.up = self.up, False
+        if lost:
             log.warning("the stream to the %s at %s is lost", self.service, self.address)
-            try:
+        try:
+            if lost:
                 self.on_down()
-            except Exception:  # a bug here must not end the link either
-                log.exception("some sessions of the %s at %s could not be moved", self.service, self.address)
+            self.on_absent()
+        except Exception:  # a bug here must not end the link either
+            log.exception("some sessions of the %s at %s could not be moved", self.service, self.address)
         self.on_change()
 
     async def _stream(self, channel: grpc.aio.Channel) -> None:

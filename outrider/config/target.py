@@ -57,8 +57,11 @@ class ModelOptions:
     """Maximum tokens of prompt and answer together. Default: the model's."""
     weight_version: str = "default"
     """Label of the weights that every answer reports; a weight update may change it."""
+    weight_update_roots: tuple[str, ...] = ()
+    """Folders below which weight updates may read checkpoints. Default: the folder that the model's own lies in, unless
+    every user may write there; then the model's own alone."""
     trust_remote_code: bool = False
-    """Run the model code in the checkpoint."""
+    """Run the model code in the checkpoint; never that of a weight update."""
 
 
 def check_device(name: str) -> None:

@@ -41,11 +41,12 @@ from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError, EngineFault
 from outrider.placement.cores import CorePlan, choose_cores
 from outrider.placement.tree_shapes import draft_niceness, draft_tree, tree_shape
-from outrider.process.ports import host_and_port, socket_folder, take_port
+from outrider.process.ports import check_socket_path, host_and_port, refuse_used_socket, socket_folder, take_port
 from outrider.process.python_command import python_command
 from outrider.service_token import make_token_file
 from outrider.supervisor.display import Display, first_curl
 from outrider.supervisor.draft_watch import DRAFT_BACKOFF, DraftWatch
+from outrider.supervisor.hangs import SILENT_SECONDS
 from outrider.supervisor.memory import share_device
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, stop_and_kill_events, supervise
 from outrider.supervisor.resolution import resolve_config, target_on_cpu
@@ -100,6 +101,9 @@ def check_flags(config: ServeConfig) -> None:
     """Raise ConfigError for flags that would fail only after the models are loaded, and for ports in use."""
     check_values(config)
     check_ports(config.gateway)
+    if (path := config.gateway.control_socket) is not None:
+        check_socket_path(path)
+        refuse_used_socket(path)
 
 
 def check_values(config: ServeConfig) -> None:
@@ -182,11 +186,12 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
         )  # fmt: skip
     target.check()
     target, draft = share_device(target, draft)
+    control_socket = config.gateway.control_socket or f"{runtime}/control.sock"
     gateway = GatewayConfig(
-        **asdict(config.gateway), **observed, cores=format_cores(cores.gateway),
+        **(asdict(config.gateway) | {"control_socket": control_socket}), **observed, cores=format_cores(cores.gateway),
         target=(target.listen,), draft=(draft.listen,) if draft else (), require_draft=config.require_draft,
         draft_report=f"{runtime}/draft.report" if draft and not config.require_draft else None,
-        health_listen=f"unix:{runtime}/gateway.sock" if config.gateway.ssl_certfile else None,
+        health_listen=f"unix:{runtime}/gateway.sock",  # also answers while strangers use up the public ports
     )  # fmt: skip
     return Processes(target, draft, gateway)
 
@@ -202,7 +207,7 @@ def make_children(processes: Processes, display: Display, token: str | None = No
 
     def child(name: str, config: ProcessConfig, address: str) -> Child:
         command = python_command("-um", "outrider", name, *to_argv(config))
-        return Child(name, command, address, display.line, token=token)
+        return Child(name, command, address, display.line, token=token, silent_seconds=SILENT_SECONDS)
 
     children = [child("target", processes.target, processes.target.listen)]
     if processes.draft is not None:
@@ -270,6 +275,7 @@ def summary(processes: Processes) -> list[tuple[str, str]]:
     return [
         ("REST", f"{base_url(gateway)}/v1"),
         ("gRPC", host_and_port(gateway.host, gateway.grpc_port)),
+        ("control", f"{gateway.control_socket} (see docs/weights.md)"),
         ("model", ", ".join(gateway.served_model_name) or checkpoint.display_name(target.model_path)),
         ("drafter", drafter),
         *([("token", f"{shared_token}, for other gateways of these services")] if shared_token else []),

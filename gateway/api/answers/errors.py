@@ -45,7 +45,10 @@ class ErrorBody(BaseModel):
 RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "The request is wrong; `param` names the field."},
     401: {"model": ErrorBody, "description": "The key is missing or wrong."},
+    403: {"model": ErrorBody, "description": "Closed to this caller, host or origin."},
     404: {"model": ErrorBody, "description": "There is no such route or model."},
+    408: {"model": ErrorBody, "description": "The body did not come in time."},
+    409: {"model": ErrorBody, "description": "Another call of this kind is in progress."},
     413: {"model": ErrorBody, "description": "The body is too large."},
     415: {"model": ErrorBody, "description": "The content type is not JSON."},
     429: {"model": ErrorBody, "description": "Too many requests of this key are running; see `Retry-After`."},

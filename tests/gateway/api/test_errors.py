@@ -350,7 +350,7 @@ def test_other_content_types_are_415(gateway, headers):
 
 
 def test_errors_name_query_parameters(gateway):
-    error = error_of(gateway.client.post("/flush_cache?timeout=long"), 400)
+    error = error_of(gateway.client.post("/flush_cache?timeout=long", headers=gateway.admin), 400)
     assert error["param"] == "timeout"
 
 
@@ -377,7 +377,7 @@ def test_errors_name_query_parameters(gateway):
 )
 def test_lone_surrogates_are_refused_by_name(gateway, path, body, param):
     """A client that cuts a text within a surrogate pair sends them."""
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json"} | gateway.admin
     answer = gateway.client.post(path, content=json.dumps(body).encode(), headers=headers)
     assert error_of(answer, 400)["param"] == param
 
@@ -475,7 +475,8 @@ def test_bodies_that_are_too_large_are_413(gateway):
         for start in range(0, len(large), 1 << 16):
             yield large[start : start + (1 << 16)]
 
-    error_of(gateway.client.post("/v1/completions", content=parts()), 413)
+    kind = {"content-type": "application/json"}
+    error_of(gateway.client.post("/v1/completions", content=parts(), headers=kind), 413)
     assert gateway.text("A", max_tokens=2) == "BC"
 
 
@@ -518,6 +519,43 @@ async def test_a_disconnect_is_reported_after_a_body_that_is_too_large():
     await edge({"type": "http", "path": "/", "headers": []}, receive, send)
     assert received == [{"type": "http.disconnect"}]
     assert sent[0]["status"] == 413
+
+
+async def test_a_body_that_pauses_for_too_long_is_408():
+    """Whatever the app made of the part that it has; a request without one may wait for the client to leave."""
+    parts, sent = [{"type": "http.request", "body": b"{}", "more_body": True}], []
+
+    async def receive():
+        if not parts:
+            await asyncio.Event().wait()
+        return parts.pop()
+
+    async def send(message):
+        sent.append(message)
+
+    async def app(scope, receive, send):
+        await receive()
+        with pytest.raises(HTTPException):
+            await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    edge = EdgeMiddleware(max_body_bytes=7, client_timeout=0.02)
+    edge.app = app
+    await edge({"type": "http", "path": "/", "headers": []}, receive, send)
+    assert sent[0]["status"] == 408
+    assert dict(sent[0]["headers"])[b"connection"] == b"close"
+
+    async def waits(scope, receive, send):
+        await receive()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    edge.app = waits
+    parts.append({"type": "http.request", "body": b"{}"})
+    await edge({"type": "http", "path": "/", "headers": []}, receive, send)
+    assert sent[-1]["status"] == 200
 
 
 @pytest.mark.parametrize("started", [False, True])

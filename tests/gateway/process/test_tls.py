@@ -94,7 +94,7 @@ def test_all_connections_use_mutual_tls(folder, ours, server, visitor, closed_ta
             assert gateway.text("A", max_tokens=3) == "BCD"
             assert "REST on https://" in gateway.log.read_text()
             for route in ("/pause_generation", "/continue_generation"):  # these open new channels
-                assert gateway.client.post(route).status_code == 200
+                assert gateway.client.post(route, headers=gateway.admin).status_code == 200
             _only_with_a_certificate(gateway, ours, visitor)
         finally:
             assert gateway.stop() == 0

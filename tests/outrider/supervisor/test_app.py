@@ -75,7 +75,7 @@ def test_children_read_the_same_configuration_back(tmp_path):
         assert child.command[place : place + 3] == ["-um", "outrider", child.name]
         assert tyro.cli(type(config), args=list(child.command[place + 3 :])) == config
     assert [child.address for child in children[:2]] == [made.target.listen, "127.0.0.1:4"]
-    assert children[2].address == f"http://127.0.0.1:{made.gateway.port}"
+    assert children[2].address == made.gateway.health_listen == f"unix:{tmp_path}/gateway.sock"
 
 
 def test_a_head_receives_the_path_of_its_target(tmp_path):
@@ -173,6 +173,35 @@ def test_empty_keys_are_refused(flags):
     """An unset variable of the shell gives an empty key."""
     with pytest.raises(ConfigError, match=r"--(admin-)?api-key is empty"):
         check_flags(parse(*flags))
+
+
+def test_keys_can_come_from_files(tmp_path, monkeypatch):
+    """Only their paths are on the command line of the gateway."""
+    (tmp_path / "admin").write_text("first\nsecond\n")
+    (tmp_path / "clients").write_text("one\n")
+    monkeypatch.setenv("OUTRIDER_ADMIN_API_KEY", "third")
+    config = parse("--admin-api-key-file", str(tmp_path / "admin"), "--api-key-file", str(tmp_path / "clients"))
+    check_flags(config)
+    gateway = configure(config, CORES, tmp_path).gateway
+    assert (gateway.admin_keys(), gateway.client_keys({})) == (["third", "first", "second"], ["one"])
+    assert not {"first", "second", "third", "one"} & set(to_argv(gateway))
+    (tmp_path / "clients").write_text("\n")
+    for path, reason in ((tmp_path / "clients", "has no key"), (tmp_path / "none", "cannot be read: No such file")):
+        with pytest.raises(ConfigError, match=f"--api-key-file: .* {reason}"):
+            check_flags(parse("--api-key-file", str(path)))
+
+
+def test_the_control_socket_is_private_and_shown(tmp_path):
+    made = configure(parse(), CORES, tmp_path)
+    assert made.gateway.control_socket == f"{tmp_path}/control.sock"
+    assert f"{tmp_path}/control.sock" in dict(summary(made))["control"]
+    assert configure(parse("--control-socket", "/run/c.sock"), CORES, tmp_path).gateway.control_socket == "/run/c.sock"
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(str(tmp_path / "taken"))
+        taken.listen()
+        for path, reason in ((tmp_path / "taken", "another process listens"), (tmp_path / "no" / "s", "no folder")):
+            with pytest.raises(ConfigError, match=reason):
+                check_flags(parse("--control-socket", str(path)))
 
 
 def test_files_where_the_user_is_are_no_modules(tmp_path):

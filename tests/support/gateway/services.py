@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 
 from outrider import PROTOCOL_VERSION
+from outrider.config.callers import ADMIN_KEYS_VARIABLE
 from outrider.service_token import token_check
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message
@@ -168,11 +170,16 @@ class Service:
         return len(self.engine.sessions)
 
 
-class Gateway:
-    """`python -m gateway`, with a client."""
+ADMIN = "for-tests"
 
-    def __init__(self, folder: Path, targets, drafts=(), *, self_test=False, verify=None, **flags):
-        """verify: SSLContext of the client, for a gateway with a certificate."""
+
+class Gateway:
+    """`python -m gateway`, with a client. admin: headers of an administrator."""
+
+    admin = {"authorization": f"Bearer {ADMIN}"}  # noqa: RUF012
+
+    def __init__(self, folder: Path, targets, drafts=(), *, self_test=False, verify=None, admin_key=ADMIN, **flags):
+        """verify: SSLContext of the client, for a gateway with a certificate. admin_key: in its environment."""
         self.port, self.grpc_port = free_port(), free_port()
         self.url = f"{'http' if verify is None else 'https'}://127.0.0.1:{self.port}"
         self.log = folder / f"gateway-{self.port}.log"
@@ -183,8 +190,9 @@ class Gateway:
         for name, value in settings.items():
             values = [] if value is True else value if isinstance(value, list) else [value]
             self.command += [f"--{name.replace('_', '-')}", *map(str, values)]
+        environment = {**os.environ, ADMIN_KEYS_VARIABLE: admin_key}
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(self.command, stderr=log)
+            self.process = subprocess.Popen(self.command, stderr=log, env=environment)
         self.client = httpx.Client(base_url=self.url, timeout=30, verify=True if verify is None else verify)
 
     def healthy(self):
