@@ -122,7 +122,7 @@ def load_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is no JSON object")
@@ -198,9 +198,12 @@ def vocabulary(folder: Path) -> dict[str, int]:
     if not file.is_file():
         return {}
     content = load_json(file)
-    vocab = content["model"].get("vocab", {})
-    pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab))
-    return dict(pairs) | {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
+    try:
+        vocab = content["model"].get("vocab", {})
+        pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab))
+        return dict(pairs) | {entry["content"]: int(entry["id"]) for entry in content.get("added_tokens", [])}
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ConfigError(f"{file} is no tokenizer's: {error!r:.200}; download it again") from None
 
 
 class _Kinds(NamedTuple):

@@ -35,13 +35,18 @@ def sync_tree(folder: Path) -> None:
         sync(path)
 
 
+def put_in_place(part: Path, path: Path) -> None:
+    """Rename a complete file to its place, so that a crash leaves the old file or the new one."""
+    sync(part)
+    part.replace(path)
+    sync(path.parent)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write a small file, whole or not at all."""
     part = path.with_name(path.name + ".part")
     try:
         part.write_text(text)
-        sync(part)
-        part.replace(path)
-        sync(path.parent)
+        put_in_place(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.checkpoints import checkpoint
+from outrider.checkpoints.config_json import load_config
 from outrider.checkpoints.headers import tensor_headers
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number, by --dtype
@@ -65,7 +66,7 @@ class CheckpointSizes:
     @cached_property
     def config(self) -> dict[str, Any]:
         """config.json, of the text model."""
-        raw = checkpoint.load_json(self.folder / "config.json")
+        raw = load_config(self.folder)
         text: dict[str, Any] = raw.get("text_config") or raw
         return {"torch_dtype": raw.get("torch_dtype"), "dtype": raw.get("dtype")} | text
 

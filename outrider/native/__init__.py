@@ -98,9 +98,8 @@ class Library:
             made = Path(folder) / path.name
             list(threads.map(lambda source, to: self._run(compiler, "-c", source, "-o", to), sources, objects))
             self._run(compiler, "-shared", *objects, "-o", made)
-            disk.sync(made)
             digest = _digest(made)
-            os.replace(made, path)
+            disk.put_in_place(made, path)
             disk.write_atomically(_checksum(path), digest + "\n")
         return path
 

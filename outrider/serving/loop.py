@@ -164,6 +164,7 @@ class EngineLoop:
         self._spent = 0.0  # seconds in steps since the last one with output
         self._held: StepOutput | None = None  # coalesced output that is not published yet
         self._last_load = EngineLoad()  # the load that was published last
+        self._sent_to_all = True  # the last output had the load alone, which goes to all streams
         self._published_at = -math.inf  # when, by the clock of time.perf_counter
         self._heart = Heart()
         self.inbox: Inbox[Message | _Call | None] = Inbox()
@@ -263,12 +264,13 @@ class EngineLoop:
 
     def _publish_now(self, output: StepOutput) -> None:
         self._last_load, self._published_at = output.load, time.perf_counter()
+        self._sent_to_all = not output.has_output
         self._publish(output)
 
     def _publish_idle_load(self) -> None:
-        """Publish the load of an idle engine if sessions ended after the last step."""
+        """Publish the load of an idle engine if sessions ended after the last step, or if not all streams have it."""
         load = replace(self.engine.load(), step_microseconds=self._last_load.step_microseconds)
-        if load != self._last_load:
+        if load != self._last_load or not self._sent_to_all:
             self._publish_now(StepOutput(load=load))
 
     def _take_messages(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from outrider.errors import Unavailable
 from outrider.serving.features import BACKLOG_BYTES, FeatureBlock, cut
-from outrider.serving.messages import Message, OpenSession, SessionFailure, StepOutput
+from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,11 @@ class Outbox:
         self._backlog = 0  # bytes of features that are not sent yet
         self._ready = ready
         self.full = False  # there is output to take
+
+    @property
+    def load(self) -> EngineLoad:
+        """The engine's load that the peer has, or gets with the next frame."""
+        return self._frames[-1].load
 
     def add(self, output: StepOutput) -> None:
         """Add a step's output."""
@@ -163,11 +168,12 @@ class Routes:
 
     def route(self, output: StepOutput) -> None:
         """Give a step's output to the streams that own its sessions; output of unowned sessions is dropped. Output that
-        has only the engine's load goes to all streams.
+        has only the engine's load goes to all streams that have another one.
         """
         if not output.has_output:
             for outbox in self._outboxes:
-                outbox.add(output)
+                if outbox.load != output.load:
+                    outbox.add(output)
             return
         for outbox, part in self._parts(output).items():
             outbox.add(part)

@@ -12,6 +12,7 @@ from outrider.errors import InvalidRequest
 from outrider.serving.messages import Grammar, GrammarKind
 from services.target.grammar.closed_objects import closed
 from services.target.grammar.gbnf import readable
+from services.target.grammar.numbers import checked
 from services.target.grammar.string_formats import understood
 
 if TYPE_CHECKING:
@@ -59,4 +60,4 @@ def _source(grammar: Grammar) -> str:
     guidance = schema.get("x-guidance") if isinstance(schema, dict) else None
     own = isinstance(guidance, dict) and not _BLANKS.keys().isdisjoint(guidance)
     defaults = _ONE_OF if own else _ONE_OF | _BLANKS
-    return LLMatcher.grammar_from_json_schema(json.dumps(understood(closed(schema))), defaults=defaults)
+    return LLMatcher.grammar_from_json_schema(json.dumps(understood(closed(checked(schema)))), defaults=defaults)

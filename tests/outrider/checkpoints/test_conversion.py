@@ -37,7 +37,7 @@ def flip(file):
     (flip, "model.safetensors has other bytes", False),
     (lambda file: file.write_bytes(file.read_bytes()[:-8]), "model.safetensors has 40.. bytes instead of 40..", True),
     (lambda file: file.unlink(), "model.safetensors is missing", True),
-    (lambda file: (file.parent / CHECKSUMS).write_text("[]"), "cannot be read", True),
+    (lambda file: (file.parent / CHECKSUMS).write_text("[]"), "checksums.json cannot be read", True),
 ])  # fmt: skip
 def test_damage_names_the_folder_to_delete(gguf, harm, words, seen_by_all):
     folder = conversion.place_of(gguf)

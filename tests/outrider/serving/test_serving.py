@@ -471,6 +471,32 @@ async def test_all_streams_receive_a_load_that_changes_while_idle(hub):
     await asyncio.gather(*tasks)
 
 
+@pytest.mark.parametrize("hub", [{"audit_seconds": 0.02}], indirect=True)
+async def test_a_stream_whose_sessions_ended_before_those_of_others_receives_the_load_of_the_idle_engine(hub):
+    hub, engine = hub
+    step = engine.step
+
+    def settled():  # as of a real engine, whose load does not count the sessions that the step has ended
+        output = step()
+        output.load = engine.load()
+        return output
+
+    engine.step = settled
+    queues, received = [asyncio.Queue(), asyncio.Queue()], [[], []]
+    calls = [StreamCall(q, out) for q, out in zip(queues, received, strict=True)]
+    tasks = [asyncio.create_task(hub.answer(call, None)) for call in calls]
+    queues[0].put_nowait(Message(opens=[request(1, max_tokens=10**9)]))
+    await until(lambda: received[0])
+    queues[1].put_nowait(Message(opens=[request(2, max_tokens=3)]))
+    await until(lambda: finished(received[1]))
+    assert received[1][-1].load.running_sessions == 1  # of the other stream
+    queues[0].put_nowait(Message(opens=[request(1, max_tokens=3)]))
+    await until(lambda: all(outputs[-1].load.running_sessions == 0 for outputs in received))
+    for queue in queues:
+        queue.put_nowait(None)
+    await asyncio.gather(*tasks)
+
+
 @pytest.mark.parametrize("end", ["half-close", "error", "cancel"])
 async def test_the_end_of_a_stream_closes_its_sessions(hub, end):
     hub, engine = hub

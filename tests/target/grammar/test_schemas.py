@@ -101,9 +101,9 @@ def test_schemas_stay_open_if_declared_or_extended(schema):
 def test_numbers_of_properties_are_kept(folder, tokenizer, required, optional, least, most):
     """Names come in the order of the schema and differ, so that a number of them is a number of properties."""
     names = "abcd"[: required + optional]
-    schema = {"properties": {name: {"type": "integer"} for name in names}, "required": list(names[:required])}
+    schema = {"type": "object", "properties": {name: {"type": "integer"} for name in names}}
     schema |= {"minProperties": least, **({} if most is None else {"maxProperties": most})}
-    schema |= {"additionalProperties": False}
+    schema |= {"required": list(names[:required]), "additionalProperties": False}
     some = [chosen for size in range(len(names) + 1) for chosen in itertools.combinations(names, size)]
     right = {one for one in some if required <= sum(x in one for x in names[:required])}
     right = {one for one in right if least <= len(one) <= (len(names) if most is None else most)}
@@ -167,6 +167,12 @@ def test_keywords_that_cannot_be_enforced_are_refused_by_their_place(folder, sch
         matcher_of(folder, schema)
     assert words in error.value.message
     assert error.value.param == "json_schema"
+
+
+@pytest.mark.parametrize("number", [-(2**63), -(2**63) + 1, -(2**63) - 1, 10**400])
+def test_numbers_that_would_crash_the_compiler_are_refused(folder, number):
+    with pytest.raises(InvalidRequest, match="beyond those that grammars can hold"):
+        matcher_of(folder, {"properties": {"a": {"enum": [1, [number]]}}})
 
 
 def test_unknown_formats_are_ignored(folder, tokenizer):

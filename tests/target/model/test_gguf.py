@@ -285,7 +285,7 @@ def test_a_terminal_shows_bars():
 def test_a_converted_file_is_found_in_a_read_only_folder(tiny_gguf, tmp_path, monkeypatch):
     """A mounted cache, or one of another user's, whose locks cannot be opened."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    folder = shutil.copytree(tmp_path / "original", checkpoint._conversion(tiny_gguf))
+    folder = shutil.copytree(tmp_path / "original", conversion.place_of(tiny_gguf))
     (folder.parent / f"{folder.name}.lock").mkdir()  # opening it fails for every user, root included
     assert checkpoint.resolve(str(tiny_gguf)) == folder
     folder.rename(tmp_path / "away")
