@@ -26,7 +26,6 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.session import Session
 from outrider.serving.waiting import WaitingQueue
 
-
 _SCORED_PARTS = 4  # a step with log-probabilities of prompts takes several times as long as others; see _few_scored
 
 
@@ -233,7 +232,7 @@ class Scheduler:
         return portions
 
     def _few_scored(self, portions: Sequence[tuple[Session, int]], decoding: int) -> Iterator[tuple[Session, int]]:
-        """Limit the portions of prompts with log-probabilities, more so while sessions that decode wait for the step."""
+        """Limit the portions of prompts with log-probabilities, more so while other sessions decode."""
         room = self.limits.scored_tokens
         if room is not None and decoding:
             room = max(1, room // _SCORED_PARTS)
