@@ -151,4 +151,4 @@ class Sandbox:
         if code in (None, -signal.SIGPROF):
             return f"that takes more than {self._seconds:g} s; make it smaller, or its repetitions"
         log.warning("the process that compiles grammars ended with code %s", code)
-        return "that takes too much memory; make it smaller, or its repetitions"
+        return "that takes too much memory, or is nested too deep; make it smaller, or its repetitions"

@@ -14,7 +14,7 @@ from gateway.text.encoding import MAX_PIECES
 from outrider.client import AsyncClient, Client
 from outrider.errors import ContextTooLong, InvalidRequest, ModelNotFound, Unavailable
 from outrider.speculation.draft_source import SourceKind
-from outrider.transport.rpc import statuses
+from outrider.transport.statuses import statuses
 from tests.support.gateway.engines import REFUSED, expected, tokenizer
 from tests.support.gateway.services import free_port, until
 

@@ -52,6 +52,15 @@ def test_prompts_are_computed_in_chunks_and_decoding_comes_first():
     assert [(c.session.id, c.start, c.stop, c.last) for c in plan] == [(1, 12, 13, True), (2, 8, 17, False)]
 
 
+def test_few_tokens_of_a_prompt_are_scored_while_others_decode():
+    s = scheduler(pages=100, step=40, scored_tokens=16)
+    s.add(session(s, 1, 40, prompt_logprobs=1))
+    assert spans(s.plan()) == [(1, 0, 16)]
+    s.add(session(s, 2, 3))
+    advance(s, s.plan())  # with the last token of its prompt, the second session decodes
+    assert spans(s.plan()) == [(2, 3, 4), (1, 16, 20)]
+
+
 def test_admission_slots_are_limited_and_first_come_first_served():
     s = scheduler(pages=100, max_running=2)
     for i in range(4):
