@@ -13,7 +13,7 @@ from functools import partial
 
 from gateway.admission.admission import Admission
 from gateway.admission.caller import CALLER
-from gateway.orchestration.generation import Generation
+from gateway.orchestration.generation import Generation, SharedPrompt
 from gateway.orchestration.orchestrator import Orchestrator
 from gateway.orchestration.sampling_defaults import OPENAI, SamplingDefaults
 from gateway.sessions.request import GenerationRequest
@@ -21,12 +21,14 @@ from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.spans import CURRENT, RequestSpan
 from gateway.text.answer import AnswerText
 from gateway.text.encoding import run_in_thread_if_long
+from gateway.text.stop import MAX_STOP_CHARACTERS, MAX_STOPS
 from gateway.text.tokenizer import ModelTokenizer
 from outrider.errors import ContextTooLong, InvalidRequest, ModelNotFound
 from outrider.serving.messages import cache_salt_of
 
-MAX_STOPS = 16
 MAX_STOP_TOKENS = 1024
+# Over all answers of a request: as JSON they take about 70 MB, which are built in a few seconds beside other streams.
+MAX_PROMPT_LOGPROBS = 1 << 20
 MAX_PROMPT_TOKENS = 1 << 24  # over all answers of a request, because each session is opened with its own copy
 _TURN_SECONDS = 0.005  # for which sessions of one request are opened before other coroutines run
 
@@ -104,7 +106,9 @@ class Generator:
                 "are allowed; ask for fewer at a time",
                 param=requests[0][0].prompt_field,
             )
+        check_prompt_logprobs([request for request, _ in requests])
         starting, started = _Starting(CALLER.get().name), list[Generation]()
+        shared: dict[int, SharedPrompt] = {}  # by identity of the prompt, which the answers to it have in common
         self._starting.add(starting)
         clock = asyncio.get_running_loop().time
         due = clock() + _TURN_SECONDS
@@ -113,8 +117,13 @@ class Generator:
                 if clock() >= due:
                     await asyncio.sleep(0)
                     due = clock() + _TURN_SECONDS
-                generation = self.start(request, ids, span)
+                own = request
+                if request.prompt_logprobs is not None and id(request.prompt) in shared:
+                    own = replace(request, prompt_logprobs=None)
+                generation = self.start(own, ids, span)
                 started.append(generation)
+                if request.prompt_logprobs is not None:
+                    generation.shared = shared.setdefault(id(request.prompt), SharedPrompt())
                 if any(matches(ids) for matches in starting.aborted):
                     generation.abort()
         except BaseException:
@@ -265,10 +274,16 @@ class Generator:
 
     def _check(self, request: GenerationRequest) -> None:
         stop = request.stop
+        check_prompt_logprobs([request])
         if not request.prompt:
             raise InvalidRequest("the prompt is empty; send at least one token", param=request.prompt_field)
         if len(stop.strings) > MAX_STOPS:
             raise InvalidRequest(f"at most {MAX_STOPS} stop strings are allowed", param="stop")
+        if (length := sum(map(len, stop.strings))) > MAX_STOP_CHARACTERS:
+            raise InvalidRequest(
+                f"the stop strings have {length} characters in all; at most {MAX_STOP_CHARACTERS} are allowed",
+                param="stop",
+            )
         if len(stop.token_ids) > MAX_STOP_TOKENS:
             raise InvalidRequest(f"at most {MAX_STOP_TOKENS} stop tokens are allowed", param="stop_token_ids")
         if "" in stop.strings:
@@ -281,3 +296,17 @@ class Generator:
 def _each(ids: Ids) -> tuple[str, ...]:
     """The different ids."""
     return (ids,) if isinstance(ids, str) else tuple(dict.fromkeys(ids))
+
+
+def check_prompt_logprobs(requests: Sequence[GenerationRequest]) -> None:
+    """Raise InvalidRequest if the answers to one request report too many log-probabilities of prompt tokens."""
+    scored = [request for request in requests if request.prompt_logprobs is not None]
+    count = sum(len(request.prompt) * (1 + (request.prompt_logprobs or 0)) for request in scored)
+    if count > MAX_PROMPT_LOGPROBS:
+        longest = max(scored, key=lambda request: len(request.prompt))
+        raise InvalidRequest(
+            f"the request asks for {count} log-probabilities of prompt tokens: {len(scored)} answers, with up to "
+            f"{len(longest.prompt)} prompt tokens, each with its own and {longest.prompt_logprobs} others; at most "
+            f"{MAX_PROMPT_LOGPROBS} are allowed; ask for fewer of them, or for fewer answers at a time",
+            param="prompt_logprobs",
+        )

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.admission.admission import Keys
 from gateway.api.middleware import LOCAL
 from gateway.process.connections import BoundedHttp, Connections, possible_connections
+from gateway.process.slow_readers import end_slow_readers
 from outrider.config import GatewayConfig
 from outrider.process.ports import host_and_port, take_port, take_private_socket
 from outrider.tls import ServerTls
@@ -50,6 +51,7 @@ class Listeners:
         self._rest: RestServer | None = None
         self._control: RestServer | None = None
         self._open = False
+        self._watching: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
 
     async def start_health(self) -> None:
@@ -66,6 +68,8 @@ class Listeners:
         listening = take_port(config.host, config.port, "--port", shared=self._shared, listens=True)
         limits = Connections(possible_connections(config.max_connections), config.client_timeout)
         self._rest = start_rest(self._app, listening, tls, limits)
+        connections = self._rest[0].server_state.connections
+        self._watching = asyncio.create_task(end_slow_readers(connections, config.slow_reader_timeout))
         self._open = True
         if config.control_socket is not None:
             private = take_private_socket(config.control_socket, "--control-socket")
@@ -91,6 +95,8 @@ class Listeners:
 
     async def close(self) -> None:
         """Stop; running requests get a grace period."""
+        if self._watching is not None:
+            self._watching.cancel()
         if self._draining is not None:
             self._draining.cancel()
             await asyncio.wait([self._draining])

@@ -51,6 +51,8 @@ class AdmissionOptions:
     """Maximum requests in progress per API key; further ones get 429 and Retry-After. Default: no limit."""
     max_body_bytes: int = 4 << 20
     """Maximum size of a REST body or gRPC message, in bytes."""
+    slow_reader_timeout: float = 60.0
+    """Seconds after which a client that does not read its answer is disconnected. 0: never."""
     max_connections: int = 8192
     """Maximum REST connections of a gateway process; at the limit, a new one takes the place of the one that has waited
     longest without a request, and is refused with 503 if all have requests in progress."""

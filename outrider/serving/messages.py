@@ -32,6 +32,11 @@ def own_salt(cache_salt: str) -> str:
     return cache_salt.rpartition(_END_OF_CALLER)[2]
 
 
+def namespace_of(cache_salt: str) -> str:
+    """The caller of a session, which may choose any salt of its own; without a caller the salt."""
+    return cache_salt.partition(_END_OF_CALLER)[0]
+
+
 class GrammarKind(IntEnum):
     """Language of a grammar. Values as in the protocol."""
 

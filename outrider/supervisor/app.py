@@ -46,6 +46,7 @@ from outrider.process.python_command import python_command
 from outrider.service_token import make_token_file
 from outrider.supervisor.display import Display, first_curl
 from outrider.supervisor.draft_watch import DRAFT_BACKOFF, DraftWatch
+from outrider.supervisor.hangs import SILENT_SECONDS
 from outrider.supervisor.memory import share_device
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, stop_and_kill_events, supervise
 from outrider.supervisor.resolution import resolve_config, target_on_cpu
@@ -190,7 +191,7 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
         **(asdict(config.gateway) | {"control_socket": control_socket}), **observed, cores=format_cores(cores.gateway),
         target=(target.listen,), draft=(draft.listen,) if draft else (), require_draft=config.require_draft,
         draft_report=f"{runtime}/draft.report" if draft and not config.require_draft else None,
-        health_listen=f"unix:{runtime}/gateway.sock" if config.gateway.ssl_certfile else None,
+        health_listen=f"unix:{runtime}/gateway.sock",  # also answers while strangers use up the public ports
     )  # fmt: skip
     return Processes(target, draft, gateway)
 
@@ -206,7 +207,7 @@ def make_children(processes: Processes, display: Display, token: str | None = No
 
     def child(name: str, config: ProcessConfig, address: str) -> Child:
         command = python_command("-um", "outrider", name, *to_argv(config))
-        return Child(name, command, address, display.line, token=token)
+        return Child(name, command, address, display.line, token=token, silent_seconds=SILENT_SECONDS)
 
     children = [child("target", processes.target, processes.target.listen)]
     if processes.draft is not None:

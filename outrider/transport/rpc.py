@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -206,6 +206,7 @@ async def serve_engine(
     *,
     tls: ServerTls | None = None,
     token: str | None = None,
+    watch: Callable[[EngineLoop, GrpcServer], Coroutine[Any, Any, None]] | None = None,
 ) -> int:
     """Serve an engine until a signal or a fault. Returns the process's exit code.
 
@@ -213,7 +214,7 @@ async def serve_engine(
 
     build: returns the engine, warmed up; called in a thread of its own once the port is bound. register: adds the
     service to the server and returns the full names of what it added. network_cores: CPU cores of the network threads;
-    the engine stays on the present cores of the process. token: that callers must have
+    the engine stays on the present cores of the process. token: that callers must have. watch: runs beside the engine
     """
     own = sorted(os.sched_getaffinity(0))
     run_network_on(network_cores)
@@ -243,7 +244,10 @@ async def serve_engine(
         server.set_progress("")
         await server.set_serving(True)
         log.info("ready on %s%s", address, " (TLS)" if tls is not None else "")
+        watching = asyncio.create_task(watch(loop, server)) if watch is not None else None
         await stop.wait()
+        if watching is not None:
+            watching.cancel()
         log.info("stopping")
         await server.set_serving(False)
         hub.close()

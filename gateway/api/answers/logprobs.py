@@ -40,8 +40,8 @@ class LogprobFormatter(ABC):
         """`logprobs` of no tokens."""
 
     @abstractmethod
-    def prompt(self, tokens: Sequence[int], logprobs: Logprobs | None) -> dict[str, Any]:
-        """`logprobs` of a prompt that the answer echoes. logprobs: of all tokens but the first; None for one token."""
+    def first(self, token: int) -> dict[str, Any]:
+        """`logprobs` of the first token of a prompt that the answer echoes; it has no log-probability."""
 
 
 class ChatLogprobs(LogprobFormatter):
@@ -59,9 +59,10 @@ class ChatLogprobs(LogprobFormatter):
         """As in LogprobFormatter."""
         return {"content": [], "refusal": None}
 
-    def prompt(self, tokens: Sequence[int], logprobs: Logprobs | None) -> dict[str, Any]:
-        """As in LogprobFormatter, without the first token."""
-        return self.empty() if logprobs is None else self.part(tokens[1:], logprobs)
+    def first(self, token: int) -> dict[str, Any]:
+        """As in LogprobFormatter; the token is left out."""
+        del token
+        return self.empty()
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -110,10 +111,9 @@ class CompletionLogprobs(LogprobFormatter):
         """As in LogprobFormatter."""
         return self._lists([])
 
-    def prompt(self, tokens: Sequence[int], logprobs: Logprobs | None) -> dict[str, Any]:
-        """As in LogprobFormatter; the first token has no log-probability."""
-        head = self._lists([(tokens[0], None, [])])
-        return head if logprobs is None else joined([head, self.part(tokens[1:], logprobs)])
+    def first(self, token: int) -> dict[str, Any]:
+        """As in LogprobFormatter."""
+        return self._lists([(token, None, [])])
 
     def _lists(self, entries: Sequence[tuple[int, float | None, list[tuple[int, float]]]]) -> dict[str, Any]:
         lists: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
@@ -134,10 +134,10 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return parts[0] | {key: [entry for part in parts for entry in part[key]] for key in lists}
 
 
-def prompt_entries(pieces: Pieces, tokens: Sequence[int], logprobs: Logprobs | None) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each token but the first, itself and the likeliest tokens there, by id."""
-    entries: list[dict[str, Any] | None] = [None]
-    for token, logprob, top in [] if logprobs is None else token_logprobs(tokens[1:], logprobs):
+def prompt_entries(pieces: Pieces, tokens: Sequence[int], logprobs: Logprobs) -> list[dict[str, Any]]:
+    """vLLM's `prompt_logprobs`: for each of these tokens, itself and the likeliest tokens there, by id."""
+    entries: list[dict[str, Any]] = []
+    for token, logprob, top in token_logprobs(tokens, logprobs):
         named: dict[int, tuple[float, int | None]] = {
             other: (value, rank) for rank, (other, value) in enumerate(top, start=1)
         }

@@ -37,18 +37,21 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
         return None
     options = fields.get("structured_outputs")
     compact = isinstance(options, dict) and options.get(_COMPACT) is True
-    return _compact(found[0][1]) if compact else found[0][1]
+    return _compact(found[0][1], found[0][0]) if compact else found[0][1]
 
 
-def _compact(grammar: Grammar) -> Grammar:
-    """A JSON schema whose texts have no whitespace between tokens, by an option of the grammar compiler."""
+def _compact(grammar: Grammar, name: str) -> Grammar:
+    """A JSON schema whose texts have no whitespace between tokens, by an option of the grammar compiler.
+
+    name: of the request's field. Raises InvalidRequest.
+    """
     schema = json.loads(grammar.text) if grammar.kind is GrammarKind.JSON_SCHEMA else False
     if schema is False:
         return grammar
     options = {} if schema is True else schema
-    given = options.get("x-guidance") or {}
+    given = options.get("x-guidance", {})
     if not isinstance(given, dict):
-        raise InvalidRequest("x-guidance of a schema must be an object", param="structured_outputs")
+        raise InvalidRequest(f"`x-guidance` of the schema must be an object, not {json.dumps(given)[:50]}", param=name)
     guidance = {**given, "whitespace_flexible": False}
     return replace(grammar, text=json.dumps({**options, "x-guidance": guidance}))
 
@@ -79,8 +82,12 @@ def _ebnf(value: Any, name: str) -> Grammar:
 
 
 def _choice(value: Any, name: str) -> Grammar:
-    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
-        raise InvalidRequest(f"{name} must be a list of texts", param=name)
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise InvalidRequest(f"{name}: the choices must be a list of texts", param=name)
+    if not value:
+        raise InvalidRequest(f"{name}: the list of choices is empty; name at least one, or leave it out", param=name)
+    if "" in value:
+        raise InvalidRequest(f"{name}: choice {value.index('')} is an empty text; remove it", param=name)
     return Grammar(GrammarKind.EBNF, "start: " + " | ".join(json.dumps(text) for text in value))
 
 
@@ -117,8 +124,10 @@ def _structured_outputs(value: Any, name: str) -> Grammar | None:
 
 
 def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str):
         raise InvalidRequest(f"{name} must be a text", param=name)
+    if not value:
+        raise InvalidRequest(f"{name} is empty; send a pattern or a grammar, or leave it out", param=name)
     return value
 
 

@@ -9,6 +9,7 @@ import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from outrider.placement.shares import share_of_draft
 from outrider.process import process
 from outrider.serving.loop import EngineLoop
 from outrider.tracing import tracing_to
+from outrider.transport.hang_watch import watch_engine
 from outrider.transport.rpc import GrpcServer, serve_engine
 from outrider.transport.stream import StreamHub
 from outrider.wire.codec import propose_request_from_pb, propose_response_to_pb
@@ -89,7 +91,10 @@ async def serve(config: DraftConfig) -> int:
         coders = propose_request_from_pb, propose_response_to_pb
         network = None if config.network_cores is None else parse_cores(config.network_cores)
         with tracing_to(config.otlp_traces_endpoint, "draft") as tracing:
-            return await serve_engine(build_engine, config.listen, *coders, register, network, tls=tls, token=token)
+            watch = partial(watch_engine, limit=config.hang_timeout)
+            return await serve_engine(
+                build_engine, config.listen, *coders, register, network, tls=tls, token=token, watch=watch
+            )
     finally:
         for drafter in drafters:
             drafter.stop()

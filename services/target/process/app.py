@@ -10,6 +10,7 @@ import atexit
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from outrider.process import process
 from outrider.process.garbage_collection import imports_without_gc
 from outrider.serving.loop import EngineLoop
 from outrider.tracing import tracing_to
+from outrider.transport.hang_watch import watch_engine
 from outrider.transport.rpc import GrpcServer, serve_engine
 from outrider.transport.stream import StreamHub
 from outrider.wire.codec import verify_request_from_pb, verify_response_to_pb
@@ -65,8 +67,9 @@ async def serve(config: TargetConfig) -> int:
 
     with tracing_to(config.otlp_traces_endpoint, "target") as tracing:
         return await serve_engine(
-            build, config.listen, verify_request_from_pb, verify_response_to_pb, register, tls=tls, token=token
-        )
+            build, config.listen, verify_request_from_pb, verify_response_to_pb, register, tls=tls, token=token,
+            watch=partial(watch_engine, limit=config.hang_timeout),
+        )  # fmt: skip
 
 
 def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:

@@ -11,7 +11,7 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.messages import OpenSession
 from outrider.serving.scheduler import Limits, Scheduler
 from outrider.serving.session import Session
-from outrider.serving.waiting import MAX_PASSED_OVER, WaitingQueue
+from outrider.serving.waiting import MAX_PASSED_OVER, MAX_PREFERRED, WaitingQueue
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
 
@@ -337,6 +337,22 @@ def test_lower_numbers_of_priority_go_first_and_equal_ones_in_order(policy):
         order.append(next(iter(s)).id)
         s.remove(next(iter(s)))
     assert order == [3, 0, 1, 5, 2, 4]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_a_stream_of_preferred_sessions_starves_no_other(policy):
+    s = scheduler(pages=1000, step=100, max_running=1, policy=policy)
+    low = range(1000, 1003)
+    for i in low:
+        s.add(session(s, i, 5, priority=7))
+    order = []
+    for i in range(40):  # one more arrives whenever one is admitted
+        s.add(session(s, i, 5, priority=-(2**31)))
+        s.plan()
+        order.append(next(iter(s)).id)
+        s.remove(next(iter(s)))
+    assert [order.index(i) for i in low] == [MAX_PREFERRED, 2 * MAX_PREFERRED + 1, 3 * MAX_PREFERRED + 2]
+    assert [i for i in order if i not in low] == list(range(37))
 
 
 def test_first_come_first_served_ignores_matches():

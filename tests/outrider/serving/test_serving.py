@@ -20,7 +20,9 @@ from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import EngineLoad, Message, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.transport.frame_socket import MAX_MESSAGE_BYTES
+from outrider.transport.hang_watch import watch_engine
 from outrider.transport.outbox import Outbox, Routes
+from outrider.transport.rpc import GrpcServer
 from outrider.transport.stream import StreamHub
 from outrider.wire.codec import verify_response_to_pb
 from tests.support.outrider.counting import CountingEngine, request, until
@@ -68,6 +70,60 @@ def test_a_bug_in_one_open_does_not_affect_other_sessions(caplog):
     assert [(failure.session_id, type(failure.error)) for failure in failures] == [(2, EngineFault)]
     assert "session 2 cannot be opened" in caplog.text
     assert faults == []
+
+
+def test_the_heart_tells_an_engine_that_hangs_from_one_that_rests():
+    go = threading.Event()
+
+    class Stuck(CountingEngine):
+        def step(self):
+            assert go.wait(20)
+            return super().step()
+
+    loop, sink, _ = running_loop(Stuck())
+    assert loop.late(0.0) is None, "an idle engine waits for messages"
+    loop.submit(Message(opens=[request(1)]))
+    wait_until(lambda: loop.late(0.02) is not None)
+    assert loop.late(60.0) is None
+    go.set()
+    wait_until(lambda: len(sink.tokens(1)) == 3)
+    wait_until(lambda: loop.late(0.0) is None)
+    go.clear()
+    work = loop.call(lambda: go.wait(20))  # such as new weights
+    time.sleep(0.05)
+    assert loop.late(0.04) is None
+    wait_until(lambda: loop.late(0.004) is not None)
+    go.set()
+    work.result(10)
+    loop.stop()
+
+
+async def test_an_engine_that_hangs_is_reported_and_its_process_ends(caplog):
+    go, ended = threading.Event(), asyncio.Event()
+
+    class Stuck(CountingEngine):
+        def step(self):
+            assert go.wait(20)
+            return super().step()
+
+    loop, _, _ = running_loop(Stuck())
+    server = GrpcServer()
+    served = []
+    server.set_status = lambda name, serving: asyncio.sleep(0, served.append(serving))
+    watching = asyncio.create_task(watch_engine(loop, server, 0.2, ended.set))
+    await asyncio.sleep(0.3)
+    assert served == []
+    loop.submit(Message(opens=[request(1)]))
+    await asyncio.wait_for(ended.wait(), 20)
+    assert served == [False]
+    assert server.health.progress.startswith("hangs: the engine has not finished a step")
+    assert "not serving" in caplog.text
+    go.set()
+    wait_until(lambda: loop.late(0.0) is None)
+    while served != [False, True]:  # an end that comes in time
+        await asyncio.sleep(0.01)
+    watching.cancel()
+    await asyncio.to_thread(loop.stop)
 
 
 @pytest.mark.parametrize("last", [666, 667])

@@ -75,7 +75,7 @@ def test_children_read_the_same_configuration_back(tmp_path):
         assert child.command[place : place + 3] == ["-um", "outrider", child.name]
         assert tyro.cli(type(config), args=list(child.command[place + 3 :])) == config
     assert [child.address for child in children[:2]] == [made.target.listen, "127.0.0.1:4"]
-    assert children[2].address == f"http://127.0.0.1:{made.gateway.port}"
+    assert children[2].address == made.gateway.health_listen == f"unix:{tmp_path}/gateway.sock"
 
 
 def test_a_head_receives_the_path_of_its_target(tmp_path):
