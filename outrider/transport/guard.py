@@ -108,13 +108,15 @@ class Guard(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         """The handler of a call, called before any message is read."""
         method = handler_call_details.method
+        handler: Handler | None = await continuation(handler_call_details)
+        if handler is None:  # routers try which services there are
+            return None
         if self._check is not None and method not in self._public:
             try:
                 self._check(dict(handler_call_details.invocation_metadata or ()))
             except OutriderError as error:
                 return _refusal(error)
-        handler: Handler | None = await continuation(handler_call_details)
-        if handler is None or self._limits.sizes is None:
+        if self._limits.sizes is None:
             return handler
         if method not in self._handlers:
             self._handlers[method] = _bounded(handler, self._limits.sizes.get(method, self._limits.other_size))

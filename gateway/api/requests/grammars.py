@@ -49,7 +49,7 @@ def _compact(grammar: Grammar, name: str) -> Grammar:
     if schema is False:
         return grammar
     options = {} if schema is True else schema
-    given = options.get("x-guidance", {})
+    given = options.get("x-guidance") or {}
     if not isinstance(given, dict):
         raise InvalidRequest(f"`x-guidance` of the schema must be an object, not {json.dumps(given)[:50]}", param=name)
     guidance = {**given, "whitespace_flexible": False}

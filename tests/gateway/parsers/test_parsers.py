@@ -7,6 +7,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from gateway.api.requests.messages import Message
+from gateway.api.requests.schemas import ChatBody
 from gateway.api.requests.tools import Tools, describe_tools, tools_of
 from gateway.api.routes.conversations import Conversations
 from gateway.parsers.json_text import CallObject
@@ -23,6 +24,7 @@ from gateway.parsers.tool_calls import (
 from gateway.text.tokenizer import ModelTokenizer
 from outrider.config import GatewayOptions
 from outrider.errors import InvalidRequest
+from outrider.speculation.proposal import FinishReason
 from tests.support.gateway.engines import EOS, VOCAB, tokenizer, tokenizer_files
 
 SIZES = [1, 2, 3, 5, 11, 1000]
@@ -417,6 +419,32 @@ def test_a_template_without_tools_gets_them_as_text():
     joined = describe_tools([{"role": "system", "content": "be kind"}, *messages], tools)
     assert joined[0]["content"].startswith("be kind\n\nYou can call")
     assert describe_tools(messages, None)[0] == messages[0]
+
+
+@pytest.mark.parametrize("size", [1, 5, 100])
+@pytest.mark.parametrize(
+    ("text", "finish", "reasoning", "content", "count"),
+    [
+        ("hm, it is so", FinishReason.LENGTH, "hm, it is so", "", "hm, it is so"),
+        ("hm </thi", FinishReason.LENGTH, "hm ", "", "hm </thi"),
+        ("hm </thi", FinishReason.STOP, "hm </thi", "", "hm </thi"),
+        ("hm</think>Yes.", FinishReason.STOP, "hm", "Yes.", "hm</think>"),
+    ],
+)
+def test_reasoning_of_a_vocabulary_without_markers_is_counted_and_cut(text, finish, reasoning, content, count, size):
+    """Streamed and whole: the markers are several tokens, and `max_tokens` may end within one."""
+    tokenizer = ModelTokenizer(tokenizer_files())
+    body = ChatBody(messages=[Message(role="user", content="hi")])
+    make = Conversations(tokenizer, GatewayOptions(reasoning_parser="deepseek-r1")).choice_format(body, None, [3])
+    choice, streamed, tokens = make(), ["", ""], tokenizer.encode(text)
+    for i in range(0, len(tokens), size):
+        new = tokens[i : i + size]
+        fields = choice.add(tokenizer.decode(new), new, finish if i + size >= len(tokens) else FinishReason.RUNNING)
+        delta = {} if fields is None else fields["delta"]
+        streamed = [streamed[0] + delta.get("reasoning_content", ""), streamed[1] + delta.get("content", "")]
+    message = choice.whole()["message"]
+    assert streamed == [message["reasoning_content"], message["content"]] == [reasoning, content]
+    assert choice.reasoning_tokens == len(tokenizer.encode(count))
 
 
 async def test_a_template_for_tools_is_used_for_tools():

@@ -12,7 +12,7 @@ from tests.support.system.serve import System, processes_of
 
 pytestmark = pytest.mark.system
 
-PROMPT, LENGTH = "a b a b a b", 300
+PROMPT, LENGTH = "a b a b a b", 120
 FRAMES = "outrider_stream_frames_total"
 
 

@@ -101,9 +101,9 @@ def test_schemas_stay_open_if_declared_or_extended(schema):
 def test_numbers_of_properties_are_kept(folder, tokenizer, required, optional, least, most):
     """Names come in the order of the schema and differ, so that a number of them is a number of properties."""
     names = "abcd"[: required + optional]
-    schema = {"properties": {name: {"type": "integer"} for name in names}, "required": list(names[:required])}
+    schema = {"type": "object", "properties": {name: {"type": "integer"} for name in names}}
     schema |= {"minProperties": least, **({} if most is None else {"maxProperties": most})}
-    schema |= {"additionalProperties": False}
+    schema |= {"required": list(names[:required]), "additionalProperties": False}
     some = [chosen for size in range(len(names) + 1) for chosen in itertools.combinations(names, size)]
     right = {one for one in some if required <= sum(x in one for x in names[:required])}
     right = {one for one in right if least <= len(one) <= (len(names) if most is None else most)}
