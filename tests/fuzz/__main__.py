@@ -27,7 +27,7 @@ from tests.fuzz.targets import TARGETS
 
 CORPUS = Path(__file__).parent / "corpus"
 _WORK = Path(".fuzz")  # what the fuzzers collect; a later run goes on with it
-_MOST_KEPT, _LARGEST_KEPT = 60, 1500  # inputs of a target in the repository, and bytes of each
+_MOST_KEPT, _LARGEST_KEPT = 30, 1500  # inputs of a target in the repository, and bytes of each
 _HANG_SECONDS, _MEMORY_MB = 20, 3000  # of one input
 _LONGEST = 4096  # bytes of an input
 

@@ -10,6 +10,7 @@ import asyncio
 import json
 from typing import Any
 
+from gateway.admission.admission import Keys
 from gateway.api import app as rest
 from gateway.api.middleware import EdgeMiddleware
 from gateway.control.control import Control
@@ -77,7 +78,7 @@ class _Gateway:
         )  # fmt: skip
         orchestrator.sessions.open = lambda request, draft=None: _answered(orchestrator.sessions, request)  # type: ignore[method-assign]
         self.edge = EdgeMiddleware(1 << 20)
-        self.edge.app = rest.build(generator, facts, Control(orchestrator, facts))
+        self.edge.app = rest.build(generator, facts, Control(orchestrator, facts), Keys(facts.config))
 
     def post(self, path: str, body: bytes) -> tuple[int, bytes]:
         """Status and body of the answer to a request."""
