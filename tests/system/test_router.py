@@ -13,7 +13,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from services.draft.drafters.ngram import NgramDrafter, NgramOptions
-from tests.support.gateway.services import Gateway, free_port, until
+from tests.support.gateway.services import ADMIN, Gateway, free_port, until
 from tests.support.system.services import draft_service, target_service
 from tests.support.tiny import write_model, write_tokenizer
 
@@ -94,11 +94,12 @@ def test_the_cache_is_flushed_once_nothing_runs(engine, target):
         pb.GenerateRequest(text="a", stream=True, sampling_params=pb.SamplingParams(max_tokens=1000, ignore_eos=True))
     )
     next(stream)
-    refused = engine.FlushCache(common_pb2.FlushCacheRequest())
+    administrator = [("authorization", f"Bearer {ADMIN}")]
+    refused = engine.FlushCache(common_pb2.FlushCacheRequest(), metadata=administrator)
     assert (refused.success, bool(refused.message)) == (False, True)
     stream.cancel()
     target.pause = 0.0
-    assert engine.FlushCache(common_pb2.FlushCacheRequest(timeout_s=20)).success
+    assert engine.FlushCache(common_pb2.FlushCacheRequest(timeout_s=20), metadata=administrator).success
     assert ask(engine, prompt, max_tokens=1)[0].complete.cached_tokens == 0
 
 

@@ -20,7 +20,10 @@ FRAMES = "outrider_stream_frames_total"
 def system(folder):
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     tree = ["--speculative-num-steps", "4", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "5"]
-    flags = ["--speculative-algorithm", "NGRAM", "--self-speculation", "off", *tree]
+    # Cores of its own, as far as the flags say: a niced draft would never be in time beside other tests.
+    cores = sorted(os.sched_getaffinity(0))
+    places = ["--cores-target", str(cores[0]), "--cores-draft", str(cores[-1])]
+    flags = ["--speculative-algorithm", "NGRAM", "--self-speculation", "off", *tree, *places]
     system = System(folder, "--listen-target", addresses[0], "--listen-draft", addresses[1], *flags).wait()
     yield system
     assert system.stop() == 0
