@@ -24,7 +24,7 @@ DRAFTED = [7, 9, 11, 13]  # of a random head
 def session_at(length, seed=0, shape=None):
     tokens = np.array([TEXT.after(400, i) for i in range(length)], np.uint32)
     request = OpenSession(1, tokens, length, SamplingParams(seed=seed), StopConditions(10**6))
-    limits = TreeLimits(256, DEPTH, 8, floor=0.0, shape=shape)
+    limits = TreeLimits(256, DEPTH, 8, floor=1e-30, shape=shape)
     return DraftSession(request, limits, ())
 
 
