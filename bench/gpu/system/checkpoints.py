@@ -56,7 +56,7 @@ class ModelSizes:
         return Continuation(FIRST_TEXT_TOKEN, self.own_vocab - FIRST_TEXT_TOKEN)
 
 
-TINY_MODEL = ModelSizes(64, 128, 2, 4, 2, 512, 480, 512, "float32")
+TINY_MODEL = ModelSizes(64, 128, 8, 4, 2, 512, 480, 512, "float32")
 
 
 def write_pair(folder: Path, sizes: ModelSizes, device: str) -> tuple[Path, Path]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from bench.harness.errors import BenchError
 from bench.harness.processes import free_port, running, wait_until
 from outrider.supervisor.health import is_healthy
 
@@ -83,7 +84,11 @@ def _healthy(address: str) -> bool:
 
 
 def _ready(url: str) -> bool:
-    """True if all services of the gateway are up."""
+    """True if all services of the gateway are up. Raises BenchError if the target cannot serve the draft."""
     with contextlib.suppress(httpx.HTTPError):
-        return bool(httpx.get(f"{url}/health", timeout=2).json()["status"] == "ok")
+        health = httpx.get(f"{url}/health", timeout=2).json()
+        for draft in health["drafts"]:
+            if draft["state"] == "refused":
+                raise BenchError(f"the gateway refuses the draft service: {draft['reason']}")
+        return bool(health["status"] == "ok")
     return False
