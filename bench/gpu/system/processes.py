@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from bench.gpu.system.checkpoints import ModelSizes, sizes_as_json, write_pair
 from bench.harness.errors import BenchError
 from bench.harness.processes import free_port, running, wait_until
 from outrider.supervisor.health import is_healthy
@@ -55,12 +56,14 @@ def gateway(folder: Path, transport: str) -> Iterator[str]:
         yield url
 
 
-def write_checkpoints(folder: Path, sizes: str, device: str) -> tuple[Path, Path]:
+def write_checkpoints(folder: Path, sizes: ModelSizes, device: str) -> tuple[Path, Path]:
     """Write the random target and its head, in a process of its own, which leaves no memory of the device taken.
 
-    Returns their folders. sizes: `checkpoints.sizes_as_json`
+    Returns their folders.
     """
-    command = [sys.executable, "-m", "bench.gpu.system.checkpoints", str(folder), sizes, device]
+    if device == "cpu":
+        return write_pair(folder, sizes, device)
+    command = [sys.executable, "-m", "bench.gpu.system.checkpoints", str(folder), sizes_as_json(sizes), device]
     subprocess.run(command, check=True)
     return folder / "target", folder / "head"
 
@@ -87,7 +90,7 @@ def _ready(url: str) -> bool:
     """True if all services of the gateway are up. Raises BenchError if the target cannot serve the draft."""
     with contextlib.suppress(httpx.HTTPError):
         health = httpx.get(f"{url}/health", timeout=2).json()
-        for draft in health["drafts"]:
+        for draft in health.get("drafts", ()):
             if draft["state"] == "refused":
                 raise BenchError(f"the gateway refuses the draft service: {draft['reason']}")
         return bool(health["status"] == "ok")

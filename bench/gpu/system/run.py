@@ -21,7 +21,7 @@ import torch
 
 from bench.gpu.clocks import Clocks
 from bench.gpu.system import load, processes, split
-from bench.gpu.system.checkpoints import TINY_MODEL, ModelSizes, sizes_as_json
+from bench.gpu.system.checkpoints import TINY_MODEL, ModelSizes
 from bench.gpu.system.recording import Recordings, Rows
 from bench.harness.flags import positive_float, positive_int
 from bench.harness.prompts import token_prompts
@@ -43,7 +43,8 @@ class Selection:
     """What is measured.
 
     accept_lengths: simulated ones. seconds: in which new cells begin, start-up excluded. model, head: folders of a real
-    pair, or None. tree: steps, topk and draft tokens of explicit trees; None for adaptive ones
+    pair, or None. tree: steps, topk and draft tokens of explicit trees; None for adaptive ones. always: steps wait for
+    the draft, whether that pays or not
     """
 
     transports: tuple[str, ...] = ("grpc", "socket")
@@ -57,11 +58,13 @@ class Selection:
     model: str | None = None
     head: str | None = None
     draft_device: str = "auto"
+    always: bool = False
 
 
 TINY_SELECTION = Selection(
-    transports=("grpc", "socket"), contexts=(64,), sessions=(2,), accept_lengths=(3.0,), new_tokens=48, rounds=1
-)
+    transports=("grpc", "socket"), contexts=(64,), sessions=(2,), accept_lengths=(3.0,), new_tokens=48, rounds=1,
+    tree=(3, 1, 4), always=True,  # a tiny target is too quick for speculation to pay
+)  # fmt: skip
 
 
 class Kind(NamedTuple):
@@ -100,7 +103,7 @@ def selection_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> S
             "transports": tuple(args.transports), "contexts": tuple(args.contexts), "sessions": tuple(args.sessions),
             "accept_lengths": tuple(args.accept_lengths), "new_tokens": args.new_tokens, "rounds": args.rounds,
         },
-        seconds=args.seconds, tree=tuple(args.tree) if args.tree else None, model=args.model_path,
+        seconds=args.seconds, **{"tree": tuple(args.tree)} if args.tree else {}, model=args.model_path,
         head=args.speculative_draft_model_path, draft_device=args.draft_device,
     )  # fmt: skip
 
@@ -139,7 +142,7 @@ class System:
             prompts = [token_prompts(model, context, max(chosen.sessions)) for context in chosen.contexts]
         else:
             device = "cuda" if self.on_cuda else "cpu"
-            model, head = processes.write_checkpoints(self.folder, sizes_as_json(sizes), device)
+            model, head = processes.write_checkpoints(self.folder, sizes, device)
             text = sizes.continuation
             depth = chosen.tree[0] if chosen.tree else _DEPTH
             simulated = {"first": text.first, "size": text.size}
@@ -202,6 +205,8 @@ class System:
         # Self-speculation is off, so that all draft tokens cross the streams. All features of cached prompts are kept.
         target = [*both, "--device", "cuda" if self.on_cuda else "cpu", "--max-total-tokens", str(tokens)]
         target += ["--self-speculation", "off", "--feature-cache-bytes", str(16 << 30)]
+        if self.selection.always:
+            target.append("--speculative-always")
         draft = [*both, "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(head)]
         draft += ["--draft-device", self.selection.draft_device if self.on_cuda else "cpu", "--require-draft"]
         return target, [*draft, "--draft-max-total-tokens", str(tokens)]
