@@ -65,21 +65,29 @@ def main(argv: Sequence[str]) -> None:
     selection = system.selection_of(flags, parser)
     if not flags.tiny and not torch.cuda.is_available():
         raise SystemExit("there is no GPU on this machine; --tiny tests this benchmark on the CPU")
-    if "system" in flags.parts:
-        measure_system(selection, tiny=flags.tiny)
+    failure = measure_system(selection, tiny=flags.tiny) if "system" in flags.parts else None
     parts = [part for part in flags.parts if part != "system"]
-    if not parts:
-        return
+    if parts:
+        measure_parts(parts, tiny=flags.tiny)
+    if failure is not None:
+        raise failure
+
+
+def measure_parts(parts: Sequence[str], *, tiny: bool) -> None:
+    """Measure the target alone, and write docs/benchmarks/gpu.* after each part. tiny: writes nothing."""
     report = Report("gpu", "The target on a GPU: steps of a model of 8 billion parameters")
-    bench = Bench(TINY if flags.tiny else Size(), torch.device("cpu" if flags.tiny else "cuda"), report)
+    bench = Bench(TINY if tiny else Size(), torch.device("cpu" if tiny else "cuda"), report)
     for _ in bench.run(parts):
-        if not flags.tiny:
+        if not tiny:
             plot(report)
             report.write()
 
 
-def measure_system(selection: system.Selection, *, tiny: bool) -> None:
-    """Measure the whole system, and write docs/benchmarks/gpu-system.* after each cell. tiny: writes nothing."""
+def measure_system(selection: system.Selection, *, tiny: bool) -> BenchError | None:
+    """Measure the whole system, and write docs/benchmarks/gpu-system.* after each cell. tiny: writes nothing.
+
+    Returns the error that ended it, so that other parts still run.
+    """
     report = Report("gpu-system", system.TITLE)
     try:
         for _ in system.measure(selection, report, tiny=tiny):
@@ -90,7 +98,8 @@ def measure_system(selection: system.Selection, *, tiny: bool) -> None:
         print(report.notes[-1], flush=True)
         if not tiny and report.rows:
             report.write()
-        raise
+        return error
+    return None
 
 
 class Bench:

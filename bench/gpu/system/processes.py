@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def services(
         started = {name: stack.enter_context(_module(folder, name, *command)) for name, command in commands.items()}
         for name, process in started.items():
             address = f"unix:{folder}/{name}.sock"
-            wait_until(process, lambda at=address: _healthy(at), _STARTUP_TIMEOUT, _log_of(folder, name))
+            wait_until(process, partial(_healthy, address), _STARTUP_TIMEOUT, _log_of(folder, name))
         yield
 
 

@@ -83,7 +83,7 @@ class Recorder:
         """Write the rows since the last call into the next file."""
         self.flush()
         taken, self.rows = self.rows, {name: [] for name in COLUMNS}
-        arrays = {name: np.array(rows, np.float64).reshape(-1, COLUMNS[name]) for name, rows in taken.items()}
+        arrays: Any = {name: np.array(rows, np.float64).reshape(-1, COLUMNS[name]) for name, rows in taken.items()}
         unfinished = self._folder / f".{self._role}.npz"
         with unfinished.open("wb") as file:
             np.savez(file, **arrays)

@@ -97,15 +97,16 @@ def selection_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> S
     """What the flags select. Exits with a usage error for half a pair."""
     if (args.model_path is None) != (args.speculative_draft_model_path is None):
         parser.error("a real pair needs both --model-path and --speculative-draft-model-path")
-    return replace(
-        TINY_SELECTION if args.tiny else Selection(),
-        **{} if args.tiny else {
-            "transports": tuple(args.transports), "contexts": tuple(args.contexts), "sessions": tuple(args.sessions),
-            "accept_lengths": tuple(args.accept_lengths), "new_tokens": args.new_tokens, "rounds": args.rounds,
-        },
-        seconds=args.seconds, **{"tree": tuple(args.tree)} if args.tree else {}, model=args.model_path,
-        head=args.speculative_draft_model_path, draft_device=args.draft_device,
-    )  # fmt: skip
+    chosen: dict[str, Any] = {
+        "seconds": args.seconds, "model": args.model_path, "head": args.speculative_draft_model_path,
+        "draft_device": args.draft_device,
+    }  # fmt: skip
+    if args.tree:
+        chosen["tree"] = tuple(args.tree)
+    if args.tiny:
+        return replace(TINY_SELECTION, **chosen)
+    lists = {name: tuple(getattr(args, name)) for name in ("transports", "contexts", "sessions", "accept_lengths")}
+    return Selection(**lists, new_tokens=args.new_tokens, rounds=args.rounds, **chosen)
 
 
 def measure(selection: Selection, report: Report, *, tiny: bool) -> Iterator[None]:

@@ -6,7 +6,7 @@ idle time add up to the step.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -106,8 +106,8 @@ def draw(axes: Axes, start: float, end: float, target: Rows, draft: Rows, *, on_
         arrivals = {key: at for at, key in receiver[kind].tolist()}
         for at, key in _inside(sender[kind], first, last).tolist():
             if (arrived := arrivals.get(key, 0.0)) >= at:
-                ends: Any = ((1e3 * (arrived - first), 3 - lane), (1e3 * (at - first), lane))
-                axes.annotate("", *ends, arrowprops={"arrowstyle": "->", "color": "dimgray", "lw": 0.8})
+                head, tail = (1e3 * (arrived - first), 3 - lane), (1e3 * (at - first), lane)
+                axes.annotate("", head, tail, arrowprops={"arrowstyle": "->", "color": "dimgray", "lw": 0.8})
     axes.set(yticks=range(len(_LANES)), yticklabels=list(_LANES), xlabel="ms", xlim=(0, 1e3 * max(last - first, 1e-6)))
     axes.invert_yaxis()
 

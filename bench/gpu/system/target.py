@@ -63,7 +63,7 @@ class LaunchClock:
         self._pending = []
 
     def _seconds(self, begin: Any, end: Any) -> float:
-        return begin.elapsed_time(end) / 1e3 if self._on_cuda else end - begin
+        return float(begin.elapsed_time(end) / 1e3 if self._on_cuda else end - begin)
 
 
 def main(folder: str, flags: Sequence[str]) -> int:
