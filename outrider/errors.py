@@ -5,8 +5,10 @@ OutriderError
 │   ├── ModelNotFound     no model of that name is served
 │   └── ContextTooLong    prompt and answer do not fit into the context
 ├── Unauthenticated       the caller's key is missing or wrong
+├── Forbidden             the caller may not do this, whatever its key
 ├── Overloaded            no room at present; the caller may retry later
 ├── TooManyRequests       the caller has too many requests in progress; it may retry later
+├── Conflict              another call of this kind is in progress; the caller may retry once it has ended
 ├── Unavailable           a needed service is down; the caller may retry later
 ├── DeadlineExceeded      the caller's deadline has passed
 ├── ConfigError           flags, files or services that do not fit; refused at start-up
@@ -71,6 +73,12 @@ class Unauthenticated(OutriderError):
     status = Status(grpc.StatusCode.UNAUTHENTICATED, 401, "invalid_request_error", "invalid_api_key")
 
 
+class Forbidden(OutriderError):
+    """The caller may not do this, whatever its key."""
+
+    status = Status(grpc.StatusCode.PERMISSION_DENIED, 403, "invalid_request_error", "permission_denied")
+
+
 class TooManyRequests(OutriderError):
     """The caller has too many requests in progress; it may retry later."""
 
@@ -81,6 +89,12 @@ class Overloaded(OutriderError):
     """No room at present; the caller may retry later."""
 
     status = Status(grpc.StatusCode.RESOURCE_EXHAUSTED, 503, "server_error", "overloaded")
+
+
+class Conflict(OutriderError):
+    """Another call of this kind is in progress; the caller may retry once it has ended."""
+
+    status = Status(grpc.StatusCode.ABORTED, 409, "invalid_request_error", "conflict")
 
 
 class Unavailable(OutriderError):
@@ -112,7 +126,9 @@ _BY_GRPC_CODE: dict[int, type[OutriderError]] = {
         ModelNotFound,
         ContextTooLong,
         Unauthenticated,
+        Forbidden,
         Overloaded,
+        Conflict,
         Unavailable,
         DeadlineExceeded,
         ConfigError,

@@ -15,6 +15,9 @@ if metadata.version("jaxlib").startswith("0.10."):
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# No public authorities: each client of HTTP would read all of them, for longer than its request takes.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 # Compiled programs, converted models and code that comes with a checkpoint stay out of the user's own caches.
 os.environ.setdefault("OUTRIDER_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "outrider"))
 os.environ.setdefault("HF_MODULES_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "modules"))
@@ -32,12 +35,18 @@ gc.set_threshold(50_000, 20, 10)  # the libraries' millions of objects stay: loo
 
 # Folders of tests that start processes.
 _STARTING = frozenset({"bench", "gateway", "ops", "system", "supervisor", "process"})
+# Files that compute for longest, most of a minute or more.
+_LONG = frozenset({
+    "test_vectors.py", "test_mesh.py", "test_train.py", "test_triton.py", "test_fused.py", "test_compiled.py",
+    "test_invariance.py", "test_deterministic.py", "test_unroll.py", "test_mtp.py", "test_fused_loop.py",
+    "test_local_eagle_head.py",
+})  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
     """Files whose tests start processes are spread among those that compute, so that few of them run at once.
 
-    None is among the last, for they take long, and other workers would wait for them.
+    Neither they nor the long ones are among the last, for which other workers would wait.
     """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
@@ -45,6 +54,7 @@ def pytest_collection_modifyitems(items):
     places: dict[Path, float] = {}
     for starts in (True, False):
         some = [path for path in files if bool(_STARTING.intersection(path.parts)) == starts]
+        some.sort(key=lambda path: path.name not in _LONG)
         places |= {path: (i + 0.5) / len(some) * (0.8 if starts else 1.0) for i, path in enumerate(some)}
     items[:] = [item for path in sorted(files, key=places.__getitem__) for item in files[path]]
 

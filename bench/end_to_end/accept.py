@@ -25,7 +25,7 @@ from bench.harness.flags import load_prompts, positive_int
 from bench.harness.prompts import Prompt, first_per_category
 from bench.harness.report import Report, new_figure, rows_to_resume
 from bench.serve.outcome import Outcome
-from bench.serve.outrider_system import generate, new_tokens, served, speculation
+from bench.serve.outrider_system import ADMIN_HEADERS, generate, new_tokens, served, speculation
 from outrider.checkpoints.checkpoint import resolve
 from outrider.drafts import has_bundled_head
 
@@ -75,7 +75,7 @@ def measure(
     with served(model, flags, args.dtype) as url, Progress() as progress:
         for temperature in temperatures:
             bar = progress.add_task(f"{name}, temperature {temperature:g}", total=sum(map(len, turns)))
-            httpx.post(f"{url}/flush_cache", timeout=60).raise_for_status()
+            httpx.post(f"{url}/flush_cache", headers=ADMIN_HEADERS, timeout=60).raise_for_status()
             body = {"temperature": temperature, "max_tokens": args.max_tokens}
             work = generate(url, turns, args.concurrency, body, partial(_advance, progress, bar))
             results[temperature] = Result(*asyncio.run(work))

@@ -21,7 +21,8 @@ from bench.harness.processes import output_of
 from bench.harness.prompts import BUNDLED_PROMPTS, read_prompts
 from bench.harness.report import Report, new_figure
 from bench.serve.outrider_system import generate, new_tokens, served, speculation
-from outrider.checkpoints.checkpoint import resolve, tensor_headers, weight_files
+from outrider.checkpoints.checkpoint import resolve, weight_files
+from outrider.checkpoints.headers import tensor_headers
 from outrider.drafts import has_bundled_head
 from services.target.kernels.cpu.bandwidth import read_bandwidth
 
@@ -60,7 +61,7 @@ def floor(folder: Path, dtype: str) -> str:
     tensors = [tensor for file in weight_files(folder) for tensor in tensor_headers(file).values()]
     itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}
     sizes = {"F32": 4, "BF16": 2, "F16": 2}
-    size = sum(math.prod(tensor["shape"]) * itemsize.get(dtype, sizes[tensor["dtype"]]) for tensor in tensors)
+    size = sum(math.prod(tensor.shape) * itemsize.get(dtype, sizes[tensor.dtype]) for tensor in tensors)
     bandwidth = read_bandwidth(len(os.sched_getaffinity(0)))
     return (
         f"floor of a plain step: {size / 1e6:.0f} MB of weights at {bandwidth / 1e9:.1f} GB/s, "

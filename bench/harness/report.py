@@ -103,10 +103,10 @@ def rows_to_resume(name: str, same: Callable[[list[str]], bool]) -> list[dict[st
     return rows
 
 
-def recipe() -> dict[str, Any]:
-    """Command, commit, date and hardware: what is needed to reproduce a figure."""
+def recipe(given: str = "") -> dict[str, Any]:
+    """Command, commit, date and hardware: what is needed to reproduce a figure. given: a command other than a bench."""
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    return {"command": command(), "commit": commit(), "date": date, "hardware": hardware()}
+    return {"command": given or command(), "commit": commit(), "date": date, "hardware": hardware()}
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -120,7 +120,7 @@ def new_figure(width: float, height: float) -> Figure:
 class Report:
     """The result of a benchmark in progress; `write` and `save` write it into the folder of reports.
 
-    more: further tables with their titles
+    more: further tables with their titles. command: that made it, if it is no benchmark
     """
 
     name: str
@@ -129,6 +129,7 @@ class Report:
     columns: Sequence[str] = ()
     rows: list[dict[str, Any]] = field(default_factory=list)
     more: list[tuple[str, list[dict[str, Any]]]] = field(default_factory=list)
+    command: str = ""
     _has_plot: bool = field(default=False, init=False)  # a picture already in the folder may be of an earlier run
 
     def add(self, **row: Any) -> None:
@@ -144,7 +145,7 @@ class Report:
 
     def write(self) -> None:
         """Write NAME.json and NAME.md."""
-        facts, folder = recipe(), results_folder()
+        facts, folder = recipe(self.command), results_folder()
         folder.mkdir(parents=True, exist_ok=True)
         content = {"title": self.title, **facts, "notes": self.notes, "rows": self.rows}
         if self.more:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shlex
 import signal
 import subprocess
@@ -23,9 +24,14 @@ from bench.serve import load, metrics
 from bench.serve.client import Target
 from bench.serve.metrics import seconds_of
 from bench.serve.outcome import Outcome
+from outrider.config.callers import ADMIN_KEYS_VARIABLE
 
 _LAST_LINES = 3  # of the stderr of a system that does not start, quoted in the error
 _STARTUP_TIMEOUT = 300.0  # seconds
+_ADMIN_KEY = secrets.token_hex(16)
+
+ADMIN_HEADERS = {"authorization": f"Bearer {_ADMIN_KEY}"}
+"""Headers that open the control routes of a system that `served` started."""
 
 
 @contextlib.contextmanager
@@ -41,7 +47,8 @@ def served(model: str, flags: Sequence[str], dtype: str, max_running: int = 8) -
     command += [flag.replace("{model}", model) for flag in flags]
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        process = start(command, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True)
+        environment = {**os.environ, ADMIN_KEYS_VARIABLE: _ADMIN_KEY}
+        process = start(command, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True, env=environment)
         try:
             _wait(process, url, shlex.join(command), log)
             yield url

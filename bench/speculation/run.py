@@ -27,7 +27,7 @@ from bench.harness.flags import positive_int
 from bench.harness.prompts import Prompt, equal_parts, read_prompts, sample
 from bench.harness.report import format_row
 from bench.serve.client import Target
-from bench.serve.outrider_system import served
+from bench.serve.outrider_system import ADMIN_HEADERS, served
 from bench.speculation.page import Page
 from bench.speculation.paired_rounds import Cell, measured_row, run_pairs
 from bench.speculation.settings import PLAIN, Setting, grid, named
@@ -164,7 +164,7 @@ def _measure(
         flags = [*setting.flags, *args.flags]
         url = stack.enter_context(serve(args.model_path, flags, args.dtype, max(args.concurrency)))
         progress.update(bar, description=title)
-        own, other = (Target(address, body=body) for address in (url, baseline))
+        own, other = (Target(address, body=body, headers=ADMIN_HEADERS) for address in (url, baseline))
         for cell in cells:
             pairs = uvloop.run(run_pairs(own, other, parts, cell, lambda: progress.advance(bar)))
             facts = {"setting": setting.name, "drafter": setting.drafter, "kind": setting.kind}

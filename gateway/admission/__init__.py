@@ -1,1 +1,1 @@
-"""Admission: API keys, concurrency limits, Retry-After."""
+"""Admission: hosts and origins, API keys, concurrency limits, Retry-After."""

@@ -6,17 +6,16 @@ Requests queue in the targets, in order of priority; the gateway only bounds the
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from gateway.admission.caller import CALLER, Caller, fingerprint
 from gateway.admission.retry_after import RetryAfter
 from outrider.config import GatewayConfig
-from outrider.errors import InvalidRequest, Overloaded, TooManyRequests, Unauthenticated, Unavailable
+from outrider.errors import Forbidden, InvalidRequest, Overloaded, TooManyRequests, Unauthenticated, Unavailable
 
-KEYS_VARIABLE = "OUTRIDER_API_KEY"
 _POLL_SECONDS = 0.02
 
 
@@ -71,56 +70,75 @@ def check_size(size: int, limit: int) -> None:
 
 
 class Keys:
-    """Valid API keys, and the running requests of each."""
+    """Valid API keys, the administrators' keys, and the running requests of each caller."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        """Keys of the flags and the environment; if there are any, the administrator's key is valid as well."""
-        keys = [*config.api_key, *os.environ.get(KEYS_VARIABLE, "").split()]
-        self._keys = [key.encode() for key in keys]
-        if keys and config.admin_api_key is not None:
-            self._keys.append(config.admin_api_key.encode())
+        """Keys of flags, environment and files. Raises ConfigError."""
+        self._keys = [key.encode() for key in config.client_keys()]
+        self._admin_keys = [key.encode() for key in config.admin_keys()]
+        self._caches_by_key = config.cache_scope == "key"
         self._limit = config.max_requests_per_key
-        self._running = Counter[bytes]()
-        self._retry_after: dict[bytes, RetryAfter] = {}  # by valid key
+        self._running = Counter[str]()
+        self._retry_after: dict[str, RetryAfter] = {}  # by name of a caller with a valid key
 
-    def check(self, authorization: bytes) -> bytes:
-        """The key in an Authorization header; empty if no key is required. Raises Unauthenticated."""
+    def check(self, authorization: bytes, *, local: bool = False) -> Caller:
+        """The sender of a request with this Authorization header, which is CALLER from now on. Raises Unauthenticated.
+
+        An administrator's key is valid wherever another one is.
+
+        local: the request came over the control socket, where no key is needed
+        """
         given = bearer_key(authorization)
-        # All keys are compared in constant time.
-        known = [secrets.compare_digest(given, key) for key in self._keys]
-        if self._keys and not (given and any(known)):
+        admin = _among(given, self._admin_keys)
+        known = _among(given, self._keys) or admin
+        if self._keys and not (known or local):
             reason = "wrong" if given else "missing"
             raise Unauthenticated(f"the API key is {reason}; send `Authorization: Bearer KEY`")
-        return given if self._keys else b""
+        name = fingerprint(given) if self._keys and known else ""
+        caller = Caller(name, name if self._caches_by_key else "", admin or local)
+        CALLER.set(caller)
+        return caller
+
+    def check_admin(self, caller: Caller) -> None:
+        """Raise Forbidden or Unauthenticated unless the caller may control the targets."""
+        if caller.admin:
+            return
+        if not self._admin_keys:
+            raise Forbidden(
+                "control routes are closed; start the gateway with --admin-api-key-file or OUTRIDER_ADMIN_API_KEY and "
+                "send that key, or call them over its --control-socket"
+            )
+        raise Unauthenticated("this needs the key of --admin-api-key; send `Authorization: Bearer KEY`")
 
     @contextmanager
-    def request(self, key: bytes) -> Iterator[None]:
-        """Context of a running request of a key. Raises TooManyRequests."""
+    def request(self, caller: Caller) -> Iterator[None]:
+        """Context of a caller's running request. Raises TooManyRequests."""
         if self._limit is None:
             yield
             return
-        retry_after = self._retry_after.setdefault(key, RetryAfter())
-        if self._running[key] >= self._limit:
+        name = caller.name
+        retry_after = self._retry_after.setdefault(name, RetryAfter())
+        if self._running[name] >= self._limit:
             message = f"{self._limit} requests of this key are running, which is the limit"
             raise TooManyRequests(message, retry_after=retry_after.next())
-        self._running[key] += 1
+        self._running[name] += 1
         retry_after.begin()
         try:
             yield
         finally:
             retry_after.end()
-            self._running[key] -= 1
-            if not self._running[key]:
-                del self._running[key]
+            self._running[name] -= 1
+            if not self._running[name]:
+                del self._running[name]
+
+
+def _among(given: bytes, keys: Sequence[bytes]) -> bool:
+    """True for one of the keys. All keys are compared, each in constant time."""
+    found = [secrets.compare_digest(given, key) for key in keys]
+    return bool(given) and any(found)
 
 
 def bearer_key(authorization: bytes) -> bytes:
     """The key in an Authorization header; empty if there is none."""
     scheme, _, given = authorization.partition(b" ")
     return given.strip() if scheme.lower() == b"bearer" else b""
-
-
-def check_admin(authorization: bytes, key: str | None) -> None:
-    """Raise Unauthenticated unless the header has the administrator's key, if there is one."""
-    if key is not None and not secrets.compare_digest(bearer_key(authorization), key.encode()):
-        raise Unauthenticated("this needs the key of --admin-api-key; send `Authorization: Bearer KEY`")

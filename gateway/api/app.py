@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
+from gateway.admission.admission import Keys
 from gateway.api.answers import errors
 from gateway.api.requests import http
 from gateway.api.routes import completions, docs, generate, health, info, page, responses, tokens
@@ -14,8 +15,8 @@ from gateway.control.server_info import Facts
 from gateway.orchestration.generator import Generator
 
 
-def build(generator: Generator, facts: Facts, control: Control) -> FastAPI:
-    """The app with all routes. facts: about the gateway, for routes that return them."""
+def build(generator: Generator, facts: Facts, control: Control, keys: Keys) -> FastAPI:
+    """The app with all routes. facts: about the gateway, for routes that return them. keys: of administrators."""
     app = FastAPI(
         title="Outrider",
         version=facts.version,
@@ -36,5 +37,5 @@ def build(generator: Generator, facts: Facts, control: Control) -> FastAPI:
     tokens.install(app, generator, conversations)
     page.install(app)
     docs.install(app)
-    control_routes.install(app, control, generator, facts)
+    control_routes.install(app, control, generator, facts, keys)
     return app

@@ -20,7 +20,7 @@ from gateway.control.server_info import Facts
 from gateway.orchestration.orchestrator import Orchestrator
 from gateway.streams.draft import SHARE_TIMEOUT, DraftLink
 from gateway.streams.target import TargetLink
-from outrider.errors import ConfigError, InvalidRequest, OutriderError, Unavailable, from_grpc_code
+from outrider.errors import ConfigError, Conflict, InvalidRequest, OutriderError, Unavailable, from_grpc_code
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -36,16 +36,18 @@ _CALL_TIMEOUT = 60.0  # seconds; a step may be running
 _LAST_CLOSES = 0.2  # seconds; closes of cancelled requests reach a target over another connection than the flush
 _FIRST_POLL, _LONGEST_POLL = 0.02, 0.5  # seconds between two attempts to flush
 _UPDATE_TIMEOUT = 3600.0  # seconds to read or send all weights
+_READY_TIMEOUT = 30.0  # seconds for targets with new weights to be used
+_SILENCE = 60.0  # seconds in which a client that sends tensors must send more
 _MAX_PARTS = 4  # of a stream by which a slow target may lag behind the others
 _PART_BYTES = 1 << 20
 
 
 class UpdateResult(NamedTuple):
-    """The result of an update. unused: number of targets that lack weights of earlier updates."""
+    """The result of an update. targets: their number. unused: addresses of those that lack weights, or are away."""
 
     weights: common_pb2.WeightFacts
     targets: int
-    unused: int
+    unused: list[str]
 
 
 class Control:
@@ -56,6 +58,8 @@ class Control:
         self._orchestrator = orchestrator
         self._facts = facts
         self._updating = asyncio.Lock()
+        for target in orchestrator.targets:
+            target.update_lock = self._update_lock
 
     @property
     def weight_version(self) -> str:
@@ -72,10 +76,20 @@ class Control:
                 self._call(target, lambda stub: stub.UpdateWeightsFromDisk(request, timeout=_UPDATE_TIMEOUT))
                 for target in self._targets
             ]
-            return await self._finish_update(await asyncio.gather(*calls, return_exceptions=True), update, folder)
+            result = await self._finish_update(await asyncio.gather(*calls, return_exceptions=True), update)
+        return await self._settled(result)
 
     async def update_from_tensors(self, parts: AsyncIterator[bytes], update: common_pb2.WeightUpdate) -> UpdateResult:
-        """Load tensors sent as one safetensors file. Raises InvalidRequest if they do not fit."""
+        """Load tensors sent as one safetensors file. Raises InvalidRequest if they do not fit, and Conflict while
+        others are being sent, because the targets keep all of them in memory.
+        """
+        with self._facts.peers.try_lock("tensors") as free:
+            if not free:
+                raise Conflict("tensors of another update are being received; send these once it has ended")
+            result = await self._send_tensors(parts, update)
+        return await self._settled(result)
+
+    async def _send_tensors(self, parts: AsyncIterator[bytes], update: common_pb2.WeightUpdate) -> UpdateResult:
         queues: list[asyncio.Queue[bytes | None]] = [asyncio.Queue(_MAX_PARTS) for _ in self._targets]
 
         async def requests(queue: asyncio.Queue[bytes | None]) -> AsyncIterator[Any]:
@@ -93,6 +107,8 @@ class Control:
         try:
             async for part in _cut(parts):
                 await _put(queues, tasks, part)
+                if all(task.done() for task in tasks):
+                    break  # every target has refused them, so the rest of the body need not arrive
             async with self._update_lock():  # only the last part makes targets change their weights
                 await _put(queues, tasks, None)
                 return await self._finish_update(await asyncio.gather(*tasks, return_exceptions=True), update)
@@ -106,15 +122,15 @@ class Control:
         async with self._updating, self._facts.peers.lock("weights"):
             yield
 
-    async def _finish_update(
-        self, results: Sequence[Any], update: common_pb2.WeightUpdate, folder: str = ""
-    ) -> UpdateResult:
-        """Record each target's weights, here and in other workers. folder: of the weights. Raises the first error."""
+    async def _finish_update(self, results: Sequence[Any], update: common_pb2.WeightUpdate) -> UpdateResult:
+        """Record each target's weights, here and in other workers. Raises the first error."""
         found = [None if isinstance(result, BaseException) else result.weights for result in results]
         due = self._served_weights(found)
         here = [facts is not None and due is not None and facts.fingerprint == due.fingerprint for facts in found]
         if due is not None:
-            update_facts = {"version": due.weight_version, "fingerprint": due.fingerprint, "here": here}
+            update_facts = {
+                "version": due.weight_version, "fingerprint": due.fingerprint, "folder": due.folder, "here": here,
+            }  # fmt: skip
             self.adopt_weights(update_facts)
             await self._facts.peers.ask("weights", update_facts)
         for target, facts, whole in zip(self._targets, found, here, strict=True):
@@ -124,14 +140,43 @@ class Control:
                     target.address,
                 )
         if any(found) and not update.keep_cache:
-            await self.flush_target_states(folder if due is not None else "")
+            await self.flush_target_states(due.folder if due is not None else "")
         try:
             _check(results)
         except OutriderError as error:
             if any(found):
                 error.message += f"; {sum(here)} of {len(results)} targets have the new weights, the others are unused"
             raise
-        return UpdateResult(due or next(facts for facts in found if facts is not None), len(here), here.count(False))
+        weights = due or next(facts for facts in found if facts is not None)
+        unused = [target.address for target, whole in zip(self._targets, here, strict=True) if not whole]
+        return UpdateResult(weights, len(here), unused)
+
+    async def _settled(self, result: UpdateResult) -> UpdateResult:
+        """Wait until all targets with the new weights are used, in all workers, so that the pool is ready then.
+
+        A target that was refused for its old weights must repeat the handshake. Returns the result, with the targets
+        that are not used after all.
+        """
+        unused = set(result.unused)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_READY_TIMEOUT):
+                while True:
+                    others = (await self._facts.peers.ask("targets_up")).values()
+                    up = set(self.targets_up()).intersection(*others)
+                    unused = {target.address for target in self._targets} - up
+                    if unused <= set(result.unused):
+                        break
+                    await asyncio.sleep(_FIRST_POLL)
+        return result._replace(unused=sorted(unused | set(result.unused)))
+
+    def targets_up(self) -> list[str]:
+        """Addresses of the targets that are used."""
+        return [target.address for target in self._targets if target.up]
+
+    @property
+    def awaiting(self) -> list[str]:
+        """Addresses of the targets that lack the served weights, and are unused until they are sent again."""
+        return [target.address for target in self._targets if target.awaited_version is not None]
 
     def _served_weights(self, found: Sequence[common_pb2.WeightFacts | None]) -> common_pb2.WeightFacts | None:
         """The weights that all targets must have from now on: those of a target that missed no update. None if unknown.
@@ -152,11 +197,13 @@ class Control:
                 log.warning("a draft keeps prefixes of the old weights: %s", result.message)
 
     def adopt_weights(self, update: Mapping[str, Any]) -> None:
-        """Record new weights. update: `version`, `fingerprint`, and `here`: for each target, whether it has them."""
+        """Record new weights. update: `version`, `fingerprint`, `folder` that they came from, and `here`: for each
+        target, whether it has them.
+        """
         model = self._facts.target.model
         model.fingerprint, self._facts.target.weight_version = update["fingerprint"], update["version"]
         for target, here in zip(self._targets, update["here"], strict=True):
-            target.weights_changed(update["fingerprint"], update["version"], here=here)
+            target.weights_changed(update["fingerprint"], update["version"], update["folder"], here=here)
 
     # --- cache and pauses ---
 
@@ -257,8 +304,15 @@ def _error_of(link: TargetLink | DraftLink, error: grpc.aio.AioRpcError) -> Outr
 
 
 async def _cut(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The parts, cut to the size limit of a frame."""
-    async for part in parts:
+    """The parts, cut to the size limit of a frame. Raises InvalidRequest if the client stops sending."""
+    while True:
+        try:
+            async with asyncio.timeout(_SILENCE):
+                part = await anext(parts, None)
+        except TimeoutError:
+            raise InvalidRequest(f"no more tensors arrived for {_SILENCE:.0f} s; send them again") from None
+        if part is None:
+            return
         for start in range(0, len(part), _PART_BYTES):
             yield part[start : start + _PART_BYTES]
 

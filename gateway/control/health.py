@@ -33,10 +33,15 @@ class Health:
         return any(target.up for target in targets) and not self.generator.admission.draining
 
     def state(self) -> dict[str, Any]:
-        """The full state: ok, degraded without a configured draft, or unavailable; each service with its reason."""
+        """The full state: ok, degraded, or unavailable; each service with its reason.
+
+        degraded: without a configured draft, or while a target awaits weights. awaited_weights: their label
+        """
         orchestrator = self.generator.orchestrator
         targets, drafts = self.services(orchestrator.targets), self.services(orchestrator.drafts)
         missing = _missing(targets, "target", "no target service is up")
+        if self.ready:
+            missing += [f"target: {one['reason']}" for one in targets if one["state"] == ReplicaState.AWAITING_WEIGHTS]
         missing += _missing(drafts, "draft", "no draft service is up; text is decoded plainly")
         if self.generator.admission.draining:
             missing.append(_DRAINING)
@@ -44,6 +49,9 @@ class Health:
         body: dict[str, Any] = {"status": status}
         if missing:
             body["missing"] = missing
+        awaited = {link.awaited_version for link in orchestrator.targets} - {None}
+        if awaited:
+            body["awaited_weights"] = sorted(filter(None, awaited))
         return body | {"targets": targets, "drafts": drafts}
 
     def services(self, links: Sequence[TargetLink] | Sequence[DraftLink]) -> list[dict[str, Any]]:

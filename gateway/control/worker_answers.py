@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-
+from gateway.admission.caller import CALLER
 from gateway.control.control import Control
 from gateway.orchestration.generator import Generator
 from gateway.workers.peers import Answers, Peers
@@ -13,15 +12,16 @@ def answers_for(generator: Generator, control: Control) -> Answers:
     """Handlers by request: metrics of this worker, aborts, new weights, pauses."""
     return {
         "metrics": lambda _: generator.metrics.render().decode(),
-        "abort": generator.abort,
-        "abort_prefix": partial(generator.abort, prefix=True),
+        "abort": lambda asked: generator.abort(*asked),
         "abort_all": lambda _: generator.abort_all(),
         "weights": control.adopt_weights,
+        "targets_up": lambda _: control.targets_up(),
         "pause": control.adopt_pause,
     }
 
 
-async def abort_everywhere(generator: Generator, peers: Peers, name: str, *, prefix: bool = False) -> int:
-    """Abort a request in any worker. prefix: as in Generator.abort. Returns the number of generations."""
-    others = await peers.ask("abort_prefix" if prefix else "abort", name)
-    return generator.abort(name, prefix=prefix) + sum(int(count) for count in others.values())
+async def abort_everywhere(generator: Generator, peers: Peers, name: str) -> int:
+    """Abort a request of CALLER in any worker, as in Generator.abort. Returns the number of generations."""
+    owner = CALLER.get().owner
+    others = await peers.ask("abort", [name, owner])
+    return generator.abort(name, owner) + sum(int(count) for count in others.values())

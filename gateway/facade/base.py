@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn
 import grpc
 from smg_grpc_proto.generated import common_pb2
 
-from gateway.admission.admission import check_admin
+from gateway.admission.caller import CALLER
 from gateway.facade.backend import Backend
 from gateway.facade.bundle import chunks
 from gateway.facade.info import Loads
@@ -22,7 +22,7 @@ from gateway.sessions.request import GenerationRequest
 from gateway.telemetry.spans import spanning_call
 from outrider.errors import InvalidRequest, Unavailable
 from outrider.telemetry import REQUEST_ID
-from outrider.transport.rpc import details, statuses
+from outrider.transport.statuses import details, statuses
 
 _STARTING = "the gateway is starting; it waits for a target service"
 
@@ -60,8 +60,8 @@ class Facade:
                 backend = self._backend
                 if backend is None:
                     raise Unavailable(_STARTING)
-                key = backend.keys.check(_authorization(context))
-                with backend.keys.request(key) if generates else contextlib.nullcontext():
+                caller = backend.keys.check(_authorization(context))
+                with backend.keys.request(caller) if generates else contextlib.nullcontext():
                     yield backend
             except InvalidRequest as error:  # with its subclasses
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, details(error.message))
@@ -121,9 +121,9 @@ class Facade:
                 yield common_pb2.GetTokenizerChunk(data=part, sha256=digest if last else "")
 
     async def FlushCache(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Drop cached prefixes once no request is running. Requires the administrator's key, if there is one."""
+        """Drop cached prefixes once no request is running. Requires an administrator's key."""
         async with self._call(context) as backend:
-            check_admin(_authorization(context), backend.facts.config.admin_api_key)
+            backend.keys.check_admin(CALLER.get())
             try:
                 await backend.control.flush_cache(request.timeout_s)
             except InvalidRequest as error:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.api.answers.prompts import slices
 from gateway.orchestration.generation import Generation, Part, merged
 from gateway.sessions.request import GenerationRequest
 from outrider.speculation.proposal import FinishReason, Logprobs
@@ -21,7 +22,7 @@ class _Choice:
     request: GenerationRequest
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
-    prompt_logprobs: Logprobs | None = None
+    input_logprobs: Any = None  # message with the log-probabilities of the prompt
     begun: bool = False
 
 
@@ -58,8 +59,8 @@ class MessageReply:
             choice.tokens += part.tokens
             if part.logprobs is not None:
                 choice.logprobs.append(part.logprobs)
-            if part.prompt_logprobs is not None:
-                choice.prompt_logprobs = part.prompt_logprobs
+            if first:
+                choice.input_logprobs = await self._input(choice.request, part.prompt_logprobs)
             if self._stream and (part.tokens or first):
                 yield self._message(chunk=self._chunk(index, choice, part, first))
             if part.finish is not FinishReason.RUNNING:
@@ -80,7 +81,7 @@ class MessageReply:
             completion_tokens=part.completion_tokens if self._counts_all else len(part.tokens),
             cached_tokens=part.cached_tokens,
             output_logprobs=self._output(part.tokens, part.logprobs, choice.request),
-            input_logprobs=self._input(choice) if first else None,
+            input_logprobs=choice.input_logprobs if first else None,
             index=index,
         )
 
@@ -98,7 +99,7 @@ class MessageReply:
             completion_tokens=part.completion_tokens,
             cached_tokens=part.cached_tokens,
             output_logprobs=self._output(choice.tokens, logprobs, choice.request),
-            input_logprobs=self._input(choice),
+            input_logprobs=choice.input_logprobs,
             index=index,
             spec_accepted_tokens=part.accepted,
             spec_draft_tokens=part.verified,
@@ -114,20 +115,19 @@ class MessageReply:
             top_logprobs=self._tops(logprobs) if request.logprobs else (),
         )
 
-    def _input(self, choice: _Choice) -> Any:
+    async def _input(self, request: GenerationRequest, logprobs: Logprobs | None) -> Any:
         """Log-probabilities of the prompt, whose first token has none."""
-        request, start = choice.request, self._prompt_from
         if request.prompt_logprobs is None:
             return None
-        pb, logprobs = self._pb, choice.prompt_logprobs
-        values = [pb.InputTokenLogProb()]
-        tops = [pb.TopLogProbs()]
-        if logprobs is not None:  # of all tokens but the first
-            values += [pb.InputTokenLogProb(value=value) for value in logprobs.values[start:].tolist()]
-            tops += self._tops(logprobs.behind(start))
+        pb, prompt = self._pb, request.prompt[self._prompt_from :]
+        values, tops = [pb.InputTokenLogProb()], [pb.TopLogProbs()]
+        wanted = None if logprobs is None else logprobs.behind(self._prompt_from)  # of all tokens but the first
+        async for _, part in slices(prompt, wanted):
+            values += [pb.InputTokenLogProb(value=value) for value in part.values.tolist()]
+            tops += self._tops(part)
         return pb.InputLogProbs(
             token_logprobs=values,
-            token_ids=request.prompt[start:],
+            token_ids=prompt,
             top_logprobs=tops if request.prompt_logprobs else (),
         )
 

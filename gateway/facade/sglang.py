@@ -6,7 +6,6 @@ Its messages have no field for a seed; the gateway reads `sampling_seed` from cu
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 from google.protobuf.json_format import ParseDict
@@ -29,6 +28,7 @@ from gateway.facade.requests import (
     sampling_of,
 )
 from gateway.facade.responses import MessageReply
+from gateway.grpc.sending import Sender
 from gateway.sessions.request import GenerationRequest, StopOptions, TextOptions
 from outrider.errors import InvalidRequest
 
@@ -46,7 +46,7 @@ class SglangFacade(Facade, sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  
     messages = pb
     register = sglang_scheduler_pb2_grpc.add_SglangSchedulerServicer_to_server
 
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+    async def Generate(self, request: Any, context: Any) -> None:  # noqa: N802
         """The end of every choice, after chunks if the request streams."""
         async with self._call(context, generates=True) as backend:
             check_size(request.ByteSize(), backend.facts.config.max_body_bytes)
@@ -61,8 +61,9 @@ class SglangFacade(Facade, sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  
                 envelope={"request_id": name},
             )
             async with self._started(backend, context, wanted, name, stream=request.stream) as generations:
+                sender = Sender(context, generations, backend.facts.config.slow_reader_timeout)
                 async for message in reply.messages(generations):
-                    yield message
+                    await sender.send(message)
 
     async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Abort a request; its caller keeps the text so far."""

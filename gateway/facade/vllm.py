@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
@@ -24,6 +23,7 @@ from gateway.facade.requests import (
     sampling_of,
 )
 from gateway.facade.responses import MessageReply
+from gateway.grpc.sending import Sender
 from gateway.sessions.request import GenerationRequest, StopOptions, TextOptions
 from gateway.text.encoding import cut, encode
 from outrider.errors import InvalidRequest
@@ -39,7 +39,7 @@ class VllmFacade(Facade, vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     messages = pb
     register = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
 
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+    async def Generate(self, request: Any, context: Any) -> None:  # noqa: N802
         """The end of every choice, after chunks if the request streams."""
         async with self._call(context, generates=True) as backend:
             check_size(request.ByteSize(), backend.facts.config.max_body_bytes)
@@ -47,8 +47,9 @@ class VllmFacade(Facade, vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             reply = MessageReply(pb, wanted, stream=request.stream)
             name = name_of(request)
             async with self._started(backend, context, wanted, name, stream=request.stream) as generations:
+                sender = Sender(context, generations, backend.facts.config.slow_reader_timeout)
                 async for message in reply.messages(generations):
-                    yield message
+                    await sender.send(message)
 
     async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Abort requests; their callers keep the text so far."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +11,7 @@ import outrider
 from gateway.admission.admission import Keys, check_size
 from gateway.admission.retry_after import time_away
 from gateway.control.server_info import Facts
+from gateway.grpc.sending import Sender
 from gateway.orchestration.generation import Part
 from gateway.orchestration.generator import Generator
 from gateway.sessions.request import GenerationRequest, StopOptions, TextOptions
@@ -22,7 +22,7 @@ from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.proposal import FinishReason, Logprobs
 from outrider.telemetry import REQUEST_ID
 from outrider.tracing import Tracing
-from outrider.transport.rpc import statuses
+from outrider.transport.statuses import statuses
 from outrider.wire.opens import draft_sources_from_pb, source_to_pb
 from outrider.wire.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
@@ -80,9 +80,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 )
         raise AssertionError("abort raises")
 
-    async def Generate(  # noqa: N802
-        self, request: gateway_pb2.GenerateRequest, context: Any
-    ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
+    async def Generate(self, request: gateway_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802
         """Stream the parts of one generation."""
         request_id = f"gen-{secrets.token_hex(12)}"
         REQUEST_ID.set(request_id)
@@ -90,12 +88,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             traced = spanning_call(self._tracing, context, _METHOD, request_id, chat=request.HasField("chat"))
             with self._request_of(context), traced as span:
                 generation = self._ready().start(await self._request(request), request_id, span)
+                assert self._facts is not None, "facts are set with the generator"
+                sender = Sender(context, [generation], self._facts.config.slow_reader_timeout)
                 try:
                     finish = FinishReason.RUNNING
                     while finish is FinishReason.RUNNING:
                         part = await generation.next()
                         finish = part.finish
-                        yield _response(request_id, part, generation.seed)
+                        await sender.send(_response(request_id, part, generation.seed))
                 finally:
                     generation.close()
 

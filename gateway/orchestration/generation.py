@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
 from gateway.orchestration.session_table import SessionTable
-from gateway.sessions.request import PROMPT
 from gateway.sessions.session import Committed, Session
 from gateway.sessions.step_stats import SourceCounts, SpeculationReport, StepStats, first_steps, source_counts
 from gateway.telemetry import request_log
@@ -50,10 +49,33 @@ class Part(NamedTuple):
     report: SpeculationReport | None = None
 
 
+class SharedPrompt:
+    """The log-probabilities of a prompt that several generations have: the first one asks for them, for all.
+
+    None if the first one ended without them, or if the prompt has a single token.
+    """
+
+    def __init__(self) -> None:
+        self._known = asyncio.Event()
+        self._logprobs: Logprobs | None = None
+
+    def put(self, logprobs: Logprobs | None) -> None:
+        """The first generation has them; later calls do nothing."""
+        if not self._known.is_set():
+            self._logprobs = logprobs
+            self._known.set()
+
+    async def get(self) -> Logprobs | None:
+        """The log-probabilities, once they are known."""
+        await self._known.wait()
+        return self._logprobs
+
+
 class Generation:
     """A running generation. Its owner must call `close`, which frees the session at any point.
 
     on_close: called once by `close`. retry_after: seconds after which to retry if no target had room
+    shared: log-probabilities of the prompt, which this generation asked for or another one; None once they are told
     """
 
     def __init__(self, sessions: SessionTable, metrics: Metrics, session: Session, text: AnswerText) -> None:
@@ -69,12 +91,18 @@ class Generation:
         self.on_close: Callable[[], None] = lambda: None
         self.retry_after: Callable[[], int] = lambda: 1
         self.span: RequestSpan | None = None
+        self.shared: SharedPrompt | None = None
         metrics.running_requests.inc()
 
     @property
     def seed(self) -> int:
         """Seed of the generation."""
         return self._session.request.sampling.seed
+
+    @property
+    def deadline(self) -> float | None:
+        """When the answer must be complete and sent, by the event loop's clock; None for no deadline."""
+        return self._deadline
 
     @property
     def refused(self) -> bool:
@@ -91,8 +119,7 @@ class Generation:
             )
         except OutriderError as error:
             self._outcome = "overloaded" if isinstance(error, Overloaded) else "error"
-            if error.param == PROMPT:
-                error.param = session.request.prompt_field
+            error.param = session.request.client_field(error.param)
             if self.refused and error.retry_after is None:
                 error.retry_after = self.retry_after()
             raise
@@ -113,6 +140,8 @@ class Generation:
         elif finish is FinishReason.STOP and tokens:
             matched = tokens[-1]
         prompt_logprobs, session.inbox.prompt_logprobs = session.inbox.prompt_logprobs, None
+        if self.shared is not None:
+            prompt_logprobs = await self._share(self.shared, prompt_logprobs)
         if finish is not FinishReason.RUNNING:
             self._outcome = finish.name.lower()
         return Part(
@@ -134,6 +163,14 @@ class Generation:
             matched,
             self._report() if finish is not FinishReason.RUNNING else None,
         )
+
+    async def _share(self, shared: SharedPrompt, own: Logprobs | None) -> Logprobs | None:
+        """The log-probabilities of the prompt, for the first part. own: those that this generation received."""
+        self.shared = None
+        if self._session.request.prompt_logprobs is None:
+            return await shared.get()
+        shared.put(own)
+        return own
 
     async def _next_in_time(self) -> Committed:
         """The next commit. Raises DeadlineExceeded."""
@@ -166,6 +203,8 @@ class Generation:
         self._closed = True
         session, metrics = self._session, self._metrics
         self._sessions.close(session)
+        if self.shared is not None and session.request.prompt_logprobs is not None:
+            self.shared.put(None)
         self.on_close()
         metrics.running_requests.dec()
         metrics.requests.labels(self._outcome).inc()
@@ -178,8 +217,11 @@ class Generation:
 
 
 async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Part]]:
-    """Parts of several generations as they arrive, with the generation's index. The first error ends all."""
-    queue: asyncio.Queue[tuple[int, Part | Exception]] = asyncio.Queue()
+    """Parts of several generations as they arrive, with the generation's index. The first error ends all.
+
+    While the caller takes none, what is committed gathers in the sessions, as plain tokens, and not in the queue.
+    """
+    queue: asyncio.Queue[tuple[int, Part | Exception]] = asyncio.Queue(len(generations))
 
     async def drain(index: int, generation: Generation) -> None:
         try:
@@ -187,9 +229,9 @@ async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, 
             while finish is FinishReason.RUNNING:
                 part = await generation.next()
                 finish = part.finish
-                queue.put_nowait((index, part))
+                await queue.put((index, part))
         except Exception as error:
-            queue.put_nowait((index, error))
+            await queue.put((index, error))
 
     running = len(generations)
     # A single generation needs neither task nor queue.

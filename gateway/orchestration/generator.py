@@ -12,7 +12,8 @@ from dataclasses import replace
 from functools import partial
 
 from gateway.admission.admission import Admission
-from gateway.orchestration.generation import Generation
+from gateway.admission.caller import CALLER
+from gateway.orchestration.generation import Generation, SharedPrompt
 from gateway.orchestration.orchestrator import Orchestrator
 from gateway.orchestration.sampling_defaults import OPENAI, SamplingDefaults
 from gateway.sessions.request import GenerationRequest
@@ -20,20 +21,30 @@ from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.spans import CURRENT, RequestSpan
 from gateway.text.answer import AnswerText
 from gateway.text.encoding import run_in_thread_if_long
+from gateway.text.stop import MAX_STOP_CHARACTERS, MAX_STOPS
 from gateway.text.tokenizer import ModelTokenizer
 from outrider.errors import ContextTooLong, InvalidRequest, ModelNotFound
+from outrider.serving.messages import cache_salt_of
 
-MAX_STOPS = 16
 MAX_STOP_TOKENS = 1024
+# Over all answers of a request: as JSON they take about 70 MB, which are built in a few seconds beside other streams.
+MAX_PROMPT_LOGPROBS = 1 << 20
 MAX_PROMPT_TOKENS = 1 << 24  # over all answers of a request, because each session is opened with its own copy
 _TURN_SECONDS = 0.005  # for which sessions of one request are opened before other coroutines run
 
 
-class _Starting:
-    """A request whose answers are not all started yet. aborted: predicates of the request ids to abort at start."""
+Ids = str | tuple[str, ...]  # the ids by which a generation can be aborted, such as those of request and choice
 
-    def __init__(self) -> None:
-        self.aborted: list[Callable[[str], bool]] = []
+
+class _Starting:
+    """A request of this caller whose answers are not all started yet.
+
+    aborted: predicates of the ids of generations that are aborted at their start
+    """
+
+    def __init__(self, caller: str) -> None:
+        self.caller = caller
+        self.aborted: list[Callable[[Ids], bool]] = []
 
 
 class Generator:
@@ -70,7 +81,7 @@ class Generator:
         self.vocab_size = vocab_size
         self._timeout = timeout
         self._max_session_tokens = max_session_tokens
-        self._running: dict[str, set[Generation]] = {}  # by request id
+        self._running: dict[tuple[str, str], set[Generation]] = {}  # by the caller's name and request id
         self._starting: set[_Starting] = set()
 
     @property
@@ -81,7 +92,7 @@ class Generator:
     # --- starting ---
 
     async def start_all(
-        self, requests: Sequence[tuple[GenerationRequest, str]], span: RequestSpan | None = None
+        self, requests: Sequence[tuple[GenerationRequest, Ids]], span: RequestSpan | None = None
     ) -> list[Generation]:
         """Start the answers of one request, in turns with other coroutines. The caller must close them.
 
@@ -95,18 +106,25 @@ class Generator:
                 "are allowed; ask for fewer at a time",
                 param=requests[0][0].prompt_field,
             )
-        starting, started = _Starting(), list[Generation]()
+        check_prompt_logprobs([request for request, _ in requests])
+        starting, started = _Starting(CALLER.get().name), list[Generation]()
+        shared: dict[int, SharedPrompt] = {}  # by identity of the prompt, which the answers to it have in common
         self._starting.add(starting)
         clock = asyncio.get_running_loop().time
         due = clock() + _TURN_SECONDS
         try:
-            for request, request_id in requests:
+            for request, ids in requests:
                 if clock() >= due:
                     await asyncio.sleep(0)
                     due = clock() + _TURN_SECONDS
-                generation = self.start(request, request_id, span)
+                own = request
+                if request.prompt_logprobs is not None and id(request.prompt) in shared:
+                    own = replace(request, prompt_logprobs=None)
+                generation = self.start(own, ids, span)
                 started.append(generation)
-                if any(matches(request_id) for matches in starting.aborted):
+                if request.prompt_logprobs is not None:
+                    generation.shared = shared.setdefault(id(request.prompt), SharedPrompt())
+                if any(matches(ids) for matches in starting.aborted):
                     generation.abort()
         except BaseException:
             for generation in started:
@@ -116,17 +134,17 @@ class Generator:
             self._starting.discard(starting)
         return started
 
-    def start(self, request: GenerationRequest, request_id: str = "", span: RequestSpan | None = None) -> Generation:
+    def start(self, request: GenerationRequest, ids: Ids = "", span: RequestSpan | None = None) -> Generation:
         """Check a request against the model and open its session. Raises InvalidRequest, Overloaded, Unavailable.
 
-        request_id: for abort. span: of the request; by default that of the running HTTP request
+        The request is CALLER's. ids: for abort. span: of the request; by default that of the running HTTP request
         """
         span = span or CURRENT.get()
         traceparent = span.join(request, self.name) if span is not None else ""
         resolved = self._resolve(request, traceparent)
         self.admission.enter()
         try:
-            generation = self._open(resolved, request_id)
+            generation = self._open(resolved, ids)
         except BaseException:
             self.admission.leave(refused=True)
             raise
@@ -136,7 +154,7 @@ class Generator:
         return generation
 
     def _resolve(self, request: GenerationRequest, traceparent: str) -> GenerationRequest:
-        """The request with max_tokens, seed and timeout filled in. Raises InvalidRequest."""
+        """The request with max_tokens, seed, timeout and its caller's caches filled in. Raises InvalidRequest."""
         self._check(request)
         stop, context = request.stop, self.max_session_tokens
         rest = context - len(request.prompt)
@@ -158,9 +176,16 @@ class Generator:
         # A top_k above the vocabulary keeps all tokens; the wire has no room for larger numbers.
         sampling = replace(request.sampling, seed=seed, top_k=min(request.sampling.top_k, self.vocab_size))
         draft_tokens = 0 if request.prompt_only else request.max_draft_tokens
-        return replace(request, sampling=sampling, stop=stop, max_draft_tokens=draft_tokens, traceparent=traceparent)
+        return replace(
+            request,
+            sampling=sampling,
+            stop=stop,
+            cache_salt=cache_salt_of(CALLER.get().caches, request.cache_salt),
+            max_draft_tokens=draft_tokens,
+            traceparent=traceparent,
+        )
 
-    def _open(self, request: GenerationRequest, request_id: str) -> Generation:
+    def _open(self, request: GenerationRequest, ids: Ids) -> Generation:
         sessions = self.orchestrator.sessions
         session = sessions.open(request)
         before = () if request.text.new_text else request.prompt
@@ -168,35 +193,41 @@ class Generator:
         stop = request.stop
         text = AnswerText(detokenizer, stop.strings, stop.min_tokens, include_stop=request.text.include_stop)
         generation = Generation(sessions, self.metrics, session, text)
-        self._running.setdefault(request_id, set()).add(generation)
-        generation.on_close = partial(self._remove, request_id, generation)
+        caller = CALLER.get().name
+        keys = [(caller, one) for one in _each(ids)]
+        for key in keys:
+            self._running.setdefault(key, set()).add(generation)
+        generation.on_close = partial(self._remove, keys, generation)
         generation.retry_after = self.admission.retry_after
         return generation
 
-    def _remove(self, request_id: str, generation: Generation) -> None:
+    def _remove(self, keys: Sequence[tuple[str, str]], generation: Generation) -> None:
         self.admission.leave(refused=generation.refused)
-        of_request = self._running[request_id]
-        of_request.discard(generation)
-        if not of_request:
-            del self._running[request_id]
+        for key in keys:
+            of_request = self._running[key]
+            of_request.discard(generation)
+            if not of_request:
+                del self._running[key]
 
     # --- aborting ---
 
-    def abort(self, request_id: str, *, prefix: bool = False) -> int:
-        """End a request's generations; its client keeps the text so far. Returns the number of generations.
+    def abort(self, request_id: str, owner: str | None) -> int:
+        """End the generations with exactly this id; their client keeps the text so far. Returns their number.
 
-        The ids of several prompts or choices continue the request's id with a hyphen.
-        prefix: end all requests whose ids begin with request_id
+        owner: name of the caller whose requests may be ended; None for all callers
         """
-        begin = request_id if prefix else f"{request_id}-"
 
-        def matches(name: str) -> bool:
-            return name == request_id or name.startswith(begin)
+        def matches(ids: Ids) -> bool:
+            return request_id in _each(ids)
 
         for starting in self._starting:
-            starting.aborted.append(matches)
-        found = [generations for name, generations in self._running.items() if matches(name)]
-        return sum(generation.abort() for generations in found for generation in generations)
+            if owner in (None, starting.caller):
+                starting.aborted.append(matches)
+        if owner is not None:
+            found = list(self._running.get((owner, request_id), ()))
+        else:
+            found = [one for (_, name), of_id in self._running.items() if name == request_id for one in of_id]
+        return sum(generation.abort() for generation in found)
 
     def abort_all(self) -> int:
         """End all generations and other sessions. Returns the number of sessions."""
@@ -243,10 +274,16 @@ class Generator:
 
     def _check(self, request: GenerationRequest) -> None:
         stop = request.stop
+        check_prompt_logprobs([request])
         if not request.prompt:
             raise InvalidRequest("the prompt is empty; send at least one token", param=request.prompt_field)
         if len(stop.strings) > MAX_STOPS:
             raise InvalidRequest(f"at most {MAX_STOPS} stop strings are allowed", param="stop")
+        if (length := sum(map(len, stop.strings))) > MAX_STOP_CHARACTERS:
+            raise InvalidRequest(
+                f"the stop strings have {length} characters in all; at most {MAX_STOP_CHARACTERS} are allowed",
+                param="stop",
+            )
         if len(stop.token_ids) > MAX_STOP_TOKENS:
             raise InvalidRequest(f"at most {MAX_STOP_TOKENS} stop tokens are allowed", param="stop_token_ids")
         if "" in stop.strings:
@@ -254,3 +291,22 @@ class Generator:
         biased = [token for token, _ in request.sampling.logit_bias]
         for tokens, param in ((stop.token_ids, "stop_token_ids"), (biased, "logit_bias")):
             self.check_tokens(tokens, param)
+
+
+def _each(ids: Ids) -> tuple[str, ...]:
+    """The different ids."""
+    return (ids,) if isinstance(ids, str) else tuple(dict.fromkeys(ids))
+
+
+def check_prompt_logprobs(requests: Sequence[GenerationRequest]) -> None:
+    """Raise InvalidRequest if the answers to one request report too many log-probabilities of prompt tokens."""
+    scored = [request for request in requests if request.prompt_logprobs is not None]
+    count = sum(len(request.prompt) * (1 + (request.prompt_logprobs or 0)) for request in scored)
+    if count > MAX_PROMPT_LOGPROBS:
+        longest = max(scored, key=lambda request: len(request.prompt))
+        raise InvalidRequest(
+            f"the request asks for {count} log-probabilities of prompt tokens: {len(scored)} answers, with up to "
+            f"{len(longest.prompt)} prompt tokens, each with its own and {longest.prompt_logprobs} others; at most "
+            f"{MAX_PROMPT_LOGPROBS} are allowed; ask for fewer of them, or for fewer answers at a time",
+            param="prompt_logprobs",
+        )

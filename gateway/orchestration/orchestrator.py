@@ -73,6 +73,7 @@ class Orchestrator:
 
     def _update_metrics(self) -> None:
         services = self.metrics.services
+        services.set_awaited({t.address: t.awaited_version for t in self.targets if t.awaited_version is not None})
         for link in self.links:
             services.up.labels(link.service, link.address).set(link.up)
             services.set_state(link.service, link.address, link.availability.state)

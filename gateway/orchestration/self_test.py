@@ -71,7 +71,31 @@ class Finding:
     def __str__(self) -> str:
         if not self.chances:
             return f"{self.drafter} never proposed in time"
-        return f"{self.drafter} predicted {self.accepted} of {self.chances} tokens ({self.accepted / self.chances:.0%})"
+        share = f"{self.accepted / self.chances:.0%}"
+        return f"{self.drafter} predicted {self.accepted} of the {self.chances} tokens that it had time for ({share})"
+
+
+@dataclass
+class Answers:
+    """What became of the draft tokens in all answers: steps, tokens, and draft tokens that were verified, accepted."""
+
+    steps: int = 0
+    tokens: int = 0
+    verified: int = 0
+    accepted: int = 0
+
+    def __str__(self) -> str:
+        length = f"accept length {self.tokens / max(1, self.steps):.2f}"
+        if not self.verified:
+            return f"the target verified no draft tokens, which came late or do not pay here at present ({length})"
+        return f"the target accepted {self.accepted} of {self.verified} draft tokens in {self.steps} steps ({length})"
+
+    def add(self, session: Session) -> None:
+        """Count one answer."""
+        self.steps += len(session.stats.steps)
+        self.tokens += session.new_tokens
+        self.verified += session.stats.verified
+        self.accepted += session.stats.accepted
 
 
 async def self_test(generator: Generator, draft: DraftLink) -> list[Finding]:
@@ -82,31 +106,30 @@ async def self_test(generator: Generator, draft: DraftLink) -> list[Finding]:
         return []
     try:
         async with asyncio.timeout(_SECONDS):
-            findings, accept_length = await _test(generator, draft)
+            findings, answers = await _test(generator, draft)
     except TimeoutError:
         log.info("the draft at %s was not tested: no answers in %.0f s", draft.address, _SECONDS)
         return []
     except OutriderError as error:
         log.info("the draft at %s was not tested: %s", draft.address, error.message)
         return []
-    _log(draft, findings, accept_length)
+    _log(draft, findings, answers)
     return findings
 
 
-async def _test(generator: Generator, draft: DraftLink) -> tuple[list[Finding], float]:
-    """Generate answers until each drafter with a model had enough chances. Returns findings and accept length."""
-    before, steps, tokens = _counts(draft), 0, 0
+async def _test(generator: Generator, draft: DraftLink) -> tuple[list[Finding], Answers]:
+    """Generate answers until each drafter with a model had enough chances."""
+    before, answers = _counts(draft), Answers()
     findings: list[Finding] = []
     for _ in range(_MAX_REPEATS):
-        more = await _answer(generator, draft)
-        steps, tokens = steps + more[0], tokens + more[1]
+        await _answer(generator, draft, answers)
         findings = [
             Finding(name, *(now - then for now, then in zip(counts, before.get(name, (0, 0)), strict=True)))
             for name, counts in _counts(draft).items()
         ]
         if all(finding.judged for finding in findings if finding.drafter in _CAUSES):
             break
-    return findings, tokens / max(1, steps)
+    return findings, answers
 
 
 def _counts(draft: DraftLink) -> dict[str, tuple[int, int]]:
@@ -114,9 +137,9 @@ def _counts(draft: DraftLink) -> dict[str, tuple[int, int]]:
     return {d.name: (d.chances, d.accepted) for d in draft.load.drafters} if draft.load is not None else {}
 
 
-def _log(draft: DraftLink, findings: Sequence[Finding], accept_length: float) -> None:
-    log.info("self-test of the draft at %s: %s; accept length %.2f",
-             draft.address, ", ".join(map(str, findings)) or "no proposal", accept_length)  # fmt: skip
+def _log(draft: DraftLink, findings: Sequence[Finding], answers: Answers) -> None:
+    log.info("self-test of the draft at %s: %s; %s",
+             draft.address, ", ".join(map(str, findings)) or "no proposal", answers)  # fmt: skip
     for finding in findings:
         if finding.broken:
             log.warning(
@@ -126,8 +149,8 @@ def _log(draft: DraftLink, findings: Sequence[Finding], accept_length: float) ->
             )  # fmt: skip
 
 
-async def _answer(generator: Generator, draft: DraftLink) -> tuple[int, int]:
-    """Generate the answers to all questions together. Returns steps and tokens of all of them."""
+async def _answer(generator: Generator, draft: DraftLink, answers: Answers) -> None:
+    """Generate the answers to all questions together, and count them."""
     table, salt = generator.orchestrator.sessions, secrets.token_hex(8)
     sessions: list[Session] = []
     try:
@@ -144,7 +167,8 @@ async def _answer(generator: Generator, draft: DraftLink) -> tuple[int, int]:
     finally:
         for session in sessions:
             table.close(session)
-    return sum(len(s.stats.steps) for s in sessions), sum(s.new_tokens for s in sessions)
+    for session in sessions:
+        answers.add(session)
 
 
 async def _prompt(generator: Generator, question: str) -> list[int]:

@@ -6,11 +6,12 @@ import asyncio
 import itertools
 import secrets
 
-from gateway.admission.retry_after import bounded
+from gateway.admission.retry_after import MAX_SECONDS, bounded
 from gateway.pools.placement import Placement
 from gateway.sessions.draft_watch import DraftWatches
 from gateway.sessions.request import GenerationRequest
 from gateway.sessions.session import Session
+from gateway.streams.availability import UNUSABLE
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from gateway.telemetry.metrics import Metrics
@@ -55,8 +56,11 @@ class SessionTable:
     def open(self, request: GenerationRequest, draft: DraftLink | None = None) -> Session:
         """Open a session. request: resolved. draft: the one to open it on first, instead of the best one.
 
-        While all targets are away the session waits; raises Unavailable once they have been away for too long.
+        While all targets are away the session waits; raises Unavailable once they have been away for too long, or if
+        none of them can serve before it is sent weights or restarted.
         """
+        if (error := self._none_usable()) is not None:
+            raise error
         if self._resume_timed_out():
             raise self._no_target()
         session = Session(next(self._ids), request)
@@ -132,6 +136,29 @@ class SessionTable:
         self._no_target_since = None
         for session in self.on_target(None):
             self.open_on_target(session, again=True)
+
+    def target_absent(self) -> None:
+        """A target cannot be used: sessions that wait for one end at once if none of them can."""
+        if self._timers and (error := self._none_usable()) is not None:
+            for session in self.on_target(None):
+                self.fail(session, error)
+
+    def _none_usable(self) -> Unavailable | None:
+        """The error of sessions if targets lack weights, and no other may come: waiting would not help. None otherwise.
+
+        A target that is refused for another reason may be restarted at any moment, such as one with the wrong model.
+        """
+        targets = self.placement.targets
+        if not targets or not all(target.availability.state in UNUSABLE for target in targets):
+            return None
+        version = next((target.awaited_version for target in targets if target.awaited_version is not None), None)
+        if version is None:
+            return None
+        message = (
+            f'no target has the weights "{version}", which this gateway serves; they must be sent again with '
+            "/update_weights_from_disk or /update_weights_from_tensor"
+        )
+        return Unavailable(message, retry_after=MAX_SECONDS)
 
     def targets_down(self) -> None:
         """The last target that was up is lost."""

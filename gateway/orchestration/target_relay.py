@@ -51,6 +51,7 @@ class TargetRelay:
         target.traffic = self._metrics.traffic
         target.on_up = partial(self._up, target)
         target.on_down = partial(self._down, target)
+        target.on_absent = self._table.target_absent
         target.on_frame = partial(self._receive, target)
 
     # --- frames ---

@@ -133,7 +133,9 @@ class CallObject:
             self.failed |= self.name is None
         elif self._key in _ARGUMENTS and not self._has_arguments:
             value = self._loaded()
-            self._add(value if isinstance(value, str) else "".join(self._raw))
+            # Some models write null, or an empty text, for a function without arguments.
+            given = value if isinstance(value, str) else "" if value is None else "".join(self._raw)
+            self._add(given if given.strip() else "{}")
         ended = character == "}" and self._raw[-1:] != ["}"]
         self._expect(_State.KEY)
         self.done = self.done or ended

@@ -49,13 +49,13 @@ class OutputParser:
         self._calls = calls
         self._max_calls = max_calls
 
-    def push(self, text: str, *, last: bool) -> ParsedOutput:
-        """The output that a piece of text adds. last: it is the last piece."""
+    def push(self, text: str, *, last: bool, cut: bool = False) -> ParsedOutput:
+        """The output that a piece of text adds. last: it is the last piece. cut: the text does not end by itself."""
         output = ParsedOutput(content=text)
         if self._reasoning is not None:
             output.reasoning, output.content = self._reasoning.push(text)
             if last:
-                reasoning, content = self._reasoning.finish()
+                reasoning, content = self._reasoning.finish(cut=cut)
                 output.reasoning += reasoning
                 output.content += content
         if self._calls is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 from gateway.text.stop import overlap
 
 BEGIN, END = "<think>", "</think>"
+_BEGIN, _END = BEGIN.encode(), END.encode()
 
 
 class Reasoning:
@@ -34,10 +36,13 @@ class Reasoning:
         self._inside, self._beginning = False, True
         return reasoning, self._trimmed(self._take(len(self._held)))
 
-    def finish(self) -> tuple[str, str]:
-        """The reasoning and the content held back, at the end of the text."""
+    def finish(self, *, cut: bool = False) -> tuple[str, str]:
+        """The reasoning and the content held back, at the end of the text.
+
+        cut: the text did not end by itself. What can still become the end marker is then no reasoning.
+        """
         rest = self._take(len(self._held))
-        return (rest, "") if self._inside else ("", rest)
+        return ("" if cut else rest, "") if self._inside else ("", rest)
 
     def _decide(self) -> bool:
         """Decide whether the text begins with reasoning. False while it is too short."""
@@ -65,20 +70,33 @@ class Reasoning:
 
 
 class ReasoningTokenCounter:
-    """Counts the tokens of reasoning with its end marker; counts none if the markers are not single tokens."""
+    """Counts the tokens of reasoning with its markers, each of which may be one token or several."""
 
-    def __init__(self, begin: int | None, end: int | None, *, inside: bool) -> None:
-        """begin, end: token ids of the markers."""
+    def __init__(self, pieces: Mapping[int, bytes], *, inside: bool) -> None:
+        """pieces: bytes of each token. inside: the prompt ends with the begin marker."""
         self.count = 0
-        self._begin, self._end = begin, end
-        self._inside = inside and end is not None
-        self._first = True
+        self._pieces = pieces
+        self._decided = inside
+        self._ended = False
+        self._before = b""  # the last bytes so far, with which a marker may begin
 
     def add(self, tokens: Sequence[int]) -> None:
         """Count the next tokens of the answer."""
-        if tokens and self._first:
-            self._inside |= self._end is not None and tokens[0] == self._begin
-            self._first = False
-        if self._inside:
-            self._inside = self._end not in tokens
-            self.count += len(tokens) if self._inside else list(tokens).index(self._end or 0) + 1
+        if self._ended or not tokens:
+            return
+        pieces = [self._pieces[token] for token in tokens]
+        text = self._before + b"".join(pieces)
+        if not self._decided:
+            begun = text.lstrip()
+            self._decided = len(begun) >= len(_BEGIN) or not _BEGIN.startswith(begun)
+            if self._decided and not begun.startswith(_BEGIN):
+                self.count, self._ended = 0, True
+                return
+        end = text.find(_END) + len(_END)
+        if end >= len(_END):
+            ends = itertools.accumulate(map(len, pieces), initial=len(self._before))
+            self.count += sum(start < end for start in list(ends)[:-1])
+            self._ended = True
+        else:
+            self.count += len(tokens)
+            self._before = text[1 - len(_END) :] if self._decided else text

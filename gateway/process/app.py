@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from gateway.admission.access import Access
 from gateway.admission.admission import Admission, Keys
 from gateway.api import app as rest
 from gateway.api.middleware import EdgeMiddleware, KeyCheck
@@ -36,7 +37,8 @@ from gateway.pools.pool import Routing
 from gateway.process.listeners import Listeners
 from gateway.streams.availability import ReplicaState
 from gateway.streams.draft import DraftLink
-from gateway.streams.target import OtherWeights, TargetLink
+from gateway.streams.pool_weights import OtherWeights
+from gateway.streams.target import TargetLink
 from gateway.telemetry import request_log
 from gateway.telemetry.compatible_metrics import SglangMetrics, VllmMetrics
 from gateway.telemetry.metrics import Metrics
@@ -84,14 +86,16 @@ async def serve(config: GatewayConfig, peers: Peers | None = None) -> int:
 
 async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -> int:
     stop = asyncio.create_task(_stop_or_leave().wait())
-    edge, servicer = EdgeMiddleware(config.max_body_bytes), GatewayServicer()
-    listeners = Listeners(config, _with_cors(edge, config.allowed_origins), shared=peers.several)
+    edge = EdgeMiddleware(config.max_body_bytes, Access(config), config.client_timeout)
+    servicer, keys = GatewayServicer(), Keys(config)
+    listeners = Listeners(config, _with_cors(edge, config.allowed_origins), keys, shared=peers.several)
     facade_services, metrics = facades(config.grpc_facades), Metrics()
-    admission, keys = Admission(config.max_pending_requests), Keys(config)
+    admission = Admission(config.max_pending_requests)
     tests: list[asyncio.Task[Any]] = []
     tls, service_tls = config.server_tls(), config.service_tls()
     routing = Routing(config.cache_threshold, config.balance_abs_threshold, config.balance_rel_threshold)
-    targets = [TargetLink(address, service_tls, config.stream_transport) for address in config.target]
+    token = config.service_token()
+    targets = [TargetLink(address, service_tls, config.stream_transport, token=token) for address in config.target]
     orchestrator = Orchestrator(targets, [], metrics, routing=routing)
     gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, listeners.grpc.server)
     for facade in facade_services:
@@ -125,12 +129,13 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         if not config.disable_sglang_metrics:
             metrics.registry.register(SglangMetrics(metrics, generator.name))
         for address in config.draft:
-            orchestrator.attach_draft(DraftLink(address, target.info.model, service_tls, config.stream_transport))
+            link = DraftLink(address, target.info.model, service_tls, config.stream_transport, token=token)
+            orchestrator.attach_draft(link)
         if not config.disable_draft_self_test:
             tests += self_test.start(generator, orchestrator)
         control = Control(orchestrator, facts)
         await peers.serve(answers_for(generator, control))
-        edge.app = KeyCheck(rest.build(generator, facts, control), keys)
+        edge.app = KeyCheck(rest.build(generator, facts, control, keys), keys)
         if tracing is not None:
             edge.app = Traced(edge.app, tracing)
         servicer.serve(generator, facts, keys, tracing)
@@ -290,10 +295,16 @@ async def _connect_draft(link: DraftLink, required: float | None) -> None:
     if required is not None:
         await link.wait_up(required)
         return
-    try:
-        await link.wait_up(_WARN_AFTER)
-    except (Unavailable, ConfigError) as error:  # the link goes on trying
-        # Of a draft that answers, the link has logged the reason.
-        silent = link.availability.state in (ReplicaState.UNREACHABLE, ReplicaState.STARTING)
-        what = error.message if silent else f"the {link.service} at {link.address} is not used"
-        log.warning("%s; text is decoded plainly until it is up", what)
+    # Loading and compiling a draft's model takes up to a minute, so that an absent one is no warning before.
+    for seconds, silent in ((_WARN_AFTER, logging.INFO), (_START_UP - _WARN_AFTER, logging.WARNING)):
+        try:
+            await link.wait_up(seconds)
+            return
+        except (Unavailable, ConfigError):  # the link goes on trying
+            state, reason = link.availability.state, link.availability.reason
+        what = f"the {link.service} at {link.address}"
+        if state not in (ReplicaState.UNREACHABLE, ReplicaState.STARTING):  # the link has logged the reason
+            log.warning("%s is not used; text is decoded plainly until it is", what)
+            return
+        level = logging.INFO if state is ReplicaState.STARTING else silent
+        log.log(level, "%s is not up yet (%s); text is decoded plainly until it is", what, reason)

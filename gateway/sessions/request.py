@@ -91,6 +91,13 @@ class GenerationRequest:
         """True if the draft service may draft for it."""
         return self.max_draft_tokens != 0 and SourceKind.DRAFT in self.draft_sources
 
+    def client_field(self, param: str | None) -> str | None:
+        """The client's name of a field that the services name in an error."""
+        if param == PROMPT:
+            return self.prompt_field
+        grammar = self.grammar
+        return grammar.client_field or param if grammar is not None and param == grammar.kind.param else param
+
     def choices(self, count: int) -> list[GenerationRequest]:
         """This request once for each choice, with consecutive seeds."""
         seed = self.seed

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import grpc
 
-from outrider.transport.rpc import RETRY_AFTER
+from outrider.transport.statuses import RETRY_AFTER
 
 
 class ReplicaState(StrEnum):
@@ -17,6 +17,7 @@ class ReplicaState(StrEnum):
     STARTING = "starting"  # it answers, and is not ready yet
     FAILED = "failed"  # it answers that it could not load its model, and tries again
     REFUSED = "refused"  # it does not fit the other services
+    AWAITING_WEIGHTS = "awaiting_weights"  # it fits, except that it lacks the weights of an update
     UNREACHABLE = "unreachable"  # nothing answers at its address
 
 
@@ -28,6 +29,8 @@ class Availability:
     reason: str = ""
 
 
+# A replica in these states is used only once somebody has acted: restarted it, or sent weights.
+UNUSABLE = (ReplicaState.REFUSED, ReplicaState.AWAITING_WEIGHTS)
 READY = Availability(ReplicaState.READY)
 
 

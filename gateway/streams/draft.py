@@ -44,9 +44,11 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         target_model: common_pb2.ModelInfo,
         tls: ClientTls | None = None,
         transport: StreamTransport = "grpc",
+        *,
+        token: str | None = None,
     ) -> None:
-        """target_model: the model whose vocabulary the draft must share. transport: what frames may use."""
-        super().__init__(address, tls, transport)
+        """target_model: the model whose vocabulary the draft must share. transport, token: as in Link."""
+        super().__init__(address, tls, transport, token=token)
         self._target_model = target_model
         self._urgent = True  # the last commits asked for draft tokens
         self._due_flush: draft_pb2.FlushDraftRequest | None = None  # before the draft is used again

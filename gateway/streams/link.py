@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import random
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -25,9 +26,11 @@ from gateway.streams.traffic import Count, Direction, Traffic
 from outrider import PROTOCOL_VERSION
 from outrider.config import StreamTransport
 from outrider.errors import ConfigError, OutriderError, Unavailable
+from outrider.service_token import with_token
 from outrider.tls import ClientTls, explain_tls_failure, open_channel
 from outrider.transport.frame_socket import SocketCall, connect_beside, message_of, socket_beside
 from outrider.transport.rpc import CHANNEL_OPTIONS
+from outrider.transport.stream import PEER_METADATA
 from outrider.wire.v1 import common_pb2
 
 log = logging.getLogger(__name__)
@@ -82,6 +85,7 @@ class Link(ABC, Generic[Info, Frame]):
     session_count: sessions that are open there, counted by the placement
     load: the engine's last report. info: facts from the handshake. refusal: why the replica does not fit
     channel: while it is up or about to be. on_change: called after `up` or `availability` changed
+    on_absent: called after each attempt to use it that failed
     transport: of the stream's frames, grpc or socket; empty before the first
     traffic: counts of frames, which links share
     """
@@ -92,10 +96,19 @@ class Link(ABC, Generic[Info, Frame]):
     frame: type[Any]  # message type of incoming frames
     features_are: Direction  # in which frames hidden states travel
 
-    def __init__(self, address: str, tls: ClientTls | None = None, transport: StreamTransport = "grpc") -> None:
-        """transport: what frames may use."""
+    def __init__(
+        self,
+        address: str,
+        tls: ClientTls | None = None,
+        transport: StreamTransport = "grpc",
+        *,
+        token: str | None = None,
+    ) -> None:
+        """transport: what frames may use. token: of the services."""
         self.address = address
         self._tls = tls
+        self._token = token
+        self._peer = secrets.token_hex(16)
         self._allowed_transport = transport
         self.transport = ""
         self.traffic = Traffic()
@@ -108,6 +121,7 @@ class Link(ABC, Generic[Info, Frame]):
         self.on_up: Callable[[], None] = lambda: None
         self.on_down: Callable[[], None] = lambda: None
         self.on_change: Callable[[], None] = lambda: None
+        self.on_absent: Callable[[], None] = lambda: None
         self.on_frame: Callable[[Frame], Awaitable[None]] = _ignore  # frames are processed one after the other
         self.outgoing = FrameSignal()
         self._absence = Availability(ReplicaState.UNREACHABLE, "not connected yet")
@@ -134,6 +148,11 @@ class Link(ABC, Generic[Info, Frame]):
 
     async def prepare(self, channel: grpc.aio.Channel) -> None:
         """Make the calls that must precede the stream. The replica is serving by now."""
+
+    def state_after(self, error: ConfigError) -> ReplicaState:
+        """The state of a replica that `handshake` has refused."""
+        del error
+        return ReplicaState.REFUSED
 
     @abstractmethod
     def take_frame(self) -> Any:
@@ -188,7 +207,7 @@ class Link(ABC, Generic[Info, Frame]):
 
     def open_channel(self) -> grpc.aio.Channel:
         """A channel to the replica."""
-        return open_channel(self.address, CHANNEL_OPTIONS, self._tls)
+        return with_token(open_channel(self.address, CHANNEL_OPTIONS, self._tls), self._token)
 
     async def _checked_handshake(self, channel: grpc.aio.Channel) -> Info:
         try:
@@ -199,6 +218,10 @@ class Link(ABC, Generic[Info, Frame]):
                 self._last_error = error.details()
                 if trouble := await explain_tls_failure(self.address, self._tls):
                     raise ConfigError(f"the {self.service} at {self.address} {trouble}") from None
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise ConfigError(
+                    f"the {self.service} at {self.address} refuses this gateway: {error.details()}"
+                ) from None
             raise
 
     async def _run(self) -> None:
@@ -220,7 +243,7 @@ class Link(ABC, Generic[Info, Frame]):
                 self.refusal = error
                 self._settled.set()
                 longest = self.longest_refused_wait
-                self._absent(Availability(ReplicaState.REFUSED, error.message))
+                self._absent(Availability(self.state_after(error), error.message))
             except grpc.aio.AioRpcError as error:
                 self._absent(after(error))
             except Unavailable as error:
@@ -249,13 +272,15 @@ class Link(ABC, Generic[Info, Frame]):
     def _lost(self) -> None:
         self.clear()
         self.channel = None
-        if self.up:
-            self.up = False
+        lost, self.up = self.up, False
+        if lost:
             log.warning("the stream to the %s at %s is lost", self.service, self.address)
-            try:
+        try:
+            if lost:
                 self.on_down()
-            except Exception:  # a bug here must not end the link either
-                log.exception("some sessions of the %s at %s could not be moved", self.service, self.address)
+            self.on_absent()
+        except Exception:  # a bug here must not end the link either
+            log.exception("some sessions of the %s at %s could not be moved", self.service, self.address)
         self.on_change()
 
     async def _stream(self, channel: grpc.aio.Channel) -> None:
@@ -298,7 +323,7 @@ class Link(ABC, Generic[Info, Frame]):
 
     def open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
         """The stream call; it reads and writes bytes."""
-        return channel.stream_stream(self.method)(metadata=metadata)
+        return channel.stream_stream(self.method)(metadata=(*metadata, (PEER_METADATA, self._peer)))
 
     async def _write(self, call: Any) -> None:
         outgoing, sent = self.outgoing, self.traffic.count(self.service, "sent", self.transport)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 import grpc
 
+from gateway.streams.availability import Availability, ReplicaState
 from gateway.streams.batches import cut_opens, join
 from gateway.streams.features import FUSION_TIMEOUT, Features
 from gateway.streams.link import CALL_TIMEOUT, Link, collect_files
+from gateway.streams.pool_weights import OtherWeights, PoolWeights
 from outrider.config import StreamTransport
 from outrider.errors import ConfigError
 from outrider.tls import ClientTls
@@ -19,15 +22,17 @@ from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+UpdateLock = Callable[[], AbstractAsyncContextManager[Any]]
 
-class OtherWeights(ConfigError):
-    """A target fits except for its weights: it missed an update, or others did."""
+_LOAD_WAIT = 15.0  # seconds between attempts to load weights that could not be loaded
+_LOAD_TIMEOUT = 3600.0  # seconds for a target to read all weights
 
 
 class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyResponse]):
     """Sends opens, proposals and closes; receives commits. Replicas of a pool must serve the same checkpoint.
 
     features: ids of the FeatureSpecs that the target knows
+    update_lock: excludes updates of weights
     paused: what the target must be set to before it is used again: True to pause, False to continue, None for nothing.
         It may have restarted, or have lost no more than its stream.
     """
@@ -37,12 +42,21 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
     frame = target_pb2.VerifyResponse
     features_are = "received"
 
-    def __init__(self, address: str, tls: ClientTls | None = None, transport: StreamTransport = "grpc") -> None:
-        super().__init__(address, tls, transport)
+    def __init__(
+        self,
+        address: str,
+        tls: ClientTls | None = None,
+        transport: StreamTransport = "grpc",
+        *,
+        token: str | None = None,
+    ) -> None:
+        super().__init__(address, tls, transport, token=token)
         self.tokenizer_files: dict[str, bytes] = {}
         self.features: set[int] = set()
         self._wanted: dict[int, Features] = {}  # that drafts need, by id
-        self._expected: target_pb2.GetTargetInfoResponse | None = None
+        self._pool: PoolWeights | None = None
+        self._load_error = ""  # of the last weights that the target could not load
+        self.update_lock: UpdateLock = nullcontext
         self.paused: bool | None = None
         self.clear()
 
@@ -54,58 +68,40 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
 
     def expect(self, facts: target_pb2.GetTargetInfoResponse) -> None:
         """Refuse a target whose texts would differ. Raises ConfigError if they differ now, unless an update helps."""
-        self._expected = target_pb2.GetTargetInfoResponse.FromString(facts.SerializeToString())
+        self._pool = PoolWeights(facts)
         if self.info is None:
             return
         try:
-            self._check(self.info)
+            self._pool.check(self.address, self.info)
         except OtherWeights:
             self.reconnect()
 
     def expects(self, fingerprint: str) -> bool:
         """True if the target must have weights of this fingerprint to be used."""
-        return self._expected is not None and self._expected.model.fingerprint == fingerprint
+        return self._pool is not None and self._pool.fingerprint == fingerprint
 
-    def weights_changed(self, fingerprint: str, version: str, *, here: bool = True) -> None:
-        """The served weights have this fingerprint and label now. here: False if this target does not have them yet."""
-        assert self._expected is not None, "weights change only after the first handshake"
-        self._expected.model.fingerprint = fingerprint
-        if not here:
-            self.reconnect()
-        elif self.info is not None:
+    @property
+    def awaited_version(self) -> str | None:
+        """Label of the weights that the target lacks and cannot load by itself; None if it is not refused for that."""
+        awaits = self._pool is not None and self.availability.state is ReplicaState.AWAITING_WEIGHTS
+        return self._pool.version if awaits and self._pool is not None else None
+
+    def weights_changed(self, fingerprint: str, version: str, folder: str = "", *, here: bool = True) -> None:
+        """The served weights have this fingerprint and label now. here: False if this target does not have them yet.
+
+        folder: that they came from; empty for tensors
+        """
+        assert self._pool is not None, "weights change only after the first handshake"
+        self._pool.changed(fingerprint, version, folder)
+        self._load_error = ""
+        if here and self.up and self.info is not None:
             self.info.model.fingerprint, self.info.weight_version = fingerprint, version
+        else:  # a target that has just got them is used at once
+            self.reconnect()
 
-    def _check(self, facts: target_pb2.GetTargetInfoResponse) -> None:
-        """Raise ConfigError for a model, number format or weights that differ from the expected ones."""
-        expected = self._expected
-        if expected is None:
-            return
-        model, served = facts.model, expected.model
-        first, others = facts.first_fingerprint, expected.first_fingerprint
-        updated = first != "" and first == others  # same weights at start
-        if model.fingerprint != served.fingerprint and not updated:
-            raise ConfigError(
-                self._mismatch(facts) + "restart the gateway to change the model, or update the target's weights"
-            )
-        for flag, own, others in (
-            ("--dtype", model.dtype, served.dtype),
-            ("--kv-cache-dtype", facts.kv_cache_dtype, expected.kv_cache_dtype),
-        ):
-            if own != others:
-                raise ConfigError(
-                    f"the target at {self.address} computes with {flag} {own}, the others of its pool with {others}; "
-                    "sessions may move between them, so give all the same"
-                )
-        if model.fingerprint != served.fingerprint:
-            raise OtherWeights(self._mismatch(facts) + "update the target's weights")
-
-    def _mismatch(self, facts: target_pb2.GetTargetInfoResponse) -> str:
-        assert self._expected is not None, "a mismatch needs an expectation"
-        model, served = facts.model, self._expected.model
-        return (
-            f"the target at {self.address} serves {model.model_path}, fingerprint {model.fingerprint}; the model "
-            f"that this gateway serves is {served.model_path}, fingerprint {served.fingerprint}; "
-        )
+    def state_after(self, error: ConfigError) -> ReplicaState:
+        """As in Link."""
+        return error.state if isinstance(error, OtherWeights) else ReplicaState.REFUSED
 
     def update_load(self, load: common_pb2.EngineLoad) -> None:
         """Take the engine's report. Its pause holds even if another gateway asked for it."""
@@ -150,9 +146,55 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         if not self.tokenizer_files:
             parts = stub.GetTokenizer(target_pb2.GetTokenizerRequest(), timeout=CALL_TIMEOUT)
             self.tokenizer_files = await collect_files(parts)
-        self._check(info)
+        if self._pool is not None:
+            try:
+                self._pool.check(self.address, info)
+            except OtherWeights:
+                info = await self._load_weights(stub, self._pool)
         await self._configure_all(channel)
         return info
+
+    async def _load_weights(self, stub: Any, pool: PoolWeights) -> target_pb2.GetTargetInfoResponse:
+        """Let a target load the weights that it lacks. Returns its facts. Raises OtherWeights if it cannot."""
+        async with self.update_lock():  # an update may be under way, which brings these weights or others
+            info: target_pb2.GetTargetInfoResponse = await stub.GetTargetInfo(
+                target_pb2.GetTargetInfoRequest(), timeout=CALL_TIMEOUT
+            )
+            try:
+                pool.check(self.address, info)
+            except OtherWeights:
+                request = pool.request_for(info)
+                if request is None:
+                    raise
+                await self._load_from_folder(stub, pool, info, request)
+                info = await stub.GetTargetInfo(target_pb2.GetTargetInfoRequest(), timeout=CALL_TIMEOUT)
+        pool.check(self.address, info)
+        return info
+
+    async def _load_from_folder(
+        self,
+        stub: Any,
+        pool: PoolWeights,
+        info: target_pb2.GetTargetInfoResponse,
+        request: target_pb2.UpdateWeightsFromDiskRequest,
+    ) -> None:
+        if not self._load_error:
+            loading = f'it loads the weights "{pool.version}" of the last update'
+            self._absent(Availability(ReplicaState.STARTING, loading))
+        try:
+            await stub.UpdateWeightsFromDisk(request, timeout=_LOAD_TIMEOUT)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.FAILED_PRECONDITION:
+                raise
+            # Paths stay in the log: /health shows the reason to every client.
+            reason = f'the weights "{pool.version}" cannot be loaded from {request.folder}: {error.details()}'
+            if reason != self._load_error:
+                log.warning("the target at %s: %s", self.address, reason)
+            self._load_error, self.longest_refused_wait = reason, _LOAD_WAIT
+            why = ", which it cannot load from the folder that they came from (the gateway's log has the reason)"
+            raise pool.awaited(self.address, info, why) from None
+        self._load_error, self.longest_refused_wait = "", Link.longest_refused_wait
+        log.info('the target at %s has loaded the weights "%s" from %s', self.address, pool.version, request.folder)
 
     async def prepare(self, channel: grpc.aio.Channel) -> None:
         """Pause the target, or let it continue; again if the wanted state changes meanwhile."""

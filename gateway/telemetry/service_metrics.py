@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -122,6 +122,10 @@ class ServiceMetrics:
         replica = ("service", "address")
         self.up = gauge("service_up", "1 if a service is connected.", *replica)
         self._states = gauge("service_state", "1 for the state of a service, 0 for the others.", *replica, "state")
+        self._awaited = gauge(
+            "awaited_weights", "1 for the label of weights that a target lacks; it is unused until they are sent.",
+            "address", "weight_version",
+        )  # fmt: skip
         self.reopened = counter("reopened_sessions", "Sessions opened again after a service was lost.", ("service",))
         for service in ("target", "draft"):
             self.reopened.labels(service)
@@ -149,6 +153,12 @@ class ServiceMetrics:
         """A service is in this state now."""
         for state in ReplicaState:
             self._states.labels(service, address, state.value).set(state == present)
+
+    def set_awaited(self, versions: Mapping[str, str]) -> None:
+        """The labels of the weights that targets await, by address."""
+        self._awaited.clear()
+        for address, version in versions.items():
+            self._awaited.labels(address, version).set(1)
 
     def update(self, service: str, address: str, load: common_pb2.EngineLoad) -> None:
         """A service that is up reported this load last."""

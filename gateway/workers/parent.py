@@ -22,6 +22,7 @@ from outrider.config import GatewayConfig, to_argv
 from outrider.errors import ConfigError, EngineFault
 from outrider.process.ports import socket_folder, take_port
 from outrider.process.python_command import python_command
+from outrider.supervisor.hangs import SILENT_SECONDS
 from outrider.supervisor.health import is_healthy
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, POLL_SECONDS, Child, stop_and_kill_events, supervise
 from outrider.telemetry import write_line
@@ -56,7 +57,9 @@ async def supervise_workers(config: GatewayConfig) -> int:
 
 
 def worker_config(config: GatewayConfig, index: int, folder: Path) -> GatewayConfig:
-    """Flags of one worker: its share of the request limit, a health address, and the self-test in worker 0 only."""
+    """Flags of one worker: its share of the request limit, a health address; worker 0 has the self-test and the control
+    socket, whose calls reach all workers.
+    """
     return replace(
         config,
         gateway_workers=1,
@@ -64,6 +67,7 @@ def worker_config(config: GatewayConfig, index: int, folder: Path) -> GatewayCon
         max_pending_requests=-(-config.max_pending_requests // config.gateway_workers),
         disable_draft_self_test=config.disable_draft_self_test or index > 0,
         health_listen=health_address(folder, index),
+        control_socket=config.control_socket if index == 0 else None,
     )
 
 
@@ -72,7 +76,8 @@ def _children(config: GatewayConfig, folder: Path) -> list[Child]:
     for index in range(config.gateway_workers):
         command = python_command("-um", "gateway.process.worker", str(index), str(config.gateway_workers), str(folder))
         command += to_argv(worker_config(config, index, folder))
-        child = Child(f"worker {index}", command, health_address(folder, index), write_line)
+        address = health_address(folder, index)
+        child = Child(f"worker {index}", command, address, write_line, silent_seconds=SILENT_SECONDS)
         child.extra_grace = config.drain_timeout
         children.append(child)
     return children

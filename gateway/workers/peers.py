@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import fcntl
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Peers:
         self.count = count
         self._folder = folder
         self._server: asyncio.Server | None = None
+        self._held: set[str] = set()  # names of locks, without other workers
 
     @property
     def several(self) -> bool:
@@ -81,6 +82,26 @@ class Peers:
                 else:
                     break
             yield
+
+    @contextlib.contextmanager
+    def try_lock(self, name: str) -> Iterator[bool]:
+        """Hold a lock shared by all workers, if none of them holds it: False otherwise."""
+        if self._folder is None:
+            free = name not in self._held
+            self._held.add(name)
+            try:
+                yield free
+            finally:
+                if free:
+                    self._held.discard(name)
+            return
+        with (self._folder / f"{name}.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
 
     async def stop(self) -> None:
         """Stop answering."""

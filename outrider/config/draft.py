@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from outrider.config.common import DType, RequireDraftOptions, ServiceConfig, SharedOptions
-from outrider.config.tls import TlsOptions
+from outrider.config.token import ServicePortOptions
 
 Algorithm = Literal["AUTO", "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "NONE"]
 MtpState = Literal["auto", "normed", "raw"]
@@ -190,7 +190,7 @@ class NetworkCoreOptions:
 @dataclass(frozen=True)
 class DraftConfig(
     NetworkCoreOptions, DraftListenOptions, DraftTargetOptions, RequireDraftOptions, DraftOptions, SharedOptions,
-    TlsOptions, ServiceConfig,
+    ServicePortOptions, ServiceConfig,
 ):  # fmt: skip
     """The draft service: proposes tokens ahead of the target (JAX)."""
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from outrider.config.callers import AccessOptions, ApiKeyOptions
 from outrider.config.common import RequireDraftOptions, ServiceConfig, check_minimum
 from outrider.config.tls import ServiceTlsOptions, TlsOptions
+from outrider.config.token import ServiceTokenOptions
 from outrider.errors import ConfigError
 
 ToolCallParser = Literal["auto", "none", "hermes", "qwen25", "llama3", "deepseekv3"]
@@ -38,21 +40,6 @@ class EndpointOptions:
 
 
 @dataclass(frozen=True)
-class ApiKeyOptions:
-    """Clients that the gateway serves."""
-
-    topic: ClassVar[str] = "security"
-
-    api_key: tuple[str, ...] = ()
-    """API keys, one of which every request but health and metrics must carry; also read from OUTRIDER_API_KEY,
-    separated by spaces. Default: no key is needed."""
-    admin_api_key: str | None = None
-    """API key of the routes that control the targets. Default: no key is needed."""
-    allowed_origins: tuple[str, ...] = ()
-    """Origins that browsers may send requests from (CORS), or *. Default: none."""
-
-
-@dataclass(frozen=True)
 class AdmissionOptions:
     """Limits of the gateway."""
 
@@ -64,6 +51,14 @@ class AdmissionOptions:
     """Maximum requests in progress per API key; further ones get 429 and Retry-After. Default: no limit."""
     max_body_bytes: int = 4 << 20
     """Maximum size of a REST body or gRPC message, in bytes."""
+    slow_reader_timeout: float = 60.0
+    """Seconds after which a client that does not read its answer is disconnected. 0: never."""
+    max_connections: int = 8192
+    """Maximum REST connections of a gateway process; at the limit, a new one takes the place of the one that has waited
+    longest without a request, and is refused with 503 if all have requests in progress."""
+    client_timeout: float = 30.0
+    """Maximum time that a REST client may take to send a request's headers, and maximum pause within its body, in
+    seconds."""
     request_timeout: float | None = None
     """Maximum duration of a request, in seconds. Default: no limit."""
     drain_timeout: float = 5.0
@@ -114,15 +109,25 @@ class ReportOptions:
 
 
 @dataclass(frozen=True)
-class GatewayOptions(TlsOptions, ReportOptions, ApiOptions, AdmissionOptions, ApiKeyOptions, EndpointOptions):
+class GatewayOptions(
+    TlsOptions, ReportOptions, ApiOptions, AdmissionOptions, AccessOptions, ApiKeyOptions, EndpointOptions
+):
     """The gateway: REST and gRPC for clients, streams to the services."""
 
     def check(self) -> None:
-        """Raise ConfigError for a number out of range, ports that collide, or an empty key."""
-        counts = ("gateway_workers", "max_body_bytes", "max_pending_requests", "max_requests_per_key")
+        """Raise ConfigError for a number out of range, ports that collide, or keys that cannot be read."""
+        counts = (
+            "gateway_workers",
+            "max_body_bytes",
+            "max_connections",
+            "max_pending_requests",
+            "max_requests_per_key",
+        )
         check_minimum(self, dict.fromkeys(counts, 1))
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise ConfigError(f"--request-timeout must be more than 0, or left out, not {self.request_timeout}")
+        if not self.client_timeout > 0:
+            raise ConfigError(f"--client-timeout must be more than 0, not {self.client_timeout}")
         for flag, port in (("--port", self.port), ("--grpc-port", self.grpc_port)):
             # The system replaces 0 by a free port that no client learns, and cuts higher numbers to 16 bits.
             if not 0 < port < 65536:
@@ -131,10 +136,9 @@ class GatewayOptions(TlsOptions, ReportOptions, ApiOptions, AdmissionOptions, Ap
             raise ConfigError(f"--port and --grpc-port are both {self.port}; choose another for one of them")
         if not all(name.strip() for name in self.served_model_name):
             raise ConfigError("--served-model-name is empty; is a variable of the shell not set?")
-        keys = {"--api-key": self.api_key, "--admin-api-key": (self.admin_api_key,)}
-        for flag, values in keys.items():
-            if any(value is not None and (not value or value != value.strip()) for value in values):
-                raise ConfigError(f"{flag} is empty, or has spaces around it; is a variable of the shell not set?")
+        self.check_access()
+        self.client_keys()
+        self.admin_keys()
 
 
 @dataclass(frozen=True)
@@ -170,8 +174,9 @@ class BalanceOptions:
 
 @dataclass(frozen=True)
 class GatewayConfig(
-    BalanceOptions, RequireDraftOptions, ServiceAddressOptions, GatewayOptions, ServiceTlsOptions, ServiceConfig
-):
+    BalanceOptions, RequireDraftOptions, ServiceAddressOptions, GatewayOptions, ServiceTokenOptions, ServiceTlsOptions,
+    ServiceConfig,
+):  # fmt: skip
     """The gateway: REST and gRPC for clients, streams to the services."""
 
     common: ClassVar[tuple[str, ...]] = (

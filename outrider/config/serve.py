@@ -11,6 +11,7 @@ from outrider.config.common import LogOptions, RequireDraftOptions, SharedOption
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.target import TargetOptions
+from outrider.config.token import ServiceTokenOptions
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,10 @@ class DryRunOptions:
 
 
 @dataclass(frozen=True)
-class ServeConfig(DryRunOptions, RequireDraftOptions, TracingOptions, LogOptions, ServiceListenOptions, MachineOptions):
+class ServeConfig(
+    DryRunOptions, RequireDraftOptions, TracingOptions, LogOptions, ServiceTokenOptions, ServiceListenOptions,
+    MachineOptions,
+):  # fmt: skip
     """Start the target service, the draft service and the gateway on this machine and restart them when they end."""
 
     common: ClassVar[tuple[str, ...]] = (

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from outrider.config.common import DEFAULT_MODEL, DType, ServiceConfig, SharedOptions, check_minimum
-from outrider.config.tls import TlsOptions
+from outrider.config.token import ServicePortOptions
 from outrider.errors import ConfigError
 
 # Minimum of each number, by field.
@@ -57,8 +57,11 @@ class ModelOptions:
     """Maximum tokens of prompt and answer together. Default: the model's."""
     weight_version: str = "default"
     """Label of the weights that every answer reports; a weight update may change it."""
+    weight_update_roots: tuple[str, ...] = ()
+    """Folders below which weight updates may read checkpoints. Default: the folder that the model's own lies in, unless
+    every user may write there; then the model's own alone."""
     trust_remote_code: bool = False
-    """Run the model code in the checkpoint."""
+    """Run the model code in the checkpoint; never that of a weight update."""
 
 
 def check_device(name: str) -> None:
@@ -208,7 +211,7 @@ class TargetListenOptions:
 
 
 @dataclass(frozen=True)
-class TargetConfig(TargetListenOptions, TargetOptions, SharedOptions, TlsOptions, ServiceConfig):
+class TargetConfig(TargetListenOptions, TargetOptions, SharedOptions, ServicePortOptions, ServiceConfig):
     """The target service: verifies proposals with the large model (PyTorch)."""
 
     common: ClassVar[tuple[str, ...]] = (

@@ -9,6 +9,7 @@ import tyro
 
 from outrider.config.common import DEFAULT_MODEL, ProcessConfig
 from outrider.config.tls import ServiceTlsOptions
+from outrider.config.token import ServiceTokenOptions
 
 TrainedAlgorithm = Literal["EAGLE", "EAGLE3", "NEXTN", "STANDALONE"]
 
@@ -133,6 +134,7 @@ class TrainConfig(
     OptimizerOptions,
     DataOptions,
     TrainedModelOptions,
+    ServiceTokenOptions,
     ServiceTlsOptions,
     ProcessConfig,
 ):

@@ -6,6 +6,7 @@ A library is stored in the virtual environment, or in the cache folder if the en
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import shutil
@@ -19,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from outrider.checkpoints import checkpoint
+from outrider.checkpoints import disk
+from outrider.checkpoints.conversion import cache_folder
 
 _COMPILERS = ("g++", "clang++", "c++")
 _TIMEOUT = 300.0  # seconds of a compiler call
@@ -63,20 +65,22 @@ class Library:
         if self.check is not None:
             self.check()
         name = f"{self.name}-{self._key()}.so"
-        folders = [Path(sys.prefix) / "lib" / "outrider", checkpoint.cache_folder() / "kernels"]
+        folders = [Path(sys.prefix) / "lib" / "outrider", cache_folder() / "kernels"]
         for folder in folders:
-            if os.path.isfile(folder / name):  # False, not an error, in a folder without read permission
+            # isfile: False, not an error, in a folder without read permission. A damaged library is compiled again.
+            if os.path.isfile(folder / name) and _intact(folder / name):
                 return folder / name
         compiler = next((path for path in map(shutil.which, _COMPILERS) if path), None)
         if compiler is None:
             raise Unavailable("there is no C++ compiler (g++ or clang++); install one")
+        reasons = []
         for folder in folders:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 return self.compile(compiler, folder / name)
-            except OSError:
-                continue  # the folder cannot be written; try the next one
-        raise Unavailable(f"neither {folders[0]} nor {folders[1]} can be written")
+            except OSError as error:  # the folder cannot be written; try the next one
+                reasons.append(f"{folder}: {error.strerror}")
+        raise Unavailable(f"compiled code cannot be written ({'; '.join(reasons)}); make one of these folders writable")
 
     def _key(self) -> str:
         digest = hashlib.sha256(" ".join(self.flags).encode())
@@ -87,18 +91,20 @@ class Library:
         return digest.hexdigest()[:16]
 
     def compile(self, compiler: str, path: Path) -> Path:
-        """Compile to a file, which appears atomically. Raises Unavailable."""
+        """Compile to a file, which appears atomically, with its checksum beside it. Raises Unavailable and OSError."""
         sources = sorted(self.folder.rglob("*.cpp"))
         with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as threads:
             objects = [Path(folder) / f"{source.stem}.o" for source in sources]
             made = Path(folder) / path.name
             list(threads.map(lambda source, to: self._run(compiler, "-c", source, "-o", to), sources, objects))
             self._run(compiler, "-shared", *objects, "-o", made)
-            os.replace(made, path)
+            digest = _digest(made)
+            disk.put_in_place(made, path)
+            disk.write_atomically(_checksum(path), digest + "\n")
         return path
 
     def _run(self, compiler: str, *arguments: str | Path) -> None:
-        """Call the compiler. Raises Unavailable."""
+        """Call the compiler. Raises Unavailable, and OSError for a full disk."""
         folders = (f"-I{folder}" for folder in (self.folder, *self.includes))
         command = [compiler, *self.flags, *folders, *map(str, arguments)]
         try:
@@ -106,8 +112,28 @@ class Library:
         except subprocess.TimeoutExpired:
             raise Unavailable(f"{compiler} did not compile {self.name} in {_TIMEOUT:.0f} s") from None
         if result.returncode:
+            if disk.FULL in result.stderr:
+                raise OSError(errno.ENOSPC, disk.FULL)
             first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[:200])
             raise Unavailable(f"{compiler} could not compile {self.name}: {first}")
+
+
+def _checksum(path: Path) -> Path:
+    """The file with a library's checksum."""
+    return path.with_name(path.name + ".sha256")
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _intact(path: Path) -> bool:
+    """False for a library whose bytes are not those that were written: calling it could crash the process."""
+    try:
+        expected = _checksum(path).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return True  # compiled by an earlier release
+    return _digest(path) == expected
 
 
 def freed_with(owner: object, free: Callable[[int], None], handle: int) -> None:

@@ -69,6 +69,26 @@ def check_socket_path(path: str) -> None:
         raise ConfigError(f"there is no folder {folder} for the socket {path}; make it, or choose another path")
 
 
+def take_private_socket(path: str, flag: str) -> socket.socket:
+    """A Unix domain socket that only this user can connect to; it replaces one that a dead process left behind.
+
+    flag: the flag that chooses the path, for messages. Raises ConfigError for a path that cannot be used.
+    """
+    check_socket_path(path)
+    refuse_used_socket(path)
+    taken = socket.socket(socket.AF_UNIX)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        taken.bind(path)
+        os.chmod(path, 0o600)  # before it listens, so that nobody else has connected
+        taken.listen(_BACKLOG)
+    except OSError as error:
+        taken.close()
+        raise ConfigError(f"{flag} {path} cannot be bound ({error.strerror}); choose another path") from None
+    return taken
+
+
 @contextlib.contextmanager
 def socket_folder(prefix: str) -> Iterator[Path]:
     """A private folder for Unix domain sockets, removed at the end. It is in the folder for temporary files, or in /tmp

@@ -37,6 +37,7 @@ Result = TypeVar("Result")
 # Returns a context with descriptors, one of which becomes readable once a message arrives.
 MessageWatch = Callable[[], AbstractContextManager[Sequence[int]]]
 
+_CALL_FACTOR = 10.0  # times the limit of a step that other work may take, such as copying a whole model's weights
 AUDIT_SECONDS = 0.5  # of idleness before the pages are audited; an audit of the pages takes longer than many steps
 
 
@@ -115,6 +116,29 @@ class _Call:
             self.future.set_exception(Unavailable("the engine has stopped; retry once the service is back"))
 
 
+class Heart:
+    """Since when the engine has been at its present work. The engine thread beats; any thread may read."""
+
+    def __init__(self) -> None:
+        self._since: tuple[float, float] | None = None  # when it began, by time.monotonic, and how long it may take
+
+    def begin(self, factor: float = 1.0) -> None:
+        """Work begins. factor: of the time that a step may take."""
+        self._since = time.monotonic(), factor
+
+    def rest(self) -> None:
+        """The engine waits for messages."""
+        self._since = None
+
+    def late(self, limit: float) -> float | None:
+        """Seconds since the present work began, if that is longer than it may take. limit: for a step, in seconds."""
+        since = self._since
+        if since is None:
+            return None
+        seconds = time.monotonic() - since[0]
+        return seconds if seconds > limit * since[1] else None
+
+
 class EngineLoop:
     """Runs an engine in a thread of its own. fault: the error that ended the engine, or None."""
 
@@ -140,7 +164,9 @@ class EngineLoop:
         self._spent = 0.0  # seconds in steps since the last one with output
         self._held: StepOutput | None = None  # coalesced output that is not published yet
         self._last_load = EngineLoad()  # the load that was published last
+        self._sent_to_all = True  # the last output had the load alone, which goes to all streams
         self._published_at = -math.inf  # when, by the clock of time.perf_counter
+        self._heart = Heart()
         self.inbox: Inbox[Message | _Call | None] = Inbox()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -170,6 +196,13 @@ class EngineLoop:
             self._refuse_calls()
         return call.future
 
+    def late(self, limit: float) -> float | None:
+        """Seconds since the engine's present work began, if that is longer than it may take. Any thread may call.
+
+        limit: for a step, in seconds; other work may take longer
+        """
+        return self._heart.late(limit) if self._thread.is_alive() else None
+
     def stop(self, timeout: float = 10.0) -> None:
         """End the thread after its present step. timeout: maximum wait, in seconds."""
         self.inbox.put(None)
@@ -183,6 +216,7 @@ class EngineLoop:
         try:
             while self._take_messages():
                 if not self.engine.idle:
+                    self._heart.begin()
                     self._step()
         except BaseException as error:
             log.exception("the engine failed, all its sessions end")
@@ -230,12 +264,13 @@ class EngineLoop:
 
     def _publish_now(self, output: StepOutput) -> None:
         self._last_load, self._published_at = output.load, time.perf_counter()
+        self._sent_to_all = not output.has_output
         self._publish(output)
 
     def _publish_idle_load(self) -> None:
-        """Publish the load of an idle engine if sessions ended after the last step."""
+        """Publish the load of an idle engine if sessions ended after the last step, or if not all streams have it."""
         load = replace(self.engine.load(), step_microseconds=self._last_load.step_microseconds)
-        if load != self._last_load:
+        if load != self._last_load or not self._sent_to_all:
             self._publish_now(StepOutput(load=load))
 
     def _take_messages(self) -> bool:
@@ -245,9 +280,11 @@ class EngineLoop:
             if idle:
                 self._publish_held()
             self._audited = self._audited and idle
+            self._heart.rest()
             try:
                 message = self._next_message(idle)
             except queue.Empty:
+                self._heart.begin()
                 if not idle:
                     return True
                 self.engine.check()
@@ -257,6 +294,7 @@ class EngineLoop:
             if message is None:
                 return False
             self._audited = False
+            self._heart.begin(_CALL_FACTOR if isinstance(message, _Call) else 1.0)
             if isinstance(message, _Call):
                 message.run()
             else:

@@ -19,6 +19,22 @@ MAX_LOGPROBS = 20  # OpenAI's limit
 _MAX_PROMPT_LOGPROB_BYTES = 48 << 20  # of a prompt's log-probabilities, which are sent in one frame
 _LOGPROB_BYTES, _TOP_LOGPROB_BYTES = 4, 8  # of a token, and of one of its most likely alternatives
 MAX_GRAMMAR_LENGTH = 1 << 17  # characters
+_END_OF_CALLER = "\x1f"  # between the caller and the request's own salt in a cache salt
+
+
+def cache_salt_of(caller: str, own: str) -> str:
+    """The cache salt of a session. caller: whose sessions share caches, or empty; own: salt of the request."""
+    return f"{caller}{_END_OF_CALLER}{own}" if caller else own
+
+
+def own_salt(cache_salt: str) -> str:
+    """The request's own part of a cache salt, by which a client isolates its session from others of the same caller."""
+    return cache_salt.rpartition(_END_OF_CALLER)[2]
+
+
+def namespace_of(cache_salt: str) -> str:
+    """The caller of a session, which may choose any salt of its own; without a caller the salt."""
+    return cache_salt.partition(_END_OF_CALLER)[0]
 
 
 class GrammarKind(IntEnum):
@@ -39,16 +55,18 @@ class Grammar:
     """A grammar that a session's text must match as a whole. Raises InvalidRequest if it is too long.
 
     text: a JSON schema, a regular expression, or a grammar in Lark's or GBNF's notation
+    client_field: the client's name of it, for errors; it does not go over the wire, where it has the name of its kind
     """
 
     kind: GrammarKind
     text: str
+    client_field: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if len(self.text) > MAX_GRAMMAR_LENGTH:
             raise InvalidRequest(
                 f"a grammar of {len(self.text)} characters is too long; {MAX_GRAMMAR_LENGTH} are allowed",
-                param=self.kind.param,
+                param=self.client_field or self.kind.param,
             )
 
 
@@ -56,7 +74,7 @@ class Grammar:
 class OpenSession:
     """Opens a session. tokens: [n] uint32, the prompt followed by the committed tokens; n >= prompt_length >= 1.
 
-    cache_salt: only sessions with equal salts share pages of the prefix cache
+    cache_salt: only sessions with equal salts share pages of the prefix cache and stored n-grams (cache_salt_of)
     grammar: grammar of the text, which then ends with an end-of-sequence token, also with ignore_eos
     logprobs, prompt_logprobs: number of most likely tokens reported with the log-probability of each new token, and of
         each prompt token; None reports none. Those of the prompt are reported only without committed tokens.

@@ -26,6 +26,8 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.session import Session
 from outrider.serving.waiting import WaitingQueue
 
+_SCORED_PARTS = 4  # a step with log-probabilities of prompts takes several times as long as others; see _few_scored
+
 
 @dataclass
 class Chunk:
@@ -132,7 +134,7 @@ class Scheduler:
             elif session.pending:
                 planned.append((session, 1))
         if prompts:
-            planned += self._few_scored(self._portions(prompts, len(planned)))
+            planned += self._few_scored(self._portions(prompts, len(planned)), len(planned))
         chunks: list[Chunk] = []
         for session, size in planned:
             if session.id in self._running and self.reserve(session, session.computed + size):
@@ -229,9 +231,11 @@ class Scheduler:
             room -= size
         return portions
 
-    def _few_scored(self, portions: Sequence[tuple[Session, int]]) -> Iterator[tuple[Session, int]]:
-        """Limit the portions of prompts with log-probabilities."""
+    def _few_scored(self, portions: Sequence[tuple[Session, int]], decoding: int) -> Iterator[tuple[Session, int]]:
+        """Limit the portions of prompts with log-probabilities, more so while other sessions decode."""
         room = self.limits.scored_tokens
+        if room is not None and decoding:
+            room = max(1, room // _SCORED_PARTS)
         for session, size in portions:
             if room is None or session.scored == session.to_score:
                 yield session, size

@@ -4,8 +4,9 @@
     lpm    longest prefix match first: cached pages make a session cheap, and may be evicted while it waits; a session
            is passed over at most MAX_PASSED_OVER times
 
-The policy chooses among the sessions with the lowest priority number. Sessions that were preempted, or that continue
-from another target, are admitted before all sessions that have not run yet.
+The policy chooses among the sessions with the lowest priority number. While an earlier arrival with a higher number
+waits, every ninth admission is that of the earliest arrival, whatever its number, so that none waits for ever. Sessions
+that were preempted, or that continue from another target, are admitted before all sessions that have not run yet.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from outrider.serving.session import Session
 
 # Number of later sessions that may be admitted before a session.
 MAX_PASSED_OVER = 16
+# Sessions with lower priority numbers that may be admitted one after the other before the earliest arrival.
+MAX_PREFERRED = 8
 # Queue length above which prefix matches are not looked up, because the lookup takes longer than it saves.
 _MAX_MATCHED = 128
 
@@ -31,6 +34,7 @@ class WaitingQueue:
         self._arrived: dict[int, Session] = {}  # by id
         self._passed: dict[int, int] = {}  # by id: number of later sessions that were admitted before
         self._ranked = 0  # arrivals with a priority other than 0
+        self._preferred = 0  # sessions admitted one after the other before the earliest arrival, for their priority
 
     def __len__(self) -> int:
         return len(self._returned) + len(self._arrived)
@@ -66,6 +70,8 @@ class WaitingQueue:
             return self._returned[0]
         arrived: Iterable[Session] = self._arrived.values()
         if self._ranked:
+            if self._preferred >= MAX_PREFERRED:
+                return next(iter(arrived))
             lowest = min(session.priority for session in arrived)
             arrived = [session for session in arrived if session.priority == lowest]
         first = next(iter(arrived))
@@ -79,6 +85,9 @@ class WaitingQueue:
 
     def take(self, session: Session) -> None:
         """Remove the next session, and count it as passing over the earlier arrivals."""
+        if session.id in self._arrived:
+            earliest = next(iter(self._arrived.values()))
+            self._preferred = self._preferred + 1 if session.priority < earliest.priority else 0
         if self._policy == "lpm" and session.id in self._arrived:
             for earlier in self._arrived.values():
                 if earlier is session:

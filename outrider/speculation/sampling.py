@@ -34,7 +34,8 @@ MAX_BIASED_TOKENS = 1024
 class SamplingParams:
     """Sampling parameters of a session. Raises InvalidRequest if one is out of range.
 
-    top_k 0, top_p 1, min_p 0, presence_penalty 0, frequency_penalty 0 and repetition_penalty 1 are off.
+    top_k 0, top_p 1, min_p 0, presence_penalty 0, frequency_penalty 0 and repetition_penalty 1 are off. top_p 0, the
+    end of OpenAI's range, keeps the likeliest token: it becomes top_k 1.
     logit_bias: pairs of a token id and the bias of its logit
     """
 
@@ -53,8 +54,11 @@ class SamplingParams:
             raise InvalidRequest(f"temperature must lie in [0, 100], not {self.temperature}", param="temperature")
         if self.top_k < 0:
             raise InvalidRequest(f"top_k must be 0 (off) or more, not {self.top_k}", param="top_k")
-        if not 0.0 < self.top_p <= 1.0:
-            raise InvalidRequest(f"top_p must lie in (0, 1], not {self.top_p}", param="top_p")
+        if not 0.0 <= self.top_p <= 1.0:
+            raise InvalidRequest(f"top_p must lie in [0, 1], not {self.top_p}", param="top_p")
+        if self.top_p == 0.0:
+            object.__setattr__(self, "top_k", 1)
+            object.__setattr__(self, "top_p", 1.0)
         if not 0.0 <= self.min_p <= 1.0:
             raise InvalidRequest(f"min_p must lie in [0, 1], not {self.min_p}", param="min_p")
         if not 0 <= self.seed < 2**64:

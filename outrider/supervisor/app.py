@@ -41,10 +41,12 @@ from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError, EngineFault
 from outrider.placement.cores import CorePlan, choose_cores
 from outrider.placement.tree_shapes import draft_niceness, draft_tree, tree_shape
-from outrider.process.ports import host_and_port, socket_folder, take_port
+from outrider.process.ports import check_socket_path, host_and_port, refuse_used_socket, socket_folder, take_port
 from outrider.process.python_command import python_command
+from outrider.service_token import make_token_file
 from outrider.supervisor.display import Display, first_curl
 from outrider.supervisor.draft_watch import DRAFT_BACKOFF, DraftWatch
+from outrider.supervisor.hangs import SILENT_SECONDS
 from outrider.supervisor.memory import share_device
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, stop_and_kill_events, supervise
 from outrider.supervisor.resolution import resolve_config, target_on_cpu
@@ -52,6 +54,7 @@ from outrider.telemetry import setup_logging
 
 log = logging.getLogger(__name__)
 
+TOKEN_FILE = "token"  # in the private folder
 _POLL_SECONDS = 0.5  # between two updates of the start-up's progress
 
 
@@ -85,6 +88,8 @@ def serve(config: ServeConfig, notes: Sequence[str] = ()) -> int:
             config = resolve_config(given, logged)
         cores = choose_cores(config)
         with socket_folder("outrider-") as runtime:
+            if config.service_token() is None:
+                make_token_file(runtime / TOKEN_FILE)
             return asyncio.run(_run(configure(config, cores, runtime), display))
     except KeyboardInterrupt:
         return 0
@@ -96,6 +101,9 @@ def check_flags(config: ServeConfig) -> None:
     """Raise ConfigError for flags that would fail only after the models are loaded, and for ports in use."""
     check_values(config)
     check_ports(config.gateway)
+    if (path := config.gateway.control_socket) is not None:
+        check_socket_path(path)
+        refuse_used_socket(path)
 
 
 def check_values(config: ServeConfig) -> None:
@@ -110,6 +118,7 @@ def check_values(config: ServeConfig) -> None:
     if config.require_draft and draft.speculative_algorithm == "NONE":
         raise ConfigError("--require-draft needs a drafter; leave it out with --speculative-algorithm NONE")
     tree_shape(config.shared, draft.speculative_algorithm)
+    config.service_token()
     gateway.server_tls()
     gateway.check()
 
@@ -148,12 +157,14 @@ def draft_quantization(config: ServeConfig) -> str | None:
 
 
 def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
-    """The configurations of the three processes. runtime: a private folder for sockets.
+    """The configurations of the three processes. runtime: a private folder for sockets and the services' token.
 
     Raises ConfigError for a number out of range.
     """
     shared = asdict(config.shared)
     observed = {name: getattr(config, name) for name in ("log_level", "log_format", "otlp_traces_endpoint")}
+    own_token = config.service_token() is None
+    observed["service_token_file"] = str(runtime / TOKEN_FILE) if own_token else config.service_token_file
     flags, algorithm = config.shared, config.draft.speculative_algorithm
     shape = tree_shape(flags, algorithm)
     target = TargetConfig(
@@ -175,11 +186,12 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
         )  # fmt: skip
     target.check()
     target, draft = share_device(target, draft)
+    control_socket = config.gateway.control_socket or f"{runtime}/control.sock"
     gateway = GatewayConfig(
-        **asdict(config.gateway), **observed, cores=format_cores(cores.gateway),
+        **(asdict(config.gateway) | {"control_socket": control_socket}), **observed, cores=format_cores(cores.gateway),
         target=(target.listen,), draft=(draft.listen,) if draft else (), require_draft=config.require_draft,
         draft_report=f"{runtime}/draft.report" if draft and not config.require_draft else None,
-        health_listen=f"unix:{runtime}/gateway.sock" if config.gateway.ssl_certfile else None,
+        health_listen=f"unix:{runtime}/gateway.sock",  # also answers while strangers use up the public ports
     )  # fmt: skip
     return Processes(target, draft, gateway)
 
@@ -190,11 +202,12 @@ def _draft_reads_target(draft: DraftOptions) -> bool:
     return fed or draft.speculative_ngram_external_corpus_path is not None
 
 
-def make_children(processes: Processes, display: Display) -> list[Child]:
-    """The child processes, not started yet, the gateway last."""
+def make_children(processes: Processes, display: Display, token: str | None = None) -> list[Child]:
+    """The child processes, not started yet, the gateway last. token: of the services."""
 
     def child(name: str, config: ProcessConfig, address: str) -> Child:
-        return Child(name, python_command("-um", "outrider", name, *to_argv(config)), address, display.line)
+        command = python_command("-um", "outrider", name, *to_argv(config))
+        return Child(name, command, address, display.line, token=token, silent_seconds=SILENT_SECONDS)
 
     children = [child("target", processes.target, processes.target.listen)]
     if processes.draft is not None:
@@ -216,7 +229,7 @@ def base_url(gateway: GatewayConfig) -> str:
 
 async def _run(processes: Processes, display: Display) -> int:
     stop, kill = stop_and_kill_events(display.close)
-    children = make_children(processes, display)
+    children = make_children(processes, display, processes.gateway.service_token())
     failed = await supervise(children, _watch(processes, children, display), stop, kill)
     if failed is None:
         return 0
@@ -256,12 +269,16 @@ def summary(processes: Processes) -> list[tuple[str, str]]:
         drafter += f" {checkpoint.display_name(draft.speculative_draft_model_path)}"
     if target.self_speculation != "off":
         drafter += "; self-speculation in the target, where it is faster"
+    services = [target.listen, *([draft.listen] if draft else [])]
+    shared_token = gateway.service_token_file if not all(one.startswith("unix:") for one in services) else None
     cores = f"target {target.cores}, draft {draft.cores if draft else '-'}, gateway {gateway.cores}"
     return [
         ("REST", f"{base_url(gateway)}/v1"),
         ("gRPC", host_and_port(gateway.host, gateway.grpc_port)),
+        ("control", f"{gateway.control_socket} (see docs/weights.md)"),
         ("model", ", ".join(gateway.served_model_name) or checkpoint.display_name(target.model_path)),
         ("drafter", drafter),
+        *([("token", f"{shared_token}, for other gateways of these services")] if shared_token else []),
         ("cores", cores),
     ]
 

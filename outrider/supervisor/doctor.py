@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from outrider import __version__
-from outrider.checkpoints import checkpoint
+from outrider.checkpoints import checksums, conversion
 from outrider.config import Algorithm, format_cores
 from outrider.errors import ConfigError
 from outrider.placement.cores import plan_cores
@@ -39,14 +39,20 @@ def report() -> list[tuple[str, str]]:
         facts.append((part, ", ".join(f"{name} {_version(name)}" for name in packages)))
     for library, question in _DEVICES.items():
         facts.append((f"{library} devices", _answer(question) if importlib.util.find_spec(library) else "-"))
-    folder = checkpoint.cache_folder()
-    models = sorted(path.name for path in (folder / "models").glob("*") if path.is_dir())
+    folder = conversion.cache_folder()
+    models = [_converted(path) for path in sorted((folder / "models").glob("*")) if path.is_dir()]
     facts += _cores()
     facts.append(("cache", f"{folder} ({_free_gib(folder):.0f} GiB free)"))
     facts.append(("compiled", _compiled()))
     facts.append(("converted", ", ".join(models) or "nothing yet"))
     facts.append(("default model", _default_model()))
     return facts
+
+
+def _converted(folder: Path) -> str:
+    """The name of a converted model, with what is wrong with its bytes."""
+    reason = checksums.damage(folder, whole=True)
+    return folder.name if reason is None else f"{folder.name} (damaged: {reason}; delete {folder})"
 
 
 def _version(package: str) -> str:
@@ -99,6 +105,6 @@ def _free_gib(folder: Path) -> float:
 
 def _default_model() -> str:
     try:
-        return str(checkpoint.default_gguf())
+        return str(conversion.default_gguf())
     except ConfigError as error:
         return error.message

@@ -4,6 +4,8 @@ start ──► wait for its end ──► code 2 in the first run, or before it
   ▲                                         │ no
   └───── wait twice as long as last time ───┘        (back to the first wait after a run of 30 s)
 
+A process that does not answer health checks for long is killed, and restarted.
+
 A process can be ready before it finds a wrong configuration: a gateway that meets a draft service of another
 vocabulary.
 
@@ -25,6 +27,7 @@ from dataclasses import dataclass, field
 
 from outrider.process.backoff import Backoff
 from outrider.process.parent_death import tied_to_parent
+from outrider.supervisor.hangs import until_silent
 from outrider.supervisor.health import is_healthy
 
 log = logging.getLogger(__name__)
@@ -60,7 +63,9 @@ class Child:
 
     address: for health checks. on_line: called with every line of its output, without the line end. extra_grace:
     seconds beyond GRACE_SECONDS that it has to end. optional: the others serve without it. on_end: called with the exit
-    code and the wait before a restart. reason: why it ended last: the error that it reported, else its last line
+    code and the wait before a restart. token: of the services, which reports progress. reason: why it ended last: the
+    error that it reported, else its last line
+    silent_seconds: time without an answer to health checks after which it is killed; None for no limit
     """
 
     name: str
@@ -70,7 +75,9 @@ class Child:
     backoff: Backoff = field(default_factory=Backoff)
     extra_grace: float = 0.0
     optional: bool = False
+    silent_seconds: float | None = None
     on_end: Callable[[int, float], None] = lambda _, __: None
+    token: str | None = None
     ready: bool = field(default=False, init=False)
     progress: str = field(default="", init=False)
     gave_up: int | None = field(default=None, init=False)
@@ -112,7 +119,7 @@ class Child:
 
     async def wait_ready(self, poll_seconds: float = POLL_SECONDS) -> None:
         """Return once a health check has succeeded. poll_seconds: between two of them."""
-        while self.pid is None or not await is_healthy(self.address, on_progress=self._note):  # noqa: ASYNC110 - by polling
+        while self.pid is None or not await is_healthy(self.address, on_progress=self._note, token=self.token):  # noqa: ASYNC110 - by polling
             await asyncio.sleep(poll_seconds)
         self.ready = True
 
@@ -140,11 +147,24 @@ class Child:
             if self._ending.is_set():  # set while the process was starting
                 self.end()
             relay = asyncio.create_task(self._relay(output))
-            code = await process.wait()
+            watch = asyncio.create_task(self._kill_if_silent(process))
+            try:
+                code = await process.wait()
+            finally:
+                watch.cancel()
             # Its own children may hold the pipe open, so wait only a moment for the end of the output.
             await asyncio.wait([relay], timeout=1.0)
             relay.cancel()
             return code
+
+    async def _kill_if_silent(self, process: asyncio.subprocess.Process) -> None:
+        """Kill the process if it hangs, so that it is restarted."""
+        if self.silent_seconds is None:
+            return
+        seconds = await until_silent(self.address, self.silent_seconds)
+        log.error("killing the %s process (%d), which has not answered for %.0f s", self.name, process.pid, seconds)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
 
     async def _relay(self, output: asyncio.StreamReader) -> None:
         named = False

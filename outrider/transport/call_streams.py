@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Generic
 
 from outrider.serving.loop import EngineLoop
-from outrider.serving.messages import Message, SessionFailure, StepOutput
+from outrider.serving.messages import Message, SessionFailure
 from outrider.transport.outbox import Outbox, Routes
 from outrider.transport.socket_streams import Encode, Ended, Response
 
@@ -88,21 +88,21 @@ def _lost_connection() -> Any:
 class CallStream:
     """One stream. Owned by the engine thread."""
 
-    def __init__(self, writer: CallWriter[Any], ended: Ended) -> None:
-        """ended: called once if the engine ends the stream, with the error or None."""
+    def __init__(self, writer: CallWriter[Any], ended: Ended, peer: str = "") -> None:
+        """ended: called once if the engine ends the stream, with the error or None. peer: as in Outbox."""
         self.writer = writer
         self.ended = ended
-        self.outbox = Outbox(lambda: None)
+        self.outbox = Outbox(lambda: None, peer)
 
 
 class CallStreams:
     """All streams of an engine that use gRPC. Called only in the engine thread."""
 
-    def __init__(self, engine: EngineLoop, encode: Encode[Any]) -> None:
-        """encode: from domain types to frames."""
+    def __init__(self, engine: EngineLoop, encode: Encode[Any], routes: Routes) -> None:
+        """encode: from domain types to frames. routes: of all streams of the engine."""
         self._engine = engine
         self._encode = encode
-        self._routes = Routes()
+        self._routes = routes
         self._streams: dict[Outbox, CallStream] = {}
 
     def begin(self, stream: CallStream) -> None:
@@ -122,17 +122,14 @@ class CallStreams:
         """Take a decoded frame, with the failures of its sessions that could not be decoded."""
         if stream.outbox not in self._streams:
             return
-        self._routes.note(message, stream.outbox)
+        message, refused = self._routes.admit(message, stream.outbox)
         self._engine.submit(message)
-        if failures:
-            stream.outbox.fail(failures)
+        if failures or refused:
+            stream.outbox.fail([*failures, *refused])
             self._write(stream)
 
-    def publish(self, output: StepOutput) -> None:
-        """Send a step's output to the streams whose sessions it is about."""
-        if not self._streams:
-            return
-        self._routes.route(output)
+    def write_all(self) -> None:
+        """Send the output that the routes have given to the streams."""
         for stream in list(self._streams.values()):
             if stream.outbox.full:
                 self._write(stream)

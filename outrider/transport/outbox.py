@@ -7,25 +7,33 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from outrider.errors import Unavailable
 from outrider.serving.features import BACKLOG_BYTES, FeatureBlock, cut
-from outrider.serving.messages import Message, SessionFailure, StepOutput
+from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason
 
 log = logging.getLogger(__name__)
 
+_FOREIGN = "another peer's stream has a session of this id"
 _MAX_LOGPROB_BYTES = 16 << 20  # of log-probabilities in a frame with several commits: the size of a frame is limited
 
 
 class Outbox:
     """Unsent output of a stream: one frame for each version of the weights."""
 
-    def __init__(self, ready: Callable[[], None]) -> None:
-        """ready: called whenever there is output to take."""
+    def __init__(self, ready: Callable[[], None], peer: str = "") -> None:
+        """ready: called whenever there is output to take. peer: the stream's peer calls itself by this secret name."""
+        self.peer = peer
         self._frames = deque([StepOutput()])
         self._features: list[FeatureBlock] = []  # sent after all commits
         self._backlog = 0  # bytes of features that are not sent yet
         self._ready = ready
         self.full = False  # there is output to take
+
+    @property
+    def load(self) -> EngineLoad:
+        """The engine's load that the peer has, or gets with the next frame."""
+        return self._frames[-1].load
 
     def add(self, output: StepOutput) -> None:
         """Add a step's output."""
@@ -88,7 +96,10 @@ def _deferred(commits: list[Commit]) -> list[Commit]:
 
 
 class Routes:
-    """The stream that owns each session. Used only by the thread that writes the streams."""
+    """The stream that owns each session: no other stream opens it, feeds it, closes it or gets its output.
+
+    Used only by the thread that writes the streams.
+    """
 
     def __init__(self) -> None:
         self._owners: dict[int, Outbox] = {}
@@ -112,22 +123,57 @@ class Routes:
             log.info("a stream ended, %d sessions are closed", len(orphans))
         return orphans
 
-    def note(self, message: Message, outbox: Outbox) -> None:
-        """Record the sessions that a stream's message opens and ends."""
+    def admit(self, message: Message, outbox: Outbox) -> tuple[Message, list[SessionFailure]]:
+        """The parts of a stream's message that concern its own sessions, and failures of sessions that are not its own.
+
+        Records the sessions that the message opens and ends. Messages about sessions that have ended are dropped.
+        """
+        failures: list[SessionFailure] = []
+        if foreign := [request.session_id for request in message.opens if not self._may_open(request, outbox)]:
+            log.warning("a stream tried to open %d sessions of other streams", len(foreign))
+            failures = [SessionFailure(session_id, Unavailable(_FOREIGN)) for session_id in foreign]
+            message = replace(message, opens=[one for one in message.opens if one.session_id not in foreign])
+        owners = self._owners
         for request in message.opens:
-            self._owners[request.session_id] = outbox
+            owners[request.session_id] = outbox
+        if not (
+            all(owners.get(session_id) is outbox for session_id in message.closes)
+            and all(owners.get(one.session_id) is outbox for one in message.proposals)
+            and all(owners.get(one.session_id) is outbox for one in message.commits)
+            and all(owners.get(one.session_id) is outbox for one in message.features)
+        ):
+            message = self._own_part(message, outbox)
         # A draft service learns of a session's end from its last commit.
         ended = (c.session_id for c in message.commits if c.finish_reason != FinishReason.RUNNING)
         for session_id in (*message.closes, *ended):
-            self._owners.pop(session_id, None)
+            owners.pop(session_id, None)
+        return message, failures
+
+    def _may_open(self, request: OpenSession, outbox: Outbox) -> bool:
+        """True if no other peer owns the session. A peer whose stream was lost opens its sessions on a new one, perhaps
+        before the loss is seen here.
+        """
+        owner = self._owners.get(request.session_id)
+        return owner is None or owner is outbox or (outbox.peer != "" and owner.peer == outbox.peer)
+
+    def _own_part(self, message: Message, outbox: Outbox) -> Message:
+        owners = self._owners
+        return replace(
+            message,
+            closes=[session_id for session_id in message.closes if owners.get(session_id) is outbox],
+            proposals=[one for one in message.proposals if owners.get(one.session_id) is outbox],
+            commits=[one for one in message.commits if owners.get(one.session_id) is outbox],
+            features=[one for one in message.features if owners.get(one.session_id) is outbox],
+        )
 
     def route(self, output: StepOutput) -> None:
         """Give a step's output to the streams that own its sessions; output of unowned sessions is dropped. Output that
-        has only the engine's load goes to all streams.
+        has only the engine's load goes to all streams that have another one.
         """
         if not output.has_output:
             for outbox in self._outboxes:
-                outbox.add(output)
+                if outbox.load != output.load:
+                    outbox.add(output)
             return
         for outbox, part in self._parts(output).items():
             outbox.add(part)

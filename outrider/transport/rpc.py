@@ -7,12 +7,11 @@ the process, so that its supervisor restarts it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,15 +21,18 @@ from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection
 
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError, Overloaded
 from outrider.process.cpu_affinity import run_compute_on, run_network_on
 from outrider.process.garbage_collection import frozen_heap
 from outrider.process.ports import check_socket_path, refuse_used_socket, socket_path
 from outrider.process.process import LoadingAborted
+from outrider.service_token import token_check
 from outrider.serving.loop import Engine, EngineLoop
 from outrider.tls import ServerTls
 from outrider.transport.frame_socket import MAX_MESSAGE_BYTES
+from outrider.transport.guard import MAX_WATCHES, Check, Guard, Limits
 from outrider.transport.socket_streams import Decode, Encode
+from outrider.transport.statuses import abort
 from outrider.transport.stream import StreamHub
 
 log = logging.getLogger(__name__)
@@ -47,13 +49,6 @@ CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
-SERVER_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-]
 _REUSE_PORT = "grpc.so_reuseport"
 
 
@@ -62,27 +57,56 @@ PROGRESS = "outrider-progress"
 
 
 class _Health(HealthServicer):  # type: ignore[misc]
-    """Reports the progress of the start-up beside the status."""
+    """Reports the progress of the start-up beside the status, to callers with a valid key."""
 
-    progress = ""
+    def __init__(self, guard: Guard) -> None:
+        super().__init__()
+        self.progress = ""
+        self._guard = guard
+        self._watches = 0
 
     async def Check(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> health_pb2.HealthCheckResponse:
         """Answer a health check, with the progress in the trailing metadata."""
-        if self.progress:
+        if self.progress and self._guard.permits(context.invocation_metadata()):
             context.set_trailing_metadata(((PROGRESS, _ascii(self.progress)),))
         answer: health_pb2.HealthCheckResponse = await super().Check(request, context)
         return answer
+
+    async def Watch(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Send the status whenever it changes. The number of these calls is limited, because they need no key."""
+        if self._watches >= MAX_WATCHES:
+            await abort(context, Overloaded(f"{self._watches} callers watch this port's health, which is the limit"))
+        self._watches += 1
+        try:
+            await super().Watch(request, context)
+        finally:
+            self._watches -= 1
 
 
 class GrpcServer:
     """A grpc.aio server with health and reflection. Use: add services to `server`, `start`, `set_serving`, `stop`."""
 
-    def __init__(self, *, shared: bool = False) -> None:
-        """shared: True to let other processes listen on the same port (SO_REUSEPORT)."""
-        self.server = grpc.aio.server(options=[*SERVER_OPTIONS, (_REUSE_PORT, int(shared))])
-        self.health = _Health()
+    def __init__(
+        self,
+        *,
+        shared: bool = False,
+        check: Check | None = None,
+        public: Collection[str] = (),
+        limits: Limits | None = None,
+    ) -> None:
+        """shared: True to let other processes listen on the same port (SO_REUSEPORT).
+
+        check: raises an OutriderError for the metadata of a call without a valid key; None requires no key. public:
+        methods that need no key, besides health checks
+        """
+        limits = limits or Limits()
+        guard = Guard(check, public, limits)
+        self.server = grpc.aio.server(interceptors=[guard], options=[*limits.options(), (_REUSE_PORT, int(shared))])
+        self.health = _Health(guard)
         add_HealthServicer_to_server(self.health, self.server)
         self._names: tuple[str, ...] = ("",)
 
@@ -133,40 +157,9 @@ class GrpcServer:
         await self.server.stop(grace)
 
 
-@contextlib.asynccontextmanager
-async def statuses(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """Turn OutriderErrors raised inside into the call's gRPC status."""
-    try:
-        yield
-    except OutriderError as error:
-        await context.abort(error.status.grpc, details(error.message), _retry_metadata(error.retry_after))
-
-
-_DETAILS_BYTES = 4000  # a gRPC peer accepts 8 KiB of metadata; above, it reports that error instead of the status
-
-
-def details(message: str) -> str:
-    """An error message as the details of a status, cut to the length that gRPC can send (4,000 encoded bytes)."""
-    size = 0
-    for place, letter in enumerate(message):
-        size += 1 if " " <= letter <= "~" and letter != "%" else 3 * len(letter.encode(errors="replace"))
-        if size > _DETAILS_BYTES:
-            return message[:place] + " ..."
-    return message
-
-
 def _ascii(text: str) -> str:
     """A text as a value of metadata, which takes printable ASCII only; cut to 500 characters."""
     return "".join(letter if " " <= letter <= "~" else "?" for letter in text[:500])
-
-
-RETRY_AFTER = "retry-after"
-"""Key of a refusal's trailing metadata: seconds after which the client may retry."""
-
-
-def _retry_metadata(seconds: int | None) -> tuple[tuple[str, str], ...]:
-    # gRPC's own retries, if the client enables them, read the second entry.
-    return () if seconds is None else ((RETRY_AFTER, str(seconds)), ("grpc-retry-pushback-ms", str(1000 * seconds)))
 
 
 def stop_on_signals() -> asyncio.Event:
@@ -212,6 +205,8 @@ async def serve_engine(
     network_cores: Sequence[int] | None = None,
     *,
     tls: ServerTls | None = None,
+    token: str | None = None,
+    watch: Callable[[EngineLoop, GrpcServer], Coroutine[Any, Any, None]] | None = None,
 ) -> int:
     """Serve an engine until a signal or a fault. Returns the process's exit code.
 
@@ -219,7 +214,7 @@ async def serve_engine(
 
     build: returns the engine, warmed up; called in a thread of its own once the port is bound. register: adds the
     service to the server and returns the full names of what it added. network_cores: CPU cores of the network threads;
-    the engine stays on the present cores of the process
+    the engine stays on the present cores of the process. token: that callers must have. watch: runs beside the engine
     """
     own = sorted(os.sched_getaffinity(0))
     run_network_on(network_cores)
@@ -235,7 +230,7 @@ async def serve_engine(
 
     loop = EngineLoop(on_fault=end, cores=own)
     hub: StreamHub[Any, Any] = StreamHub(loop, decode, encode)
-    server = GrpcServer()
+    server = GrpcServer(check=token_check(token))
     await server.start(address, register(server, hub, loop), tls)
     try:
         await hub.acceptor.open(address)
@@ -249,7 +244,10 @@ async def serve_engine(
         server.set_progress("")
         await server.set_serving(True)
         log.info("ready on %s%s", address, " (TLS)" if tls is not None else "")
+        watching = asyncio.create_task(watch(loop, server)) if watch is not None else None
         await stop.wait()
+        if watching is not None:
+            watching.cancel()
         log.info("stopping")
         await server.set_serving(False)
         hub.close()

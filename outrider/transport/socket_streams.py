@@ -33,23 +33,25 @@ Ended = Callable[[Exception | None], object]
 class SocketStream:
     """One stream. Owned by the engine thread."""
 
-    def __init__(self, connection: FrameSocket, kind: Any, ended: Ended) -> None:
-        """kind: class of the received messages. ended: called once at the end, with the error or None."""
+    def __init__(self, connection: FrameSocket, kind: Any, ended: Ended, peer: str = "") -> None:
+        """kind: class of the received messages. ended: called once at the end, with the error or None. peer: as in
+        Outbox.
+        """
         self.connection = connection
         self.kind = kind
         self.ended = ended
-        self.outbox = Outbox(lambda: None)
+        self.outbox = Outbox(lambda: None, peer)
 
 
 class SocketStreams:
     """All socket streams of an engine. Called only in the engine thread."""
 
-    def __init__(self, inbox: Inbox[Any], decode: Decode[Any], encode: Encode[Any]) -> None:
-        """decode, encode: conversions between frames and domain types."""
+    def __init__(self, inbox: Inbox[Any], decode: Decode[Any], encode: Encode[Any], routes: Routes) -> None:
+        """decode, encode: conversions between frames and domain types. routes: of all streams of the engine."""
         self._inbox = inbox
         self._decode = decode
         self._encode = encode
-        self._routes = Routes()
+        self._routes = routes
         self._streams: dict[Outbox, SocketStream] = {}
 
     def begin(self, stream: SocketStream) -> None:
@@ -67,9 +69,8 @@ class SocketStreams:
         if orphans := self._routes.leave(stream.outbox):
             self._inbox.put(Message(closes=orphans))
 
-    def publish(self, output: StepOutput) -> None:
-        """Send a step's output to the streams whose sessions it is about."""
-        self._routes.route(output)
+    def write_all(self) -> None:
+        """Send the output that the routes have given to the streams."""
         for stream in list(self._streams.values()):
             self._guarded(self._write, stream)
 
@@ -107,10 +108,10 @@ class SocketStreams:
     def _read(self, stream: SocketStream) -> None:
         for frame in stream.connection.receive():
             message, failures = self._decode(message_of(stream.kind, frame))
-            self._routes.note(message, stream.outbox)
+            message, refused = self._routes.admit(message, stream.outbox)
             self._inbox.put(message)
-            if failures:
-                stream.outbox.fail(failures)
+            if failures or refused:
+                stream.outbox.fail([*failures, *refused])
         self._write(stream)
 
     def _write(self, stream: SocketStream) -> None:

@@ -23,10 +23,14 @@ from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import StepOutput
 from outrider.transport.call_streams import CallStream, CallStreams, CallWriter
 from outrider.transport.frame_socket import FrameSocket
+from outrider.transport.outbox import Routes
 from outrider.transport.socket_acceptor import SocketAcceptor
-from outrider.transport.socket_streams import Decode, Encode, Request, Response, SocketStream, SocketStreams
+from outrider.transport.socket_streams import Decode, Encode, Ended, Request, Response, SocketStream, SocketStreams
 
 log = logging.getLogger(__name__)
+
+PEER_METADATA = "outrider-peer"
+"""Key of a secret random name in a stream's metadata, by which a client's next stream may take over its sessions."""
 
 
 class StreamHub(Generic[Request, Response]):
@@ -38,14 +42,16 @@ class StreamHub(Generic[Request, Response]):
         self._decode = decode
         self._loop = asyncio.get_running_loop()
         self._ends: set[Callable[[], object]] = set()  # one for each stream: ends it
-        self._call_streams = CallStreams(engine, encode)
-        self._socket_streams = SocketStreams(engine.inbox, decode, encode)
+        self._routes = Routes()
+        self._call_streams = CallStreams(engine, encode, self._routes)
+        self._socket_streams = SocketStreams(engine.inbox, decode, encode, self._routes)
         self.acceptor = SocketAcceptor()
 
     def publish(self, output: StepOutput) -> None:
         """Route a step's output. Called in the engine thread, once a step."""
-        self._call_streams.publish(output)
-        self._socket_streams.publish(output)
+        self._routes.route(output)
+        self._call_streams.write_all()
+        self._socket_streams.write_all()
 
     def close(self) -> None:
         """End all streams."""
@@ -54,16 +60,17 @@ class StreamHub(Generic[Request, Response]):
 
     async def answer(self, context: grpc.aio.ServicerContext[Any, Any], kind: Any) -> None:
         """Serve a stream call until it ends. kind: class of the received messages."""
+        peer = str(dict(context.invocation_metadata() or ()).get(PEER_METADATA, ""))
         connection = await self.acceptor.connection_of(context)
         if connection is not None:
-            await self._serve_socket(connection, kind)
+            await self._serve_socket(connection, kind, peer)
         else:
-            await self._serve_call(context)
+            await self._serve_call(context, peer)
 
-    async def _serve_socket(self, connection: FrameSocket, kind: Any) -> None:
+    async def _serve_socket(self, connection: FrameSocket, kind: Any, peer: str) -> None:
         """Serve a stream whose frames use a socket, until it ends."""
         ended: asyncio.Future[None] = self._loop.create_future()
-        stream = SocketStream(connection, kind, lambda error: self._loop.call_soon_threadsafe(_resolve, ended, error))
+        stream = SocketStream(connection, kind, self._ender(ended), peer)
         self._ends.add(end := partial(_resolve, ended, None))
         try:
             await asyncio.wrap_future(self._engine.call(partial(self._socket_streams.begin, stream)))
@@ -73,11 +80,11 @@ class StreamHub(Generic[Request, Response]):
             # The callback closes the connection even if the engine has stopped and does not end the stream.
             self._engine.call(partial(self._socket_streams.end, stream)).add_done_callback(lambda _: connection.close())
 
-    async def _serve_call(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def _serve_call(self, context: grpc.aio.ServicerContext[Any, Any], peer: str) -> None:
         """Serve a stream whose frames use gRPC, until it ends."""
         await context.send_initial_metadata(())  # so that a write and the call's end cannot both send it
         ended: asyncio.Future[None] = self._loop.create_future()
-        stream = CallStream(CallWriter(context), lambda error: self._loop.call_soon_threadsafe(_resolve, ended, error))
+        stream = CallStream(CallWriter(context), self._ender(ended), peer)
         self._ends.add(end := partial(_resolve, ended, None))
         self._engine.call(partial(self._call_streams.begin, stream))
         reader = asyncio.create_task(self._read(context, stream))
@@ -90,6 +97,10 @@ class StreamHub(Generic[Request, Response]):
             self._ends.discard(end)
             reader.cancel()
             self._engine.call(partial(self._call_streams.end, stream))
+
+    def _ender(self, ended: asyncio.Future[None]) -> Ended:
+        """Completes a future from the engine thread."""
+        return lambda error: self._loop.call_soon_threadsafe(_resolve, ended, error)
 
     async def _read(self, context: grpc.aio.ServicerContext[Any, Any], stream: CallStream) -> None:
         try:

@@ -113,3 +113,91 @@ def test_images_copy_only_what_the_context_holds(name):
         for source in line.split()[:-1]:
             assert (ROOT / source).exists()
             assert any(source == path or source.startswith(f"{path}/") for path in kept)
+
+
+# --- what a stranger, or a process that was taken over, can do ---
+
+SERVICES = yaml.safe_load(COMPOSE)["services"]
+OWN = sorted(name for name in SERVICES if name.split("-")[0] in ("token", "target", "draft", "gateway"))
+
+
+def default(text):
+    """A value with the defaults of its variables."""
+    return VARIABLES.sub(r"\2", str(text))
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_containers_are_confined(name):
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert not {"privileged", "cap_add", "pid", "ipc", "devices", "user"} & service.keys()
+    assert service.get("network_mode") != "host"
+    assert re.fullmatch(r"\d+[mg]", default(service["mem_limit"]))
+    assert 0 < service["pids_limit"] <= 4096
+    written = [volume.split(":") for volume in map(str, service.get("volumes", ())) if not volume.endswith(":ro")]
+    assert {default(source) for source, _ in written} <= {"cache", "token", "prometheus", "grafana"}
+    assert all(folder != "/run/outrider" for _, folder in written) or name == "token"
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_services_and_gateways_have_the_token_that_one_container_makes(name):
+    service, file = SERVICES[name], "/run/outrider/token"
+    if name == "token":
+        assert service["entrypoint"] == ["outrider", "token"]
+        assert service["command"] == file
+        assert default(service["environment"]["OUTRIDER_SERVICE_TOKEN"]) == ""
+        assert service["restart"] == "no"
+        return
+    assert f"--service-token-file {file}" in service["command"]
+    assert "token:/run/outrider:ro" in service["volumes"]
+    first = service if "token" in service["depends_on"] else SERVICES[next(iter(service["depends_on"]))]
+    assert first["depends_on"]["token"] == {"condition": "service_completed_successfully"}
+    image = (ROOT / "docker" / f"{name.split('-')[0]}.Dockerfile").read_text()
+    assert "--owner=outrider --group=outrider --mode=0700 /run/outrider" in image
+    assert "--allow-unauthenticated" not in COMPOSE + image
+
+
+@pytest.mark.parametrize("name", [name for name in OWN if name.startswith("gateway")])
+def test_the_gateway_gets_the_keys_of_its_callers(name):
+    given = SERVICES[name]["environment"]
+    assert given["OUTRIDER_API_KEY"] == "${API_KEY:-}"
+    assert given["OUTRIDER_ADMIN_API_KEY"] == "${ADMIN_API_KEY:-}"
+
+
+def test_only_gateways_are_published_with_the_api():
+    for name, service in SERVICES.items():
+        hosts = {port.split("}")[0] + "}" if port.startswith("$") else port for port in service.get("ports", ())}
+        follows = {host for host in hosts if host.startswith("${PUBLISH")}
+        assert bool(follows) == name.startswith("gateway"), name
+        assert name.startswith("gateway") or not set(service.get("networks", ["default"])) >= {"default", "services"}
+        for port in service.get("ports", ()):
+            assert default(port).startswith("127.0.0.1:")
+        if name.startswith(("target", "draft")):
+            assert service["networks"] == ["services"]
+            assert "ports" not in service
+
+
+def test_every_image_of_another_project_is_pinned_to_a_release():
+    images = [default(service["image"]) for name, service in SERVICES.items() if name not in OWN]
+    images += [default(SERVICES[name]["build"]["args"]["BASE_IMAGE"]) for name in OWN]
+    images += re.findall(r"^ARG BASE_IMAGE=(.+)$", "".join(map(Path.read_text, (ROOT / "docker").glob("*file"))), re.M)
+    assert len(images) == 2 + len(OWN) + 3
+    for image in images:
+        assert re.search(r":v?\d+\.\d+\.\d+", image), image
+
+
+@pytest.mark.parametrize(("password", "starts"), [("", False), ("secret", True)])
+def test_grafana_has_no_password_that_everybody_knows_and_admits_no_anonymous_users(tmp_path, password, starts):
+    grafana = SERVICES["grafana"]
+    assert default(grafana["environment"]["GF_SECURITY_ADMIN_PASSWORD"]) == ""
+    assert grafana["environment"]["GF_AUTH_ANONYMOUS_ENABLED"] == "false"
+    shell, flag, script = grafana["entrypoint"]
+    executable(tmp_path / "run.sh", "echo started")
+    script = script.replace("$$", "$").replace("/run.sh", f"{tmp_path}/run.sh")
+    result = subprocess.run(
+        [shell, flag, script], env={"GF_SECURITY_ADMIN_PASSWORD": password}, capture_output=True, text=True
+    )
+    assert (result.returncode == 0, "started" in result.stdout) == (starts, starts)
+    assert starts or "GRAFANA_PASSWORD" in result.stderr

@@ -29,6 +29,7 @@ OF_OTHERS = {
     "--self-draft", "--self-draft-head",  # earlier spellings of --self-speculation
     "--sglang",  # slime's prefix
     "--http2-prior-knowledge", "--list-methods", "--policy", "--protocol", "--worker-urls",  # buf and smg
+    "--unix-socket",  # curl
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
-"""Each algorithm's published command line, with `outrider serve` and tiny checkpoints in the published layouts.
+"""Each kind of draft model's published command line, with `outrider serve` and tiny checkpoints in published layouts.
 
-Only the paths are others, cores are named so that the draft has one of its own, and the target's KV cache is small.
+N-gram drafts are those of other tests here. Only the paths are others, cores are named so that the draft has one of its
+own, and the target's KV cache is small.
 """
 
 import itertools
@@ -32,15 +33,11 @@ _PROMPT = "Words that the model continues with a cycle of forty tokens"
 
 
 def eagle(folder: Path) -> dict[str, Path]:
-    """An EAGLE head as lmsys publishes those of Llama 2: in SGLang's names and architecture."""
+    """An EAGLE head as lmsys publishes those of Llama, with FR-Spec's list of frequent tokens."""
     target = write_cyclic_target(folder / "target", num_key_value_heads=4, **_SLOW)
     head = write_perfect_eagle(folder / "head", target, "feature", architectures=["LlamaForCausalLMEagle"])
-    return {"--model": target, "--speculative-draft-model-path": head}
-
-
-def frequent(folder: Path) -> dict[str, Path]:
-    """An EAGLE-2 head with FR-Spec's list of frequent tokens."""
-    return eagle(folder) | {"--speculative-token-map": Path(write_map(folder, [*CYCLE.tolist(), 5, 6]))}
+    frequent = write_map(folder, [*CYCLE.tolist(), 5, 6])
+    return {"--model": target, "--speculative-draft-model-path": head, "--speculative-token-map": Path(frequent)}
 
 
 def eagle3(folder: Path) -> dict[str, Path]:
@@ -59,10 +56,6 @@ def standalone(folder: Path) -> dict[str, Path]:
     return {"--model": target, "--speculative-draft-model-path": write_tokenizer(small)}
 
 
-def ngram(folder: Path) -> dict[str, Path]:
-    return {"--model": write_cyclic_target(folder / "target", family="qwen2", **_SLOW)}
-
-
 def stacked(folder: Path) -> dict[str, Path]:
     """Three MTP layers, each of which looks one token further, in MiMo-V2's layout."""
     return {"--model": write_perfect_mtp(folder / "target", "feature", layers=3)}
@@ -71,12 +64,10 @@ def stacked(folder: Path) -> dict[str, Path]:
 _STACKED = ["--model", "stacked/model", "--speculative-algorithm", "EAGLE", "--enable-multi-layer-eagle"]
 _STACKED += ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
 LINES = {
-    "EAGLE": (words("1"), eagle),
-    "EAGLE-2 with a token map": (words("4"), frequent),
+    "EAGLE-2 with a token map": (words("4"), eagle),
     "EAGLE-3": (words("6"), eagle3),
     "MTP": (words("7"), mimo),
     "STANDALONE": (words("8"), standalone),
-    "NGRAM": (words("10"), ngram),
     "multi-layer EAGLE": (_STACKED, stacked),
 }
 

@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import re
+import shutil
 import time
 
 import pytest
@@ -32,7 +33,10 @@ class System:
 
     def __init__(self, folder, base, targets=1):
         self.folder = folder
-        self.targets = [target_service(folder, f"unix:{base}/target{i}").start() for i in range(targets)]
+        roots = (str(folder.parents[1]),)
+        self.targets = [
+            target_service(folder, f"unix:{base}/target{i}", weight_update_roots=roots).start() for i in range(targets)
+        ]
         self.draft = draft_service(f"unix:{base}/draft", NgramDrafter(NgramOptions())).start()
         addresses = [target.address for target in self.targets]
         flags = {"max_body_bytes": 10_000, "admin_api_key": KEY}
@@ -136,9 +140,11 @@ def test_a_bad_update_is_refused_and_changes_nothing(shared, folders, expected, 
     error = running.post("/update_weights_from_disk", 400, json={"model_path": str(other)})["error"]
     assert "num_hidden_layers" in error["message"]
     part = save({"model.norm.weight": load_file(folders[1] / "model.safetensors")["model.norm.weight"][:7]})
-    error = running.post("/update_weights_from_tensor", 400, content=part)["error"]
+    kind = {"content-type": "application/octet-stream"}
+    error = running.post("/update_weights_from_tensor", 400, content=part, headers=kind)["error"]
     assert "[7]" in error["message"]
-    running.post("/update_weights_from_tensor", 400, json={"serialized_named_tensors": []})
+    error = running.post("/update_weights_from_tensor", 415, json={"serialized_named_tensors": []})["error"]
+    assert "safetensors file" in error["message"]
     running.post("/update_weights_from_disk", 400, json={"model_path": str(folders[1]), "load_format": "flattened"})
     running.post("/update_weights_from_disk", 400, json={})
     assert running.version() == "default"
@@ -265,6 +271,45 @@ def test_requests_go_on_with_new_weights(system, folders):
         assert (len(tokens), reason) == (450, "length")
 
 
+def test_a_target_that_restarts_loads_the_weights_of_the_last_update(system, folders, expected, tmp_path):
+    """Where their folder is gone, requests end at once, and the pool reports what it waits for."""
+    running = system(folders[0])
+    target, client = running.targets[0], running.gateway.client
+    step = shutil.copytree(folders[1], tmp_path / "step 9")
+    running.post("/update_weights_from_disk", json={"model_path": str(step), "weight_version": "9"})
+    target.stop()
+    target.start()
+    until(running.gateway.healthy)
+    assert running.texts(temperature=1, seed=3) == expected[1]
+    assert running.ask("x")["metadata"] == {"weight_version": "9"}
+    shutil.rmtree(step)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        future, _ = stream(running, pool)
+        target.stop()
+        target.start()
+        began = time.monotonic()
+        until(future.done, 30)
+        assert time.monotonic() - began < 20
+        with pytest.raises(KeyError, match="choices"):  # an event with the error
+            future.result()
+    health = client.get("/health")
+    state = health.json()
+    assert (health.status_code, state["awaited_weights"]) == (503, ["9"])
+    assert state["targets"][0]["state"] == "awaiting_weights"
+    assert str(step) not in health.text
+    assert f"cannot be loaded from {step}" in running.gateway.log.read_text()
+    assert running.gateway.metric("outrider_awaited_weights", weight_version="9") == 1
+    assert client.get("/get_weight_version").json() == {"weight_version": "9", "awaiting_targets": [target.address]}
+    refused = client.post("/v1/completions", json={"prompt": "x"})
+    assert (refused.status_code, '"9"' in refused.json()["error"]["message"]) == (503, True)
+    answer = running.post("/update_weights_from_disk", json={"model_path": str(folders[1]), "weight_version": "9"})
+    assert answer["unused_targets"] == []
+    assert client.get("/health/ready").status_code == 200
+    running.pause(0)
+    assert running.texts(temperature=1, seed=3) == expected[1]
+    assert "awaited_weights" not in client.get("/health").json()
+
+
 @pytest.mark.parametrize("targets", [1, 2])
 def test_a_target_that_starts_anew_between_two_parts_of_an_update_is_not_used(system, folders, expected, targets):
     running = system(folders[0], targets=targets)
@@ -292,15 +337,15 @@ def test_a_target_that_starts_anew_between_two_parts_of_an_update_is_not_used(sy
 
 
 def test_a_target_with_old_weights_is_not_used(system, folders, expected, monkeypatch):
-    """One of two targets cannot take the new weights, and later restarts with its first weights."""
+    """One of two targets cannot take the new weights; later it restarts, and loads them before it is used."""
     running = system(folders[0], targets=2)
     body = {"model_path": str(folders[1]), "weight_version": "2"}
     read = Control.read_folder
 
-    def read_by_others(control, path):
+    def read_by_others(control, path, condition=None):
         if control._engine is running.targets[1].engine:
             raise ConfigError("it is not on this machine")
-        return read(control, path)
+        return read(control, path, condition)
 
     with monkeypatch.context() as patch:
         patch.setattr(Control, "read_folder", read_by_others)
@@ -314,9 +359,6 @@ def test_a_target_with_old_weights_is_not_used(system, folders, expected, monkey
     assert running.texts(temperature=1, seed=3) == expected[1]
     running.targets[1].stop()
     running.targets[1].start()
-    until(lambda: "fingerprint" in running.gateway.log.read_text())
-    for _ in range(3):
-        assert running.texts(temperature=1, seed=3) == expected[1]
-    running.post("/update_weights_from_disk", json=body)
+    until(lambda: all(one["up"] for one in running.gateway.client.get("/server_info").json()["targets"]))
     running.targets[0].stop()
     assert running.texts(temperature=1, seed=3) == expected[1]

@@ -1,7 +1,6 @@
-"""Heads behind a real gateway: draft tokens are accepted, a restarted draft service catches up, `serve` starts them."""
+"""Heads behind a real gateway: draft tokens are accepted, and a restarted draft service catches up."""
 
 import concurrent.futures
-import os
 import time
 
 import pytest
@@ -14,7 +13,6 @@ from services.draft.process.app import build
 from tests.support.checkpoints.perfect import write_cyclic_target, write_perfect_eagle, write_perfect_eagle3
 from tests.support.gateway.services import Gateway, until
 from tests.support.system.heads import PROMPTS, VERIFY_ALL, accepted, ask_all
-from tests.support.system.serve import System
 from tests.support.system.services import draft_service, target_service
 from tests.support.tiny import write_tokenizer
 
@@ -115,25 +113,3 @@ def test_text_goes_on_where_a_head_s_context_ends(models, tmp_path):
     finally:
         for service in (gateway, draft, target):
             service.stop()
-
-
-@pytest.mark.system
-def test_serve_starts_a_head(models):
-    head = ["--speculative-algorithm", "eagle3", "--speculative-draft-model-path", str(models / "EAGLE3")]
-    first, *others = sorted(os.sched_getaffinity(0))
-    head += ["--speculative-num-steps", "4", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "8"]
-    if others:  # a draft that shares the target's core gives way to it, and may be late always
-        head += ["--cores-target", str(first), "--cores-draft", str(others[0])]
-    system = System(models / "target", *head).wait()
-
-    def believed():
-        assert [system.ask(prompt, temperature=1.0) for prompt in PROMPTS] == texts
-        return system.metric("outrider_accepted_draft_tokens_total") > 20 or not others
-
-    try:
-        texts = [system.ask(prompt, temperature=1.0) for prompt in PROMPTS]
-        until(believed, 60)
-        hits = system.metric("outrider_accepted_draft_tokens_total")
-        assert hits > 0.4 * system.metric("outrider_verified_draft_tokens_total")  # chains of 4 among 7 nodes
-    finally:
-        assert system.stop() == 0

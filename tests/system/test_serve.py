@@ -9,21 +9,30 @@ import time
 
 import pytest
 
+from tests.support.gateway.services import Gateway
 from tests.support.outrider.children import free_port
 from tests.support.system.serve import PROMPTS, System, processes_of
+from tests.support.system.services import target_service
 from tests.support.tiny import write_model
 
 pytestmark = pytest.mark.system
 
 
 @pytest.fixture(scope="module")
-def plain_texts(folder):
-    """The model's texts without a drafter, by temperature."""
-    system = System(folder, "--speculative-algorithm", "NONE").wait()
+def plain_texts(folder, tmp_path_factory):
+    """The model's texts from a target of another process without any draft, by temperature."""
+    base = tmp_path_factory.mktemp("plain")
+    target = target_service(folder, f"unix:{base}/target", self_speculation="off").start()
+    gateway = Gateway(base, [target.address]).wait()
+
+    def ask(prompt, temperature):
+        return gateway.text(prompt, max_tokens=60, temperature=temperature, seed=7, ignore_eos=True)
+
     try:
-        return {t: system.ask_all(temperature=t) for t in (0.0, 1.0)}
+        return {t: [ask(prompt, t) for prompt in PROMPTS] for t in (0.0, 1.0)}
     finally:
-        assert system.stop() == 0
+        assert gateway.stop() == 0
+        target.stop()
 
 
 @pytest.fixture(scope="module")

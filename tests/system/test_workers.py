@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from outrider.client import Client
+from outrider.service_token import make_token_file
 from tests.support.gateway.services import Gateway, until
 from tests.support.system.serve import PROMPTS, System, processes_of
 from tests.support.tiny import write_model, write_tokenizer
@@ -33,19 +34,27 @@ def sockets(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, sockets):
+def token(tmp_path_factory):
+    path = tmp_path_factory.mktemp("token") / "token"
+    make_token_file(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, sockets, token):
     """A gateway of one process for the same services."""
     target, draft = sockets
-    made = Gateway(tmp_path_factory.mktemp("alone"), [target], [draft])
+    made = Gateway(tmp_path_factory.mktemp("alone"), [target], [draft], service_token_file=token)
     yield made
     made.stop()
 
 
 @pytest.fixture(scope="module")
-def system(folder, sockets, alone):
+def system(folder, sockets, alone, token):
     target, draft = sockets
     flags = ["--gateway-workers", str(WORKERS), "--drain-timeout", "30", "--speculative-algorithm", "NGRAM"]
-    system = System(folder, *flags, "--listen-target", target, "--listen-draft", draft).wait()
+    system = System(folder, *flags, "--listen-target", target, "--listen-draft", draft,
+                    "--service-token-file", token).wait()  # fmt: skip
     alone.wait()
     until(lambda: workers_up(system) == [1] * WORKERS, 60)
     yield system

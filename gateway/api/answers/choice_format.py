@@ -9,6 +9,7 @@ from typing import Any
 
 from gateway.parsers.output import OutputParser, ParsedOutput
 from gateway.parsers.reasoning import ReasoningTokenCounter
+from outrider.speculation.proposal import FinishReason
 
 
 class ChoiceFormat(ABC):
@@ -17,8 +18,11 @@ class ChoiceFormat(ABC):
     reasoning_tokens = 0
 
     @abstractmethod
-    def add(self, text: str, tokens: Sequence[int], *, last: bool) -> dict[str, Any] | None:
-        """The fields of a chunk with a piece of text and its tokens; None if there is nothing to send yet."""
+    def add(self, text: str, tokens: Sequence[int], finish: FinishReason) -> dict[str, Any] | None:
+        """The fields of a chunk with a piece of text and its tokens; None if there is nothing to send yet.
+
+        finish: RUNNING unless it is the last piece
+        """
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
@@ -41,11 +45,11 @@ class _Text(ChoiceFormat):
 class CompletionFormat(_Text):
     """`text`."""
 
-    def add(self, text: str, tokens: Sequence[int], *, last: bool) -> dict[str, Any] | None:
+    def add(self, text: str, tokens: Sequence[int], finish: FinishReason) -> dict[str, Any] | None:
         """As in ChoiceFormat."""
         del tokens
         self._texts.append(text)
-        return {"text": text} if text or last else None
+        return {"text": text} if text or finish else None
 
     def whole(self) -> dict[str, Any]:
         """As in ChoiceFormat."""
@@ -55,11 +59,11 @@ class CompletionFormat(_Text):
 class ChatFormat(_Text):
     """`message` and `delta` with content only."""
 
-    def add(self, text: str, tokens: Sequence[int], *, last: bool) -> dict[str, Any] | None:
+    def add(self, text: str, tokens: Sequence[int], finish: FinishReason) -> dict[str, Any] | None:
         """As in ChoiceFormat."""
         del tokens
         self._texts.append(text)
-        return {"delta": {"content": text} if text else {}} if text or last else None
+        return {"delta": {"content": text} if text else {}} if text or finish else None
 
     def whole(self) -> dict[str, Any]:
         """As in ChoiceFormat."""
@@ -70,9 +74,9 @@ class ParsedChatFormat(ChoiceFormat):
     """`message` and `delta` with reasoning, content and tool calls."""
 
     def __init__(
-        self, parser: OutputParser, counter: ReasoningTokenCounter, *, include_reasoning: bool, named: bool
+        self, parser: OutputParser, counter: ReasoningTokenCounter | None, *, include_reasoning: bool, named: bool
     ) -> None:
-        """include_reasoning: False omits it. named: the request named the function to call."""
+        """counter: None without reasoning. include_reasoning: False omits it. named: the request named the function."""
         self._parser = parser
         self._counter = counter
         self._include_reasoning = include_reasoning
@@ -83,12 +87,13 @@ class ParsedChatFormat(ChoiceFormat):
     @property
     def reasoning_tokens(self) -> int:  # type: ignore[override]
         """Tokens of reasoning."""
-        return self._counter.count
+        return 0 if self._counter is None else self._counter.count
 
-    def add(self, text: str, tokens: Sequence[int], *, last: bool) -> dict[str, Any] | None:
+    def add(self, text: str, tokens: Sequence[int], finish: FinishReason) -> dict[str, Any] | None:
         """As in ChoiceFormat."""
-        self._counter.add(tokens)
-        output = self._parser.push(text, last=last)
+        if self._counter is not None:
+            self._counter.add(tokens)
+        output = self._parser.push(text, last=bool(finish), cut=finish is not FinishReason.STOP)
         self._output.content += output.content
         self._output.reasoning += output.reasoning
         delta: dict[str, Any] = {}
@@ -98,7 +103,7 @@ class ParsedChatFormat(ChoiceFormat):
             delta["content"] = output.content
         if output.calls:
             delta["tool_calls"] = [self._call(part.call, part.name, part.arguments) for part in output.calls]
-        return {"delta": delta} if delta or last else None
+        return {"delta": delta} if delta or finish else None
 
     def _call(self, index: int, name: str | None, arguments: str) -> dict[str, Any]:
         """A part of a call for a chunk; also added to the whole choice."""

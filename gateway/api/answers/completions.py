@@ -14,13 +14,16 @@ from typing import Any
 
 import orjson
 
+from gateway.api.answers import prompts
 from gateway.api.answers.choice_format import ChatFormat, ChoiceFormat, CompletionFormat
-from gateway.api.answers.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormatter, joined, prompt_entries
+from gateway.api.answers.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormatter, joined
 from gateway.api.answers.streaming import DONE
 from gateway.orchestration.generation import Generation, Part, merged
 from gateway.sessions.request import GenerationRequest
 from gateway.sessions.step_stats import Detail, StepStats
+from gateway.text.offsets import TextOffsets
 from gateway.text.pieces import Pieces
+from gateway.text.tokenizer import ModelTokenizer
 from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.proposal import FinishReason
 
@@ -49,8 +52,8 @@ class Kind(ABC):
         """The fields of a choice's first chunk, if that has no text."""
 
     @abstractmethod
-    def logprobs(self, pieces: Pieces, *, by_id: bool) -> LogprobFormatter:
-        """A log-prob formatter for one choice. by_id: as in LogprobFormatter."""
+    def logprobs(self, pieces: Pieces, offsets: TextOffsets, *, by_id: bool) -> LogprobFormatter:
+        """A log-prob formatter for one choice. offsets: of its tokens. by_id: as in LogprobFormatter."""
 
 
 class _Chat(Kind):
@@ -62,7 +65,8 @@ class _Chat(Kind):
     def opening(self) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def logprobs(self, pieces: Pieces, *, by_id: bool) -> LogprobFormatter:
+    def logprobs(self, pieces: Pieces, offsets: TextOffsets, *, by_id: bool) -> LogprobFormatter:
+        del offsets
         return ChatLogprobs(pieces, by_id=by_id)
 
 
@@ -75,8 +79,8 @@ class _Completion(Kind):
     def opening(self) -> None:
         return None
 
-    def logprobs(self, pieces: Pieces, *, by_id: bool) -> LogprobFormatter:
-        return CompletionLogprobs(pieces, by_id=by_id)
+    def logprobs(self, pieces: Pieces, offsets: TextOffsets, *, by_id: bool) -> LogprobFormatter:
+        return CompletionLogprobs(pieces, offsets, by_id=by_id)
 
 
 CHAT: Kind = _Chat("chatcmpl-", "chat.completion", "chat.completion.chunk", {"delta": {}})
@@ -87,14 +91,16 @@ COMPLETION: Kind = _Completion("cmpl-", "text_completion", "text_completion", {"
 class ResponseOptions:
     """Optional parts of a reply.
 
+    tokenizer: of the model, for the texts of single tokens
     echo: texts of the prompts, by choice; empty without echo
     ids: token ids of prompt and answer. With ids or echo, log-probabilities include a token that ended the answer.
     by_id: log-probabilities name tokens by id
+    prompt_logprobs: log-probabilities of each prompt, in the first of its choices, in its first chunk
     steps: step statistics of each choice. detail: of speculation in `metrics`
     usage: in a last event of its own. continuous_usage: the usage so far in every other event, too
     """
 
-    pieces: Pieces
+    tokenizer: ModelTokenizer
     ids: bool = False
     by_id: bool = False
     echo: Sequence[str] = ()
@@ -103,6 +109,11 @@ class ResponseOptions:
     detail: Detail = "summary"
     usage: bool = False
     continuous_usage: bool = False
+
+    @property
+    def pieces(self) -> Pieces:
+        """Bytes of single tokens."""
+        return self.tokenizer.pieces
 
 
 class CompletionReply:
@@ -137,13 +148,16 @@ class CompletionReply:
         self._choices = choices or candidates
         self._last: dict[int, Part] = {}  # part of each candidate
         self._logprobs: dict[int, LogprobFormatter] = {}
+        self._told: set[int] = set()  # prompts whose log-probabilities were formatted
+        self._prompts: dict[int, orjson.Fragment] = {}  # log-probabilities by prompt, until they are sent
+        self._echoes: dict[int, dict[str, Any]] = {}  # ... of the prompt by candidate, until they are sent
         self._formats = [(new_format or kind.format)() for _ in requests]
 
     async def whole(self, generations: Sequence[Generation]) -> bytes:
         """As in Reply."""
         options, count = self._options, len(self._requests)
         tokens: list[list[int]] = [[] for _ in range(count)]
-        empty = self._new_logprobs().empty()
+        empty = self._new_logprobs(0).empty()
         logprobs = [[empty] if request.logprobs is not None else [] for request in self._requests]
         extras: list[dict[str, Any]] = [{} for _ in range(count)]
         steps: list[list[StepStats]] = [[] for _ in range(count)]
@@ -151,10 +165,12 @@ class CompletionReply:
         async for index, part in merged(generations):
             if part.logprobs is not None:
                 sums[index] += float(part.logprobs.values.sum())
+            if index not in self._last:
+                await self._prepare(index, part)
             text, part_logprobs, extra = self._content(index, part)
-            self._formats[index].add(text, part.tokens, last=bool(part.finish))
+            self._formats[index].add(text, part.tokens, part.finish)
             tokens[index] += part.tokens
-            logprobs[index] += [part_logprobs] if part_logprobs else []
+            logprobs[index] += [prompts.serialized(part_logprobs)] if part_logprobs else []
             extras[index] |= extra
             steps[index] += part.step_stats
             self._last[index] = part
@@ -171,6 +187,8 @@ class CompletionReply:
             for index, choice in enumerate(self._formats)
         ]
         choices = self._best(choices, [total / max(1, len(own)) for total, own in zip(sums, tokens, strict=True)])
+        for prompt, entries in self._prompts.items():
+            choices[prompt * self._choices]["prompt_logprobs"] = entries
         ending = {"usage": self._usage(), **self._prompt_ids(), **self._metadata(), **self._reports()}
         return orjson.dumps({**self._head, "object": self._kind.whole, "choices": choices, **ending})
 
@@ -192,14 +210,18 @@ class CompletionReply:
         running = len(generations)
         async for index, part in merged(generations):
             first = index not in self._last
+            if first:
+                await self._prepare(index, part)
             text, logprobs, extra = self._content(index, part)
+            if first and index // self._candidates in self._prompts:
+                extra["prompt_logprobs"] = self._prompts.pop(index // self._candidates)
             self._last[index] = part
             if options.continuous_usage:
                 after = b'],"usage":' + orjson.dumps(self._usage()) + b"}\n\n"
             if first and (opening := self._kind.opening()) is not None:
                 behind = b"]," + orjson.dumps(ids)[1:-1] + after[1:] if (ids := self._prompt_ids()) else after
                 yield before + orjson.dumps(self._choice(index, opening, None)) + behind
-            fields = self._formats[index].add(text, part.tokens, last=bool(part.finish))
+            fields = self._formats[index].add(text, part.tokens, part.finish)
             if fields is not None or options.ids or logprobs or extra or (options.steps and part.step_stats):
                 choice = self._choice(index, fields if fields is not None else self._kind.empty, logprobs, part)
                 running -= bool(part.finish)
@@ -233,6 +255,17 @@ class CompletionReply:
         several = len(self._requests) > 1 and self._options.detail != "off"
         return ending | self._report(part) if several else ending
 
+    async def _prepare(self, index: int, part: Part) -> None:
+        """Format the log-probabilities of the prompt, which the first part of a candidate has, in turns with others."""
+        options, request = self._options, self._requests[index]
+        if options.echo and request.logprobs is not None:
+            echoed = prompts.echoed(self._formatter(index), request.prompt, part.prompt_logprobs)
+            self._echoes[index] = await echoed
+        prompt = index // self._candidates
+        if options.prompt_logprobs and prompt not in self._told:
+            self._told.add(prompt)
+            self._prompts[prompt] = await prompts.entries(options.pieces, request.prompt, part.prompt_logprobs)
+
     def _content(self, index: int, part: Part) -> tuple[str, dict[str, Any] | None, dict[str, Any]]:
         """What a part adds to its choice: text, `logprobs`, and further fields."""
         options = self._options
@@ -241,25 +274,32 @@ class CompletionReply:
         extra: dict[str, Any] = {}
         if options.ids and not self._kind.one_prompt and index not in self._last:
             extra["prompt_token_ids"] = request.prompt
-        if logprobs is None and not options.echo and not options.prompt_logprobs:
+        if logprobs is None and not options.echo:
             return part.text, None, extra
         text, formatted = part.text, []
-        formatter = self._logprobs.setdefault(index, self._new_logprobs())
+        formatter = self._formatter(index)
         if index not in self._last:
             if options.echo:
                 text = options.echo[index] + text
-            if options.echo and request.logprobs is not None:
-                formatted.append(formatter.prompt(request.prompt, part.prompt_logprobs))
-            if options.prompt_logprobs:
-                extra["prompt_logprobs"] = prompt_entries(options.pieces, request.prompt, part.prompt_logprobs)
+            if index in self._echoes:
+                formatted.append(self._echoes.pop(index))
         # Clients that score a text echo it with a single new token, and take the last entry for that token's.
         count = len(part.tokens) if options.ids or options.echo else part.text_tokens
         if logprobs is not None and count:
             formatted.append(formatter.part(part.tokens[:count], logprobs))
-        return text, joined(formatted) if formatted else None, extra
+        new = joined(formatted) if formatted else None
+        return text, formatter.sent(new, text, last=bool(part.finish)), extra
 
-    def _new_logprobs(self) -> LogprobFormatter:
-        return self._kind.logprobs(self._options.pieces, by_id=self._options.by_id)
+    def _formatter(self, index: int) -> LogprobFormatter:
+        if index not in self._logprobs:
+            self._logprobs[index] = self._new_logprobs(index)
+        return self._logprobs[index]
+
+    def _new_logprobs(self, index: int) -> LogprobFormatter:
+        options, request = self._options, self._requests[index]
+        echo = options.echo[index] if options.echo else None
+        offsets = TextOffsets(options.tokenizer, request.prompt, echo, verbatim=request.text.verbatim)
+        return self._kind.logprobs(options.pieces, offsets, by_id=options.by_id)
 
     def _prompt_ids(self) -> dict[str, Any]:
         """The prompt's token ids beside the choices, if they have one prompt."""

@@ -18,6 +18,8 @@ from outrider.errors import OutriderError
 
 log = logging.getLogger(__name__)
 
+_VALID = "Input should be a valid "  # pydantic's message for a wrong type
+_TYPES = {"dictionary": "object"}  # pydantic's names of JSON's types
 _KINDS = {
     400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large",
     415: "unsupported_media_type",
@@ -43,7 +45,10 @@ class ErrorBody(BaseModel):
 RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "The request is wrong; `param` names the field."},
     401: {"model": ErrorBody, "description": "The key is missing or wrong."},
+    403: {"model": ErrorBody, "description": "Closed to this caller, host or origin."},
     404: {"model": ErrorBody, "description": "There is no such route or model."},
+    408: {"model": ErrorBody, "description": "The body did not come in time."},
+    409: {"model": ErrorBody, "description": "Another call of this kind is in progress."},
     413: {"model": ErrorBody, "description": "The body is too large."},
     415: {"model": ErrorBody, "description": "The content type is not JSON."},
     429: {"model": ErrorBody, "description": "Too many requests of this key are running; see `Retry-After`."},
@@ -148,8 +153,8 @@ def _of_validation(error: RequestValidationError) -> tuple[int, bytes]:
         return 400, error_body(message, "invalid_request_error", _KINDS[400])
     if first["loc"] == ("body",):
         return _of_body(first)
-    error_meant = _likeliest_error([dict(one) for one in error.errors()])
-    param, message = ".".join(_field_path(error_meant)) or None, str(error_meant["msg"])
+    path, message = _meant([dict(one) for one in error.errors()])
+    param = ".".join(path) or None
     return 400, error_body(f"{param}: {message}" if param else message, "invalid_request_error", "invalid_value", param)
 
 
@@ -164,17 +169,28 @@ def _of_body(error: dict[str, Any]) -> tuple[int, bytes]:
     return 400, error_body(message, "invalid_request_error", "invalid_value")
 
 
-def _likeliest_error(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The first error; for a field of several types the deepest one, which belongs to the type that was meant.
+def _meant(errors: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
+    """Path and message of the first wrong field.
 
-    If several types have errors of that depth, the first error again.
+    Of a field of several types, each has its errors: those count that lie deepest and, in lists, come last, because
+    validation of the type that was meant got furthest. If several types got as far, the message names all of them.
     """
     path = _field_path(errors[0])
     of_field = [error for error in errors if _field_path(error)[: len(path)] == path]
-    depth = max(len(_field_path(error)) for error in of_field)
-    deepest = [error for error in of_field if len(_field_path(error)) == depth]
-    members = {tuple(part for part in error["loc"] if str(part) not in _field_path(error)) for error in deepest}
-    return deepest[0] if len(members) == 1 else errors[0]
+    furthest = max(map(_reach, of_field))
+    meant = [error for error in of_field if _reach(error) == furthest]
+    path = _field_path(meant[0])
+    messages = list(dict.fromkeys(str(error["msg"]) for error in meant if _field_path(error) == path))
+    if not all(message.startswith(_VALID) for message in messages):
+        return path, messages[0]
+    names = [message.removeprefix(_VALID).split(" or ")[0] for message in messages]
+    *types, last = [_TYPES.get(name, name) for name in names]
+    return path, f"{_VALID}{', '.join(types)} or {last}" if types else f"{_VALID}{last}"
+
+
+def _reach(error: dict[str, Any]) -> tuple[int, list[int]]:
+    path = _field_path(error)
+    return len(path), [int(part) if part.isdecimal() else -1 for part in path]
 
 
 def _field_path(error: dict[str, Any]) -> list[str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
+from gateway.text.offsets import TextOffsets
 from gateway.text.pieces import Pieces
 from outrider.speculation.proposal import Logprobs
 
@@ -28,13 +30,18 @@ class LogprobFormatter(ABC):
     def part(self, tokens: Sequence[int], logprobs: Logprobs) -> dict[str, Any]:
         """`logprobs` of tokens, which are the first ones of `logprobs`."""
 
+    def sent(self, part: dict[str, Any] | None, text: str, *, last: bool) -> dict[str, Any] | None:
+        """What to send of the parts so far, beside a piece of the choice's text. last: it is the last one."""
+        del text, last
+        return part
+
     @abstractmethod
     def empty(self) -> dict[str, Any]:
         """`logprobs` of no tokens."""
 
     @abstractmethod
-    def prompt(self, tokens: Sequence[int], logprobs: Logprobs | None) -> dict[str, Any]:
-        """`logprobs` of a prompt that the answer echoes. logprobs: of all tokens but the first; None for one token."""
+    def first(self, token: int) -> dict[str, Any]:
+        """`logprobs` of the first token of a prompt that the answer echoes; it has no log-probability."""
 
 
 class ChatLogprobs(LogprobFormatter):
@@ -52,9 +59,10 @@ class ChatLogprobs(LogprobFormatter):
         """As in LogprobFormatter."""
         return {"content": [], "refusal": None}
 
-    def prompt(self, tokens: Sequence[int], logprobs: Logprobs | None) -> dict[str, Any]:
-        """As in LogprobFormatter, without the first token."""
-        return self.empty() if logprobs is None else self.part(tokens[1:], logprobs)
+    def first(self, token: int) -> dict[str, Any]:
+        """As in LogprobFormatter; the token is left out."""
+        del token
+        return self.empty()
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -65,11 +73,35 @@ class ChatLogprobs(LogprobFormatter):
 
 
 class CompletionLogprobs(LogprobFormatter):
-    """Parallel lists; offsets count characters from the beginning of the choice's text."""
+    """Parallel lists; offsets count characters from the beginning of the choice's text.
 
-    def __init__(self, pieces: Pieces, *, by_id: bool = False) -> None:
+    Entries are sent with the text in which they begin: tokens of a possible stop string wait, and if it was one, all of
+    them begin at the end of the text.
+    """
+
+    def __init__(self, pieces: Pieces, offsets: TextOffsets, *, by_id: bool = False) -> None:
+        """offsets: of the choice's tokens."""
         super().__init__(pieces, by_id=by_id)
-        self._offset = 0
+        self._offsets = offsets
+        self._length = 0  # of the text so far
+        self._waiting: dict[str, Any] | None = None
+
+    def sent(self, part: dict[str, Any] | None, text: str, *, last: bool) -> dict[str, Any] | None:
+        """As in LogprobFormatter."""
+        self._length += len(text)
+        known = [one for one in (self._waiting, part) if one is not None]
+        if not known:
+            return None
+        whole, self._waiting = joined(known), None
+        offsets = whole["text_offset"]
+        if offsets and offsets[-1] > self._length:
+            ready = bisect_right(offsets, self._length)
+            if last:
+                offsets[ready:] = [self._length] * (len(offsets) - ready)
+            else:
+                self._waiting = {key: entries[ready:] for key, entries in whole.items()}
+                whole = {key: entries[:ready] for key, entries in whole.items()}
+        return whole if whole["tokens"] else None
 
     def part(self, tokens: Sequence[int], logprobs: Logprobs) -> dict[str, Any]:
         """As in LogprobFormatter."""
@@ -79,10 +111,9 @@ class CompletionLogprobs(LogprobFormatter):
         """As in LogprobFormatter."""
         return self._lists([])
 
-    def prompt(self, tokens: Sequence[int], logprobs: Logprobs | None) -> dict[str, Any]:
-        """As in LogprobFormatter; the first token has no log-probability."""
-        head = self._lists([(tokens[0], None, [])])
-        return head if logprobs is None else joined([head, self.part(tokens[1:], logprobs)])
+    def first(self, token: int) -> dict[str, Any]:
+        """As in LogprobFormatter."""
+        return self._lists([(token, None, [])])
 
     def _lists(self, entries: Sequence[tuple[int, float | None, list[tuple[int, float]]]]) -> dict[str, Any]:
         lists: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
@@ -90,11 +121,10 @@ class CompletionLogprobs(LogprobFormatter):
             name = self._name(token)
             own = None if logprob is None else finite(logprob)
             best: dict[str, float | None] = {self._name(other): finite(value) for other, value in top}
-            lists["text_offset"].append(self._offset)
+            lists["text_offset"].append(self._offsets.next(token))
             lists["token_logprobs"].append(own)
             lists["tokens"].append(name)
             lists["top_logprobs"].append(None if own is None else {name: own, **best})
-            self._offset += len(self._pieces.text(token))
         return lists
 
 
@@ -104,10 +134,10 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return parts[0] | {key: [entry for part in parts for entry in part[key]] for key in lists}
 
 
-def prompt_entries(pieces: Pieces, tokens: Sequence[int], logprobs: Logprobs | None) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each token but the first, itself and the likeliest tokens there, by id."""
-    entries: list[dict[str, Any] | None] = [None]
-    for token, logprob, top in [] if logprobs is None else token_logprobs(tokens[1:], logprobs):
+def prompt_entries(pieces: Pieces, tokens: Sequence[int], logprobs: Logprobs) -> list[dict[str, Any]]:
+    """vLLM's `prompt_logprobs`: for each of these tokens, itself and the likeliest tokens there, by id."""
+    entries: list[dict[str, Any]] = []
+    for token, logprob, top in token_logprobs(tokens, logprobs):
         named: dict[int, tuple[float, int | None]] = {
             other: (value, rank) for rank, (other, value) in enumerate(top, start=1)
         }

@@ -1,4 +1,8 @@
-"""Replies of SGLang's native /generate. Each event of a stream repeats everything so far, as in SGLang."""
+"""Replies of SGLang's native /generate.
+
+Each event of a stream repeats everything so far, as in SGLang, except the log-probabilities of the prompt, which are in
+the first event alone.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,14 @@ from typing import Any
 import orjson
 
 from gateway.api.answers.logprobs import finite, token_logprobs
+from gateway.api.answers.prompts import JsonList, slices
 from gateway.api.answers.streaming import DONE
 from gateway.api.requests.native import NativeRequest
 from gateway.orchestration.generation import Generation, Part, merged
 from gateway.text.pieces import Pieces
 from outrider.speculation.proposal import FinishReason, Logprobs
+
+_INPUT = ("input_token_logprobs", "input_top_logprobs")
 
 
 @dataclass
@@ -23,7 +30,7 @@ class _Answer:
     request: NativeRequest
     text: str = ""
     tokens: list[int] = field(default_factory=list)
-    logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    logprobs: dict[str, JsonList] = field(default_factory=dict)
     last: Part | None = None
 
 
@@ -40,7 +47,7 @@ class NativeReply:
     async def whole(self, generations: Sequence[Generation]) -> bytes:
         """As in Reply."""
         async for index, part in merged(generations):
-            self._add(self._answers[index], part)
+            await self._add(self._answers[index], part)
         bodies = [
             self._body(answer, generation.seed) for answer, generation in zip(self._answers, generations, strict=True)
         ]
@@ -50,39 +57,38 @@ class NativeReply:
         """As in Reply: an event per commit, up to [DONE]."""
         async for index, part in merged(generations):
             answer = self._answers[index]
-            self._add(answer, part)
+            await self._add(answer, part)
             body = self._body(answer, generations[index].seed) | ({"index": index} if self._several else {})
             yield b"data: " + orjson.dumps(body) + b"\n\n"
+            for name in _INPUT:
+                answer.logprobs.pop(name, None)
         yield DONE
 
-    def _add(self, answer: _Answer, part: Part) -> None:
+    async def _add(self, answer: _Answer, part: Part) -> None:
         start = answer.request.logprob_start
         if start is not None and answer.last is None:
-            self._add_prompt_logprobs(answer, start, part.prompt_logprobs)
+            await self._add_prompt_logprobs(answer, start, part.prompt_logprobs)
         if part.logprobs is not None:
             self._add_logprobs(answer, "output", part.tokens, part.logprobs)
         answer.text += part.text
         answer.tokens += part.tokens
         answer.last = part
 
-    def _add_prompt_logprobs(self, answer: _Answer, start: int, logprobs: Logprobs | None) -> None:
+    async def _add_prompt_logprobs(self, answer: _Answer, start: int, logprobs: Logprobs | None) -> None:
         """Add those from position `start` on; the first one is null, as in SGLang."""
-        prompt = list(answer.request.request.prompt)
-        answer.logprobs["input_token_logprobs"] = [self._entry(prompt[start], None)]
+        prompt = answer.request.request.prompt[start:]
+        _list(answer, "input_token_logprobs").extend([self._entry(prompt[0], None)])
         if answer.request.request.prompt_logprobs:
-            answer.logprobs["input_top_logprobs"] = [None]
-        if logprobs is not None:
-            self._add_logprobs(answer, "input", prompt[1:], logprobs, skip=start)
+            _list(answer, "input_top_logprobs").extend([None])
+        async for tokens, part in slices(prompt, None if logprobs is None else logprobs.behind(start)):
+            self._add_logprobs(answer, "input", tokens, part)
 
-    def _add_logprobs(
-        self, answer: _Answer, side: str, tokens: Sequence[int], logprobs: Logprobs, skip: int = 0
-    ) -> None:
-        own = answer.logprobs.setdefault(f"{side}_token_logprobs", [])
-        for token, logprob, top in token_logprobs(tokens, logprobs)[skip:]:
-            own.append(self._entry(token, logprob))
-            if answer.request.request.logprobs:
-                best = answer.logprobs.setdefault(f"{side}_top_logprobs", [])
-                best.append([self._entry(other, value) for other, value in top])
+    def _add_logprobs(self, answer: _Answer, side: str, tokens: Sequence[int], logprobs: Logprobs) -> None:
+        entries = token_logprobs(tokens, logprobs)
+        _list(answer, f"{side}_token_logprobs").extend([self._entry(token, value) for token, value, _ in entries])
+        if answer.request.request.logprobs:
+            best = [[self._entry(*pair) for pair in top] for _, _, top in entries]
+            _list(answer, f"{side}_top_logprobs").extend(best)
 
     def _entry(self, token: int, logprob: float | None) -> list[Any]:
         value = None if logprob is None else finite(logprob)
@@ -101,10 +107,15 @@ class NativeReply:
             "sampling_seed": seed,
         }
         if answer.request.request.logprobs is not None:
-            info |= {"input_token_logprobs": [], "output_token_logprobs": [], **answer.logprobs}
+            info |= {"input_token_logprobs": [], "output_token_logprobs": []}
+            info |= {name: entries.fragment() for name, entries in answer.logprobs.items()}
         if part.report is not None:
             info |= {"e2e_latency": part.report.first_seconds + part.report.decode_seconds, **part.report.meta_info()}
         return {"text": answer.text, "output_ids": answer.tokens, "meta_info": info}
+
+
+def _list(answer: _Answer, name: str) -> JsonList:
+    return answer.logprobs.setdefault(name, JsonList())
 
 
 def _finish_reason(part: Part) -> dict[str, Any] | None:

@@ -59,7 +59,7 @@ class ResponsesReply:
             "text": {"format": body.format()},
             "tool_choice": "auto",
             "tools": [],
-            "top_p": request.sampling.top_p,
+            "top_p": request.sampling.top_p if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "user": user if isinstance(user, str) else None,  # other values may not be serializable
         }

@@ -24,6 +24,7 @@ Result = TypeVar("Result")
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"  # ignored by clients
 _SILENCE = 15.0  # seconds; proxies close streams that are silent for 30 or 60
+_LAST_SECONDS = 1.0  # beyond a stream's deadline, for the error that reports it
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _CLIENT_CLOSED_REQUEST = 499
 
@@ -88,7 +89,8 @@ async def respond(
     failed: formats an error that ends a stream
     """
     if stream:
-        return EventStream(reply, generations, failed)
+        ends = [generation.deadline for generation in generations if generation.deadline is not None]
+        return EventStream(reply, generations, failed, deadline=min(ends, default=None))
     try:
         whole = await until_disconnect(request.receive, reply.whole(generations))
     except ClientGone:
@@ -119,14 +121,19 @@ class EventStream(Response):
         failed: Callable[[OutriderError], bytes] = failed,
         *,
         silence: float = _SILENCE,
+        deadline: float | None = None,
     ) -> None:
-        """failed: formats an error that ends the events. silence: seconds after which a comment is sent."""
+        """failed: formats an error that ends the events. silence: seconds after which a comment is sent.
+
+        deadline: for the last event to be sent, by the event loop's clock
+        """
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._reply = reply
         self._generations = generations
         self._failed = failed
         self._silence = silence
+        self._deadline = None if deadline is None else deadline + _LAST_SECONDS
         self._started = False
         self._due = 0.0  # time of the next comment, by the event loop's clock; infinite while anything is being sent
 
@@ -134,7 +141,11 @@ class EventStream(Response):
         """Send all events, unless the client disconnects. Raises errors that precede the first event."""
         self._due = asyncio.get_running_loop().time() + self._silence
         try:
-            await until_disconnect(receive, self._send(send), partial(self._keep_alive, send))
+            async with asyncio.timeout_at(self._deadline):
+                await until_disconnect(receive, self._send(send), partial(self._keep_alive, send))
+        except TimeoutError:
+            # Nothing more can be sent to this client; the listener closes the connection.
+            log.warning("a stream is cut: its client had not read all of it when the deadline of the request passed")
         except ClientGone:
             if not self._started:
                 await Response(status_code=_CLIENT_CLOSED_REQUEST)(scope, receive, send)

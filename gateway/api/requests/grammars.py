@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from outrider.errors import InvalidRequest
@@ -22,9 +23,13 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
     found: list[tuple[str, Grammar]] = []
     for name in FIELDS:
         value = fields.get(name)
-        grammar = None if value is None else _READERS[name](value, name)
+        try:
+            grammar = None if value is None else _READERS[name](value, name)
+        except InvalidRequest as error:
+            error.param = error.param if (error.param or "").startswith(name) else name
+            raise
         if grammar is not None:
-            found.append((name, grammar))
+            found.append((name, replace(grammar, client_field=name)))
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
         raise InvalidRequest(f"{names} cannot be combined; send one of them", param=found[1][0])
@@ -32,17 +37,23 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
         return None
     options = fields.get("structured_outputs")
     compact = isinstance(options, dict) and options.get(_COMPACT) is True
-    return _compact(found[0][1]) if compact else found[0][1]
+    return _compact(found[0][1], found[0][0]) if compact else found[0][1]
 
 
-def _compact(grammar: Grammar) -> Grammar:
-    """A JSON schema whose texts have no whitespace between tokens, by an option of the grammar compiler."""
+def _compact(grammar: Grammar, name: str) -> Grammar:
+    """A JSON schema whose texts have no whitespace between tokens, by an option of the grammar compiler.
+
+    name: of the request's field. Raises InvalidRequest.
+    """
     schema = json.loads(grammar.text) if grammar.kind is GrammarKind.JSON_SCHEMA else False
     if schema is False:
         return grammar
     options = {} if schema is True else schema
-    guidance = {**options.get("x-guidance", {}), "whitespace_flexible": False}
-    return Grammar(grammar.kind, json.dumps({**options, "x-guidance": guidance}))
+    given = options.get("x-guidance") or {}
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"`x-guidance` of the schema must be an object, not {json.dumps(given)[:50]}", param=name)
+    guidance = {**given, "whitespace_flexible": False}
+    return replace(grammar, text=json.dumps({**options, "x-guidance": guidance}))
 
 
 def _json_schema(value: Any, name: str) -> Grammar:
@@ -71,8 +82,12 @@ def _ebnf(value: Any, name: str) -> Grammar:
 
 
 def _choice(value: Any, name: str) -> Grammar:
-    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
-        raise InvalidRequest(f"{name} must be a list of texts", param=name)
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise InvalidRequest(f"{name}: the choices must be a list of texts", param=name)
+    if not value:
+        raise InvalidRequest(f"{name}: the list of choices is empty; name at least one, or leave it out", param=name)
+    if "" in value:
+        raise InvalidRequest(f"{name}: choice {value.index('')} is an empty text; remove it", param=name)
     return Grammar(GrammarKind.EBNF, "start: " + " | ".join(json.dumps(text) for text in value))
 
 
@@ -109,8 +124,10 @@ def _structured_outputs(value: Any, name: str) -> Grammar | None:
 
 
 def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str):
         raise InvalidRequest(f"{name} must be a text", param=name)
+    if not value:
+        raise InvalidRequest(f"{name} is empty; send a pattern or a grammar, or leave it out", param=name)
     return value
 
 

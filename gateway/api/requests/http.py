@@ -19,6 +19,8 @@ from typing import Any
 
 from fastapi import Depends, Request, Response
 from fastapi.routing import APIRoute
+from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
 
 from outrider.errors import InvalidRequest
 
@@ -29,7 +31,15 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # may be half of a valid pair, o
 
 
 class Route(APIRoute):
-    """A route with this parser."""
+    """A route with this parser. HEAD is answered like GET; the server drops the body."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """As in APIRoute."""
+        return super().matches(_as_get(scope))
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As in APIRoute."""
+        await super().handle(_as_get(scope), receive, send)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """As in APIRoute."""
@@ -39,6 +49,11 @@ class Route(APIRoute):
             return await handler(_Request(request.scope, request.receive))
 
         return handle
+
+
+def _as_get(scope: Scope) -> Scope:
+    """A copy for HEAD: the server still sees that method in its own scope, by which it drops the body."""
+    return {**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope
 
 
 class _Request(Request):

@@ -79,6 +79,7 @@ class NativeBody(BaseModel):
     input_ids: Items[Count] | Items[Items[Count]] | None = None
     sampling_params: Sampling | Annotated[Items[Sampling], Field(max_length=MAX_GENERATIONS)] | None = None
     rid: str | Items[str] | None = None
+    cache_salt: str | None = None
     return_logprob: Flag | Items[Flag] | None = None
     logprob_start_len: Count | Items[Count] | None = None
     top_logprobs_num: Count | Items[Count] | None = None
@@ -128,12 +129,18 @@ class NativeBody(BaseModel):
 class NativeRequest:
     """One generation of a /generate request.
 
+    ids: of the generation, of its prompt and of the request, for aborts
     logprob_start: first position of the prompt whose log-probability is returned; None for none
     """
 
-    id: str
+    ids: tuple[str, ...]
     request: GenerationRequest
     logprob_start: int | None
+
+    @property
+    def id(self) -> str:
+        """In its answer."""
+        return self.ids[0]
 
 
 def native_requests(
@@ -162,7 +169,8 @@ def native_requests(
         request = _request(body, params, prompt, top, None if first is None else top, timeout, defaults)
         request = replace(request, **speculation_of(speculation))
         for choice, one in enumerate(request.choices(params.n)):
-            requests.append(NativeRequest(name if params.n == 1 else f"{name}-{choice}", one, first))
+            own = name if params.n == 1 else f"{name}-{choice}"
+            requests.append(NativeRequest((own, name, request_id), one, first))
     return requests
 
 
@@ -209,6 +217,7 @@ def _request(
         stop,
         TextOptions(include_stop=params.no_stop_trim, verbatim=not params.skip_special_tokens),
         seed=params.sampling_seed,
+        cache_salt=body.cache_salt or "",
         grammar=grammar_of(params.model_dump(include={"json_schema", "regex", "ebnf"})),
         logprobs=top,
         prompt_logprobs=prompt_top,

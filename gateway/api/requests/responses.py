@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -136,4 +137,6 @@ class ResponsesBody(GenerationBody):
         requested = self.format()
         schema = requested.get("schema")
         wanted = {"type": requested.get("type"), "schema": schema, "json_schema": {"schema": schema}}
-        return grammar_of({**(self.model_extra or {}), "response_format": wanted})
+        grammar = grammar_of({**(self.model_extra or {}), "response_format": wanted})
+        own = grammar is not None and grammar.client_field == "response_format"
+        return replace(grammar, client_field="text.format") if grammar is not None and own else grammar

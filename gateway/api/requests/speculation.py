@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from gateway.api.requests.fields import Count, Flag, Items, few
 from outrider.speculation.draft_source import ALL_SOURCES, SOURCES_BY_LABEL
@@ -18,7 +19,7 @@ _KNOWN = ", ".join(f'"{label}"' for label in SOURCES_BY_LABEL)
 def _known(labels: list[str]) -> list[str]:
     for label in labels:
         if label not in SOURCES_BY_LABEL:
-            raise ValueError(f'"{label}" is no draft source; name some of {_KNOWN}')
+            raise PydanticCustomError("source", f'"{label}" is no draft source; name some of {_KNOWN}')
     return labels
 
 
@@ -37,7 +38,17 @@ class SpeculationBody(BaseModel):
     report: Flag = False
 
 
-SpeculationField = Annotated[SpeculationBody, few(16)] | Literal["off", "auto"]
+def _meant(value: Any) -> Any:
+    """Refuses what is neither of the words nor an object, with all that may be sent."""
+    if value in ("off", "auto") or isinstance(value, dict | SpeculationBody):
+        return value
+    options = ", ".join(SpeculationBody.model_fields)
+    raise PydanticCustomError(
+        "speculation", f'Input should be "off", "auto", or an object with some of {options}; "off" decodes plainly'
+    )
+
+
+SpeculationField = Annotated[Annotated[SpeculationBody, few(16)] | Literal["off", "auto"], BeforeValidator(_meant)]
 
 
 def speculation_of(field: SpeculationBody | str | None) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from outrider.serving.messages import Grammar, GrammarKind
 MAX_TOOLS = 128
 # Whitespace as written by json.dumps: with free whitespace, weak models write nothing else.
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Keywords beside which a schema without properties has no other ones.
+_PLAIN = {"type", "properties", "required", "title", "description", "$schema", "$id", "$comment", "strict", "$defs"}
 _VALUES = {"const", "enum", "default", "examples"}  # keywords whose values are not schemas
 
 _INTRODUCTION = (
@@ -74,11 +76,16 @@ class Tools:
 def _arguments(function: dict[str, Any]) -> dict[str, Any]:
     """Schema of a function's arguments, which are an object even if the schema omits that.
 
-    Additional properties are forbidden unless the schema allows them, because weak models invent some.
+    Additional properties are forbidden unless the schema allows them, because weak models invent some. A function
+    whose schema says nothing of properties has none but those that it requires.
     """
     parameters = function.get("parameters") or {}
-    closed = {"additionalProperties": False} if parameters.get("properties") else {}
-    return {"type": "object"} | closed | parameters
+    properties, names = parameters.get("properties") or {}, parameters.get("required")
+    if not isinstance(properties, dict) or (not properties and parameters.keys() - _PLAIN):
+        return {"type": "object"} | parameters
+    required = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    named = {"properties": properties | {name: {} for name in required if name not in properties}}
+    return {"type": "object", "additionalProperties": False} | parameters | named
 
 
 def _relocated(schema: Any, to: str) -> Any:
@@ -97,7 +104,7 @@ def _relocated(schema: Any, to: str) -> Any:
 
 
 def _grammar(schema: dict[str, Any]) -> Grammar:
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema | {"x-guidance": _SPACES}))
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema | {"x-guidance": _SPACES}), client_field="tools")
 
 
 def tools_of(tools: Any, choice: Any, parallel: bool | None) -> Tools | None:

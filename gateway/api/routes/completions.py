@@ -92,7 +92,7 @@ async def _reply(
         for one in body.request(prompt, defaults, timeout, verbatim=verbatim).choices(candidates)
     ]
     options = ResponseOptions(
-        generator.tokenizer.pieces,
+        generator.tokenizer,
         ids=body.return_token_ids,
         by_id=bool(body.return_tokens_as_token_ids),
         echo=[text for _, text in prompts for _ in range(candidates)] if body.echoes else (),

@@ -1,4 +1,4 @@
-"""Routes that control the targets, under SGLang's names. With --admin-api-key they require that key.
+"""Routes that control the targets, under SGLang's names, for administrators: by their key, or over the control socket.
 
 Unlike in SGLang, tensors are sent as a safetensors file in the body, with options in the query, because unpickling
 tensors can run arbitrary code.
@@ -7,14 +7,15 @@ tensors can run arbitrary code.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import Depends, FastAPI, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from gateway.admission.admission import check_admin
+from gateway.admission.admission import Keys
+from gateway.admission.caller import CALLER
 from gateway.api.requests.http import VALID_UNICODE
 from gateway.control.control import Control, PauseMode, UpdateResult
 from gateway.control.server_info import Facts
@@ -62,13 +63,10 @@ class PauseBody(BaseModel):
 
 
 class AbortBody(BaseModel):
-    """POST /abort_request. rid: id of the request, from its field `rid` or its header X-Request-Id.
-
-    prefix: abort all requests whose ids begin with rid
-    """
+    """POST /abort_request. rid: id of the request, from its field `rid` or its header X-Request-Id."""
 
     rid: str | None = None
-    prefix: bool = False
+    prefix: Literal[False] = False  # an earlier option, which must not abort a single request in silence
     abort_all: bool = False
 
     def names(self) -> list[str]:
@@ -79,10 +77,13 @@ class AbortBody(BaseModel):
         return list(dict.fromkeys(names))
 
 
-def install(app: FastAPI, control: Control, generator: Generator, facts: Facts) -> None:
+def install(app: FastAPI, control: Control, generator: Generator, facts: Facts, keys: Keys) -> None:
     """Add the routes to an app."""
-    check_key = _key_check(facts.config.admin_api_key)
-    admin = [Depends(check_key)]
+
+    async def check_admin() -> None:
+        keys.check_admin(CALLER.get())
+
+    admin = [Depends(check_admin)]
 
     @app.post("/update_weights_from_disk", dependencies=[*admin, VALID_UNICODE], tags=["control"])
     async def update_weights_from_disk(body: DiskBody) -> Response:
@@ -90,11 +91,6 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts) 
 
     @app.post("/update_weights_from_tensor", dependencies=admin, tags=["control"])
     async def update_weights_from_tensor(request: Request, options: Annotated[UpdateBody, Query()]) -> Response:
-        if request.headers.get("content-type", "").startswith("application/json"):
-            raise InvalidRequest(
-                "send the tensors as a safetensors file, of content-type application/octet-stream, and the options as "
-                "the query"
-            )
         return _updated(await control.update_from_tensors(request.stream(), options.update()))
 
     @app.get("/flush_cache", dependencies=admin, tags=["control"])
@@ -115,26 +111,26 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts) 
         return _json({"status": "ok", "message": "Generation continues."})
 
     @app.post("/abort_request", tags=["control"], dependencies=[VALID_UNICODE])
-    async def abort_request(body: AbortBody, request: Request) -> Response:
-        """Abort one request. Aborting by prefix, and aborting all, requires the key of --admin-api-key.
+    async def abort_request(body: AbortBody) -> Response:
+        """Abort a request with this id that was sent with the same API key. Clients keep the text so far.
 
-        Clients keep the text so far.
+        An administrator may abort the requests of others, and all at once.
         """
-        if body.abort_all or body.prefix:
-            await check_key(request)
         if body.abort_all:
+            await check_admin()
             others = await facts.peers.ask("abort_all")
             aborted = generator.abort_all() + sum(others.values())
             return _json({"success": True, "aborted_requests": aborted})
         for name in body.names():
-            if aborted := await abort_everywhere(generator, facts.peers, name, prefix=body.prefix):
+            if aborted := await abort_everywhere(generator, facts.peers, name):
                 break
         return _json({"success": True, "aborted_requests": aborted})
 
     @app.get("/get_weight_version")
     @app.get("/weight_version")
     async def weight_version() -> Response:
-        return _json({"weight_version": control.weight_version})
+        """The label of the weights, and the targets that lack them and are unused until they are sent again."""
+        return _json({"weight_version": control.weight_version, "awaiting_targets": control.awaiting})
 
     @app.get("/get_model_info")
     @app.get("/model_info")
@@ -151,24 +147,21 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts) 
         })  # fmt: skip
 
 
-def _key_check(key: str | None) -> Any:
-    async def check(request: Request) -> None:
-        check_admin(dict(request.scope["headers"]).get(b"authorization", b""), key)
-
-    return check
-
-
 def _updated(updated: UpdateResult) -> Response:
     weights = updated.weights
     message = f"{weights.replaced_tensors} tensors replaced; weight version {weights.weight_version}."
     if updated.unused:
-        message += f" {updated.unused} of {updated.targets} targets lack earlier weights, and are unused until then."
+        message += (
+            f" {len(updated.unused)} of {updated.targets} targets lack earlier weights, or cannot be reached, and are "
+            "unused until they have all of them; see `unused_targets`, and /health for the reasons."
+        )
     return _json({
         "success": True,
         "message": message,
         "num_paused_requests": weights.retracted_sessions,
         "num_aborted_requests": weights.aborted_sessions,
         "weight_version": weights.weight_version,
+        "unused_targets": updated.unused,
     })  # fmt: skip
 
 

@@ -31,7 +31,6 @@ class Conversations:
         self._form = form or ("hermes" if options.tool_call_parser == "auto" else None)
         self._has_reasoning = has_reasoning(options.reasoning_parser, tokenizer.template.source)
         self._always_inside = options.reasoning_parser == "deepseek-r1"
-        self._marker_ids = (tokenizer.id_of(BEGIN), tokenizer.id_of(END))
 
     async def prompt(
         self, messages: Sequence[Message], tools: Tools | None, options: dict[str, Any], field: str = "messages"
@@ -65,7 +64,7 @@ class Conversations:
             parser = tools.parser(form or "hermes") if calls and tools is not None else None
             max_calls = None if tools is None or tools.parallel else 1
             output = OutputParser(Reasoning(inside=inside) if reasons else None, parser, max_calls=max_calls)
-            counter = ReasoningTokenCounter(*(self._marker_ids if reasons else (None, None)), inside=inside)
+            counter = ReasoningTokenCounter(self._tokenizer.pieces, inside=inside) if reasons else None
             named = tools is not None and tools.named is not None
             return ParsedChatFormat(output, counter, include_reasoning=body.include_reasoning is not False, named=named)
 

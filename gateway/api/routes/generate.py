@@ -25,5 +25,5 @@ def install(app: FastAPI, generator: Generator) -> None:
         requests = native_requests(body, prompts, request.scope[REQUEST_ID], timeout_of(request), generator.defaults)
         pieces = generator.tokenizer.pieces
         reply = NativeReply(requests, pieces, several=body.several, texts=body.return_text_in_logprobs)
-        generations = await generator.start_all([(one.request, one.id) for one in requests])
+        generations = await generator.start_all([(one.request, one.ids) for one in requests])
         return await respond(request, reply, generations, stream=body.stream)

@@ -16,10 +16,52 @@ from outrider.errors import OutriderError
 from outrider.speculation.sampling import SamplingParams
 
 _PROBE_SECONDS = 20.0  # for the token of a probe
+_PROBE_AGE = 5.0  # seconds for which a probe's result is the answer to further calls
+
+
+class Probe:
+    """Generates a token to see whether a target can. One for all callers, because they need no key."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self._running: asyncio.Task[str] | None = None
+        self._failure, self._until = "", 0.0  # of the last probe, and when it is too old
+
+    async def failure(self) -> str:
+        """Why no token came; empty if one came. At most _PROBE_AGE old."""
+        if asyncio.get_running_loop().time() < self._until:
+            return self._failure
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+        return await asyncio.shield(self._running)  # a caller that leaves does not end it for the others
+
+    async def _run(self) -> str:
+        try:
+            self._failure = await self._generate()
+        finally:
+            self._running = None
+        self._until = asyncio.get_running_loop().time() + _PROBE_AGE
+        return self._failure
+
+    async def _generate(self) -> str:
+        sessions = self._generator.orchestrator.sessions
+        try:
+            sampling = SamplingParams(temperature=0.0)
+            session = sessions.open(GenerationRequest([0], sampling, StopOptions(1), max_draft_tokens=0, counted=False))
+            try:
+                async with asyncio.timeout(_PROBE_SECONDS):
+                    return "" if (await session.inbox.next()).tokens else "the probe was aborted"
+            finally:
+                sessions.close(session)
+        except OutriderError as error:
+            return error.message
+        except TimeoutError:
+            return f"no token came within {_PROBE_SECONDS:.0f} s"
 
 
 def install(app: FastAPI, generator: Generator, health: Health) -> None:
     """Add the routes to an app. They require no key."""
+    probe = Probe(generator)
 
     @app.get("/health", tags=["health"])
     async def full() -> Response:
@@ -40,24 +82,9 @@ def install(app: FastAPI, generator: Generator, health: Health) -> None:
 
     @app.get("/health_generate", tags=["health"])
     async def health_generate() -> Response:
-        """200 after a target has generated a token for this call; otherwise 503 with the reason."""
-        sessions = generator.orchestrator.sessions
-        reason = f"no token came within {_PROBE_SECONDS:.0f} s"
-        try:
-            sampling = SamplingParams(temperature=0.0)
-            session = sessions.open(GenerationRequest([0], sampling, StopOptions(1), max_draft_tokens=0, counted=False))
-            try:
-                async with asyncio.timeout(_PROBE_SECONDS):
-                    if (await session.inbox.next()).tokens:
-                        return _json({"status": "ok"}, False)
-                    reason = "the probe was aborted"
-            finally:
-                sessions.close(session)
-        except OutriderError as error:
-            reason = error.message
-        except TimeoutError:
-            pass
-        return _json({"status": "unavailable", "missing": [reason]}, True)
+        """200 if a target has generated a token in the last seconds, for this call or another; otherwise 503."""
+        failure = await probe.failure()
+        return _json({"status": "unavailable", "missing": [failure]} if failure else {"status": "ok"}, bool(failure))
 
 
 def _json(content: Any, unavailable: bool) -> Response:

@@ -331,7 +331,7 @@ class WeightUpdate(_message.Message):
     def __init__(self, weight_version: _Optional[str] = ..., keep_cache: _Optional[bool] = ..., abort_all_requests: _Optional[bool] = ...) -> None: ...
 
 class WeightFacts(_message.Message):
-    __slots__ = ("weight_version", "fingerprint", "replaced_tensors", "aborted_sessions", "retracted_sessions", "fingerprint_before", "whole")
+    __slots__ = ("weight_version", "fingerprint", "replaced_tensors", "aborted_sessions", "retracted_sessions", "fingerprint_before", "whole", "folder")
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     REPLACED_TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -339,6 +339,7 @@ class WeightFacts(_message.Message):
     RETRACTED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_BEFORE_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
     weight_version: str
     fingerprint: str
     replaced_tensors: int
@@ -346,7 +347,8 @@ class WeightFacts(_message.Message):
     retracted_sessions: int
     fingerprint_before: str
     whole: bool
-    def __init__(self, weight_version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., replaced_tensors: _Optional[int] = ..., aborted_sessions: _Optional[int] = ..., retracted_sessions: _Optional[int] = ..., fingerprint_before: _Optional[str] = ..., whole: _Optional[bool] = ...) -> None: ...
+    folder: str
+    def __init__(self, weight_version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., replaced_tensors: _Optional[int] = ..., aborted_sessions: _Optional[int] = ..., retracted_sessions: _Optional[int] = ..., fingerprint_before: _Optional[str] = ..., whole: _Optional[bool] = ..., folder: _Optional[str] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("model_path", "fingerprint", "architecture", "vocab_size", "vocab_hash", "context_length", "dtype")

@@ -12,7 +12,7 @@ class GetTargetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTargetInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "model", "eos_token_ids", "max_session_tokens", "max_running_sessions", "max_draft_tokens", "page_size", "kv_cache_dtype", "weight_version", "first_fingerprint", "draft_sources")
+    __slots__ = ("protocol_version", "software_version", "model", "eos_token_ids", "max_session_tokens", "max_running_sessions", "max_draft_tokens", "page_size", "kv_cache_dtype", "weight_version", "first_fingerprint", "draft_sources", "weights_folder")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class GetTargetInfoResponse(_message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     FIRST_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DRAFT_SOURCES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FOLDER_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     model: _common_pb2.ModelInfo
@@ -37,15 +38,20 @@ class GetTargetInfoResponse(_message.Message):
     weight_version: str
     first_fingerprint: str
     draft_sources: _containers.RepeatedScalarFieldContainer[_common_pb2.DraftSource]
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_session_tokens: _Optional[int] = ..., max_running_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., weight_version: _Optional[str] = ..., first_fingerprint: _Optional[str] = ..., draft_sources: _Optional[_Iterable[_Union[_common_pb2.DraftSource, str]]] = ...) -> None: ...
+    weights_folder: str
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_session_tokens: _Optional[int] = ..., max_running_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., weight_version: _Optional[str] = ..., first_fingerprint: _Optional[str] = ..., draft_sources: _Optional[_Iterable[_Union[_common_pb2.DraftSource, str]]] = ..., weights_folder: _Optional[str] = ...) -> None: ...
 
 class UpdateWeightsFromDiskRequest(_message.Message):
-    __slots__ = ("folder", "update")
+    __slots__ = ("folder", "update", "fingerprint", "replaced_fingerprint")
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     UPDATE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     folder: str
     update: _common_pb2.WeightUpdate
-    def __init__(self, folder: _Optional[str] = ..., update: _Optional[_Union[_common_pb2.WeightUpdate, _Mapping]] = ...) -> None: ...
+    fingerprint: str
+    replaced_fingerprint: str
+    def __init__(self, folder: _Optional[str] = ..., update: _Optional[_Union[_common_pb2.WeightUpdate, _Mapping]] = ..., fingerprint: _Optional[str] = ..., replaced_fingerprint: _Optional[str] = ...) -> None: ...
 
 class UpdateWeightsFromDiskResponse(_message.Message):
     __slots__ = ("weights",)

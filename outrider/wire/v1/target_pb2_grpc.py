@@ -116,6 +116,7 @@ class TargetServiceServicer:
 
     def UpdateWeightsFromTensor(self, request_iterator, context):
         """Replaces some or all weights by tensors sent in parts. Checked and done as above, once all parts have arrived.
+        ABORTED while another call sends tensors.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

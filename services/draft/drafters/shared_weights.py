@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from outrider.checkpoints import checkpoint
+from outrider.errors import ConfigError
 from outrider.paging.prefix import PrefixCache
 
 if TYPE_CHECKING:  # drafters without a model do not import JAX
@@ -46,6 +47,8 @@ class SharedWeights:
 
     def load(self, path: str) -> LoadedWeights | None:
         """Load a folder's weights; None if they are installed. Called from any thread. Raises ConfigError."""
+        if not Path(path).is_dir():  # not a name on the hub, whatever a peer sends
+            raise ConfigError(f"there is no folder {path} on this machine")
         folder = checkpoint.resolve(path)
         fingerprint = checkpoint.fingerprint(folder)
         return LoadedWeights(self._read(folder), fingerprint) if fingerprint != self._fingerprint else None

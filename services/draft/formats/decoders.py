@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from outrider.checkpoints.checkpoint import load_json
+from outrider.checkpoints.config_json import load_config, values_of
 from outrider.config import LoadFormat
 from outrider.errors import ConfigError
 from services.draft.formats.base import DraftCheckpoint
@@ -38,17 +38,16 @@ def read_decoder(folder: Path, load_format: LoadFormat = "auto") -> DraftCheckpo
 
 def read_config(folder: Path) -> ModelConfig:
     """The configuration of a checkpoint. Raises ConfigError for an unsupported model."""
-    raw = load_json(folder / "config.json")
-    architecture = (raw.get("architectures") or ["none"])[0]
+    raw = load_config(folder)
+    with values_of(folder / "config.json"):
+        architecture = str((raw.get("architectures") or ["none"])[0])
     if architecture not in _READERS:
         raise ConfigError(
             f"{folder} holds a {architecture}; a draft model must be one of {', '.join(_READERS)}. "
             "Choose another draft model, or --speculative-algorithm NGRAM"
         )
-    try:
+    with values_of(folder / "config.json"):
         return _READERS[architecture](raw, architecture)
-    except KeyError as error:
-        raise ConfigError(f"{folder / 'config.json'} lacks {error}") from None
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from outrider.checkpoints.checkpoint import load_json
+from outrider.checkpoints.config_json import load_config, values_of
 from outrider.config import LoadFormat
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
@@ -30,12 +30,10 @@ _NOT_READ = ("embed_tokens.weight", "lm_head.weight")  # frozen copies of the ta
 
 def read_eagle(folder: Path, target: TargetCheckpoint, load_format: LoadFormat = "auto") -> DraftCheckpoint:
     """An EAGLE-1 or -2 head. Raises ConfigError with the part that does not fit."""
-    raw = load_json(folder / "config.json")
+    raw = load_config(folder)
     with open_tensors(folder, plain_name, load_format) as tensors:
-        try:
+        with values_of(folder / "config.json"):
             config = _config(raw, tensors, target)
-        except KeyError as error:
-            raise ConfigError(f"{folder / 'config.json'} lacks {error}") from None
         check_fit(folder, target, vocab_size=raw.get("vocab_size", target.vocab_size), hidden_size=config.hidden_size)
         if "midlayer.self_attn.q_proj.weight" in tensors or "d2t" in tensors:
             raise ConfigError(f"{folder} holds an EAGLE-3 head; load it with --speculative-algorithm EAGLE3")

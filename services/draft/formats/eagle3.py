@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from outrider.checkpoints.checkpoint import load_json
+from outrider.checkpoints.config_json import load_config, values_of
 from outrider.checkpoints.eagle3 import DEFAULT_STATES, flat, is_speculators, layer_ids, plain_name, target_ids
 from outrider.config import LoadFormat
 from outrider.errors import ConfigError
@@ -40,13 +40,10 @@ _Shapes = dict[str, tuple[int, ...]]
 
 def read_eagle3(folder: Path, target: TargetCheckpoint, load_format: LoadFormat = "auto") -> DraftCheckpoint:
     """An EAGLE-3 head. Raises ConfigError with the part that does not fit."""
-    raw = load_json(folder / "config.json")
-    with open_tensors(folder, plain_name, load_format) as tensors:
-        try:
-            reader = _Reader(folder, flat(raw), tensors, target, load_format, speculators=is_speculators(raw))
-            return reader.draft()
-        except KeyError as error:
-            raise ConfigError(f"{folder / 'config.json'} lacks {error}") from None
+    raw = load_config(folder)
+    with open_tensors(folder, plain_name, load_format) as tensors, values_of(folder / "config.json"):
+        reader = _Reader(folder, flat(raw), tensors, target, load_format, speculators=is_speculators(raw))
+        return reader.draft()
 
 
 @dataclass

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from outrider.checkpoints.checkpoint import load_json
+from outrider.checkpoints.config_json import load_config, values_of
 from outrider.config import LoadFormat
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
@@ -145,7 +145,7 @@ def read_mtp(
     feature: the target's state that is the feature; own: the state that the layer passes on to its next step. "raw"
     states are those before the final norm. several: use all layers, each for one token further, instead of the first.
     """
-    raw = load_json(folder / "config.json")
+    raw = load_config(folder)
     raw = raw.get("text_config") or raw
     with Tensors(folder) as tensors:
         layout = find_layout(tensors.names)
@@ -156,11 +156,8 @@ def read_mtp(
                 "another --speculative-algorithm, or a checkpoint with an MTP layer"
             )
         known_as = _renaming(layout, tensors.names)
-    with Tensors(folder, known_as) as tensors:
-        try:
-            return _Reader(folder, raw, tensors, target, layout, known_as, several, load_format).draft(feature, own)
-        except KeyError as error:
-            raise ConfigError(f"{folder / 'config.json'} lacks {error}") from None
+    with Tensors(folder, known_as) as tensors, values_of(folder / "config.json"):
+        return _Reader(folder, raw, tensors, target, layout, known_as, several, load_format).draft(feature, own)
 
 
 def _renaming(layout: MtpLayout, names: Iterable[str]) -> Callable[[str], str]:

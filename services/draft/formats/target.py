@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.checkpoints.checkpoint import load_json
+from outrider.checkpoints.config_json import load_config, values_of
 from outrider.errors import ConfigError
 from services.draft.model.layers.config import eos_of
 from services.draft.model.params import Params
@@ -69,17 +69,15 @@ def _in_a_layer(name: str) -> bool:
 
 def read_target(folder: Path) -> TargetCheckpoint:
     """The facts of a target's checkpoint. Raises ConfigError."""
-    raw = load_json(folder / "config.json")
+    raw = load_config(folder)
     raw = raw.get("text_config") or raw
-    try:
+    with values_of(folder / "config.json"):
         return TargetCheckpoint(folder, raw["hidden_size"], raw["vocab_size"], raw["num_hidden_layers"], eos_of(raw))
-    except KeyError as error:
-        raise ConfigError(f"{folder / 'config.json'} lacks {error}, which a drafter needs") from None
 
 
 def read_norm(target: TargetCheckpoint) -> NDArray[Any]:
     """The weight of the target's final norm, offset included, [H] float32. Raises ConfigError."""
-    raw = load_json(target.folder / "config.json")
+    raw = load_config(target.folder)
     offset = float((raw.get("text_config") or raw).get("model_type") in _CENTERED)
     with Tensors(target.folder) as tensors:
         name = _find(tensors, _NORM)
@@ -90,14 +88,16 @@ def read_norm(target: TargetCheckpoint) -> NDArray[Any]:
 
 def target_logits(target: TargetCheckpoint) -> tuple[float, float | None]:
     """Factor and softcap of a target's logits; softcap is None without one."""
-    raw = load_json(target.folder / "config.json")
+    raw = load_config(target.folder)
     raw = raw.get("text_config") or raw
-    # Granite divides; Cohere and Falcon-H1 multiply.
-    factor = float(raw.get("logit_scale") or raw.get("lm_head_multiplier") or 1.0) / float(
-        raw.get("logits_scaling") or 1.0
-    )
-    # Gemma 2's model classes use 30 where its config.json has no value.
-    return factor, raw.get("final_logit_softcapping", 30.0 if raw.get("model_type") == "gemma2" else None)
+    with values_of(target.folder / "config.json"):
+        # Granite divides; Cohere and Falcon-H1 multiply.
+        factor = float(raw.get("logit_scale") or raw.get("lm_head_multiplier") or 1.0) / float(
+            raw.get("logits_scaling") or 1.0
+        )
+        # Gemma 2's model classes use 30 where its config.json has no value.
+        softcap = raw.get("final_logit_softcapping", 30.0 if raw.get("model_type") == "gemma2" else None)
+        return factor, None if softcap is None else float(softcap)
 
 
 def check_fit(folder: Path, target: TargetCheckpoint, *, vocab_size: int, hidden_size: int) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from safetensors.numpy import load_file, save_file
 
+from outrider.checkpoints.disk import put_in_place
 from outrider.errors import ConfigError
 from services.draft.learning.batches import Batch
 from services.draft.learning.objective import Objective, TargetWeights
@@ -131,7 +132,7 @@ class Trainer:
         part = folder / "state.part"
         try:
             save_file(leaves, part, {"facts": json.dumps(facts | {"step": self.step})})
-            part.replace(folder / CHECKPOINT)
+            put_in_place(part, folder / CHECKPOINT)
         finally:
             part.unlink(missing_ok=True)  # an incomplete file would only use disk space
 

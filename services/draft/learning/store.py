@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.checkpoints.disk import write_atomically
 from outrider.errors import ConfigError
-from services.draft.learning.disk import write_atomically
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec, decode, row_bytes
-from outrider.serving.messages import EngineLoad
+from outrider.serving.messages import EngineLoad, own_salt
 from outrider.telemetry import Progress, no_progress
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.model.programs.runner import ModelRunner
@@ -67,9 +67,9 @@ class OnlineDrafter(FeatureDrafter):
     # --- sessions ---
 
     def open(self, session: DraftSession) -> None:
-        """As ModelDrafter; also record the session, unless a cache salt isolates it."""
+        """As ModelDrafter; also record the session, unless its client isolates it with a cache salt."""
         super().open(session)
-        if session.cache_salt:
+        if own_salt(session.cache_salt):
             return
         recording = self._buffer.record(session.sampling.temperature, session.prompt_length)
         self._recordings[session.id] = recording

@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
+from outrider.checkpoints.disk import write_atomically
 from outrider.serving.messages import OnlineStats
 from services.draft.learning.algorithms.published import PublishedHead
 from services.draft.learning.batches import Batch, PackShape
-from services.draft.learning.disk import write_atomically
 from services.draft.learning.evaluation import ChainEvaluator
 from services.draft.learning.objective import Objective, TargetWeights
 from services.draft.learning.optimize import ConstantSchedule, Trainer

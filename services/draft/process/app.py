@@ -21,6 +21,7 @@ from outrider.placement.shares import share_of_draft
 from outrider.process import process
 from outrider.serving.loop import EngineLoop
 from outrider.tracing import tracing_to
+from outrider.transport.hang_watch import watch_engine
 from outrider.transport.rpc import GrpcServer, serve_engine
 from outrider.transport.stream import StreamHub
 from outrider.wire.codec import propose_request_from_pb, propose_response_to_pb
@@ -63,7 +64,7 @@ async def serve(config: DraftConfig, prepare: Callable[[DraftEngine], None] = _a
     """Serve until a signal or a fault. Returns the exit code. prepare: as of `main`. Raises ConfigError."""
     config = resolve_drafter(config, config.model_path)
     check(config)
-    tls = config.server_tls()
+    tls, token = config.port_security(config.listen)
     servicers: list[DraftServicer] = []
     servers: list[GrpcServer] = []
     drafters: list[Drafter] = []
@@ -97,7 +98,10 @@ async def serve(config: DraftConfig, prepare: Callable[[DraftEngine], None] = _a
         coders = propose_request_from_pb, propose_response_to_pb
         network = None if config.network_cores is None else parse_cores(config.network_cores)
         with tracing_to(config.otlp_traces_endpoint, "draft") as tracing:
-            return await serve_engine(build_engine, config.listen, *coders, register, network, tls=tls)
+            watch = partial(watch_engine, limit=config.hang_timeout)
+            return await serve_engine(
+                build_engine, config.listen, *coders, register, network, tls=tls, token=token, watch=watch
+            )
     finally:
         for drafter in drafters:
             drafter.stop()

@@ -31,7 +31,9 @@ _HEADS: dict[str, Callable[[Path, TargetCheckpoint, LoadFormat], DraftCheckpoint
 def draft_folder(config: DraftConfig) -> Path:
     """The folder of the draft model, downloaded and converted if necessary. Raises ConfigError."""
     load_format = config.speculative_draft_load_format
-    return checkpoint.resolve_draft(draft_path(config), config.speculative_draft_model_revision, load_format)
+    return checkpoint.resolve_draft(
+        draft_path(config), config.speculative_draft_model_revision, load_format, whole=True
+    )
 
 
 def draft_path(config: DraftConfig) -> str:

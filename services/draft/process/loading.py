@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from outrider.checkpoints import checkpoint
+from outrider.checkpoints.conversion import cache_folder
 from outrider.config import DraftConfig
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
@@ -173,5 +174,5 @@ def _runner(
 
 def _cache_programs() -> None:
     """Cache compiled programs beside the converted models, for the next start-up."""
-    jax.config.update("jax_compilation_cache_dir", str(checkpoint.cache_folder() / "xla"))
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

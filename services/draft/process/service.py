@@ -12,7 +12,8 @@ import grpc
 
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.serving.loop import EngineLoop
-from outrider.transport.rpc import GrpcServer, statuses
+from outrider.transport.rpc import GrpcServer
+from outrider.transport.statuses import statuses
 from outrider.transport.stream import StreamHub
 from outrider.wire.v1 import draft_pb2, draft_pb2_grpc
 from services.draft.drafters.shared_weights import SharedWeights

@@ -253,7 +253,7 @@ class TargetEngine(Engine):
     def _launch_behind(self, step: InFlightStep) -> InFlightStep | None:
         """Launch the next step before this one is read, unless the next one needs what this one samples."""
         entries = self.sessions.by_id.values()
-        if not step.plain or self.features.asked or not all(map(self._foreseeable, entries)):
+        if not step.plain or self.features.captures or not all(map(self._foreseeable, entries)):
             return None
         room = self.speculation.planner.room
         sampled = [session for session in step.sampling(self.sessions.by_id) if room(session) > 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outrider.errors import EngineFault, InvalidRequest, OutriderError
-from outrider.serving.messages import OpenSession, SessionFailure
+from outrider.serving.messages import OpenSession, SessionFailure, namespace_of
 from outrider.serving.scheduler import Scheduler
 from outrider.serving.session import Session
 from services.target.features.features import Features
@@ -42,13 +42,16 @@ class OpenSessions:
         """Open a session. Raises InvalidRequest."""
         stop_ids = self._check(request)
         self.close(request.session_id)
-        session = Session(self._features.open(request), self._scheduler.prefix)
+        session = Session(request, self._scheduler.prefix)
+        self._features.open(request)
         try:
             entry = TargetSession.of(request, session, stop_ids, self._vocab_size)
             if request.grammar is None:
                 self._scheduler.add(session)
             else:
-                self.grammars.request(session.id, request.grammar)
+                self.grammars.request(
+                    session.id, request.grammar, namespace_of(request.cache_salt), bounded=session.new_tokens == 0
+                )
         except Exception:
             self._features.close(session.id)
             raise

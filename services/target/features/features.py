@@ -11,15 +11,18 @@ even then: this costs almost nothing, and a drafter that learns from them needs 
 the draft service ignores after their last commit.
 
 A session is sent each position once, also if its rows are computed again after it lost its pages.
+
+All sessions share pages of the prefix cache. So that a drafter finds the rows of a prompt that another session computed
+without one (speculation off, or no draft at the time), the rows of such a session's prompt are kept, too, and sent to
+no drafter. A page without rows is computed again by the session whose drafter lacks them.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -46,16 +49,18 @@ _ENDED = sys.maxsize
 
 @dataclass
 class Subscription:
-    """A session that is sent features.
+    """A session whose rows are needed: it is sent features, or only the cached pages of its prompt keep them.
 
     spec_id: its specification; next: the first position not sent yet, _ENDED once it needs no more; fresh: the first
-    position whose rows are unknown under the present weights, at most `next`
+    position whose rows are unknown under the present weights, at most `next`; until: the position from which on no
+    rows are needed
     """
 
     spec_id: int
     fusion: Fusion
     next: int
     fresh: int
+    until: int = _ENDED
 
 
 @dataclass(frozen=True)
@@ -94,9 +99,11 @@ class Features:
         self._deferred_first: dict[int, int] = {}
         self._last_capture: tuple[set[Fusion], int, Capture] | None = None  # of the last step with deferred fusion
         self.deferred = DeferredStates()
-        self._openings = itertools.count()
+        self._sent: set[int] = set()  # sessions that are sent features
+        self._unread: set[int] = set()  # sessions without a drafter, the rows of whose prompt are still needed
+        self._stores_rows = prefix.enabled and cache_bytes > 0
         self.store: FeatureStore | None = None
-        if prefix.enabled and cache_bytes > 0:
+        if prefix.enabled:
             size = prefix.allocator.page_size
             self.store = FeatureStore(size, cache_bytes, self._lacks, self._send, self._catch_up)
             prefix.observers.append(self.store)
@@ -105,43 +112,46 @@ class Features:
 
     @property
     def subscriptions(self) -> Mapping[int, Subscription]:
-        """The sessions that are sent features, by id."""
+        """The sessions whose rows are or were needed, by id."""
         return self._subscriptions
 
     def configure(self, spec_id: int, spec: FeatureSpec, content: bytes) -> Fusion:
         """Register a specification. content: its fusion as a safetensors file, or empty. Raises ConfigError."""
         return self.registry.configure(spec_id, spec, content)
 
-    def open(self, request: OpenSession) -> OpenSession:
-        """Subscribe a session. Returns its request with a cache namespace of its own, for pages that have features.
+    def open(self, request: OpenSession) -> None:
+        """Subscribe a session.
 
         A session with an unknown specification continues without features, which only lowers its accept length.
         """
-        if not request.feature_spec:
-            return request
-        if request.feature_spec not in self.registry.fusions:
+        spec_id, first, until = request.feature_spec, request.features_from, _ENDED
+        if spec_id and spec_id not in self.registry.fusions:
             log.warning("session %d wants features with an unknown specification; it gets none", request.session_id)
-            return request
+            spec_id = 0
+        if not spec_id:
+            spec_id, first, until = self.registry.latest if self._stores_rows else 0, _ENDED, len(request.tokens)
+        if not spec_id:
+            return
         if self.deferred.includes(request.session_id):
             self._catch_up()  # these states belong to an earlier session of the same id
-        fusion = self.registry.acquire(request.feature_spec)
-        first = request.features_from
+        fusion = self.registry.acquire(spec_id)
         assert request.session_id not in self._subscriptions, "an earlier session of the same id is closed"
         # With a store, rows before `features_from` are computed too, because other sessions may find their pages.
-        self._subscriptions[request.session_id] = Subscription(
-            request.feature_spec, fusion, first, 0 if self.store is not None else first
-        )
-        space = f"{request.cache_salt}\0features {request.feature_spec:x}"
+        fresh = 0 if self._stores_rows else first
+        self._subscriptions[request.session_id] = Subscription(spec_id, fusion, first, fresh, until)
+        (self._sent if until == _ENDED else self._unread).add(request.session_id)
         if self.store is not None:
-            self.store.open(request.session_id)
-        else:  # without a store, a cached page has no rows for another session or for a drafter that starts anew
-            space += f" {next(self._openings)}"
-        return replace(request, cache_salt=space)
+            self.store.open(request.session_id, spec_id, until)
 
     @property
     def asked(self) -> bool:
-        """True if a session wants features."""
-        return bool(self._subscriptions)
+        """True if a session is sent features."""
+        return bool(self._sent)
+
+    @property
+    def captures(self) -> bool:
+        """True if rows of the next step are needed."""
+        return bool(self._sent or self._unread)
 
     def close(self, session_id: int) -> None:
         """End a subscription, after the session has given its pages back."""
@@ -149,6 +159,8 @@ class Features:
         if subscription is None:
             return
         subscription.next = _ENDED
+        self._sent.discard(session_id)
+        self._unread.discard(session_id)
         self._catch_up()
         if self.store is not None:
             self.store.close(session_id)
@@ -171,7 +183,7 @@ class Features:
         deferred: drafting is paused, so that draft nodes are the target's own and fusion may wait
         """
         self._step_rows, self._deferred_first = {}, {}
-        if not self._subscriptions:
+        if not self.captures:
             return None
         self._deferred_chunks = [work.chunk for work in works] if deferred else None
         if deferred:
@@ -183,7 +195,7 @@ class Features:
             chunk, first = work.chunk, behind
             behind += len(chunk) + len(work.draft.tokens)
             subscription = self._subscriptions.get(chunk.session.id)
-            if subscription is None:
+            if subscription is None or chunk.start >= subscription.until:
                 continue
             known = min(max(0, subscription.fresh - chunk.start), len(chunk))  # rows computed again
             if first + known == behind:
@@ -239,6 +251,8 @@ class Features:
     def settle(self, work: SessionWork, path: Sequence[int], *, goes_on: bool) -> None:
         """Take over a session's committed rows. path: accepted nodes; goes_on: False if the session ends here."""
         session_id = work.chunk.session.id
+        if session_id in self._unread and work.chunk.stop >= self._subscriptions[session_id].until:
+            self._unread.discard(session_id)
         if not goes_on and session_id in self._subscriptions:
             self._subscriptions[session_id].next = _ENDED
         if session_id in self._deferred_first:

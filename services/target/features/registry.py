@@ -33,6 +33,11 @@ class FusionRegistry:
             )  # fmt: skip
         return self._touch(spec_id)
 
+    @property
+    def latest(self) -> int:
+        """The specification used last; 0 if there is none."""
+        return next(reversed(self.fusions), 0)
+
     def acquire(self, spec_id: int) -> Fusion:
         """The fusion of a known specification, for one more session."""
         fusion = self._touch(spec_id)

@@ -1,14 +1,17 @@
 """Closes the objects of JSON schemas: an object may have only the properties that its schema names.
 
 JSON schema allows any other property if `additionalProperties` is missing, and small models then generate properties
-until max_tokens. xgrammar, which vLLM and SGLang use, closes such objects, too. An object stays open if its schema has
-`"additionalProperties": true`, if it requires more properties than it names, or if several schemas describe it.
-A property that is only listed as required may have any value.
+until max_tokens. xgrammar, which vLLM and SGLang use, closes such objects, too. With an empty list of properties the
+object is empty. An object stays open if its schema has no list, or `"additionalProperties": true`, if it requires more
+properties than it names, or if several schemas describe it. A property that is only listed as required may have any
+value.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from services.target.grammar.enforceable import enforceable
 
 _ONE = ("items", "additionalItems", "additionalProperties", "contains", "unevaluatedItems")  # keywords with a schema
 _SEVERAL = ("anyOf", "oneOf", "prefixItems")  # ... with a list of them
@@ -20,8 +23,11 @@ _TOGETHER = (  # keywords by which other schemas constrain the same object
 
 
 def closed(schema: Any) -> Any:
-    """The schema with every object closed that may be closed. Does not change its argument."""
-    return schema if _inherits(schema) else _closed(schema)
+    """The schema with every object closed that may be closed. Does not change its argument.
+
+    Raises ValueError for a schema that cannot be enforced.
+    """
+    return enforceable(schema if _inherits(schema) else _closed(schema))
 
 
 def _inherits(node: Any) -> bool:
@@ -50,7 +56,7 @@ def _closed(schema: Any) -> Any:
             result[name] = {key: _closed(one) for key, one in result[name].items()}
     alone = not any(name in result for name in _TOGETHER)
     properties, least = result.get("properties"), result.get("minProperties", 0)
-    if alone and properties and isinstance(properties, dict) and "additionalProperties" not in result:
+    if alone and isinstance(properties, dict) and "additionalProperties" not in result:
         further: dict[str, Any] = {name: {} for name in _required(result) if name not in properties}
         if not isinstance(least, int | float) or len(properties) + len(further) >= least:
             result |= {"properties": properties | further, "additionalProperties": False}

@@ -3,6 +3,9 @@
 llguidance writes escapes by their code without leading zeros, which Lark cannot read; knows fewer escapes than
 xgrammar; does not distinguish rule names by case, or - from _, or a rule `start` from its own; and drops the
 parentheses of (x+)?.
+
+All patterns are possessive, and take a text or a range that is not closed as far as the end, so that each character is
+read once.
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-_RULE = re.compile(r"(?m)^[ \t]*([\w-]+)[ \t]*::=")
-_WORD = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[\w-]+', re.DOTALL)  # ... is a name if no other
-_PART = re.compile(_WORD.pattern + r"|\{[^}]*\}|[()*+?]", re.DOTALL)
+_RULE = re.compile(r"(?m)^[ \t]*+([\w-]++)[ \t]*+::=")
+_WORD = re.compile(
+    r'"(?:\\.|[^"\\]++)*+"?|\[(?:\\.|[^\]\\]++)*+\]?|#[^\n]*+|[\w-]++', re.DOTALL
+)  # ... is a name if no other
+_PART = re.compile(_WORD.pattern + r"|\{[^}]*+\}?|[()*+?]", re.DOTALL)
 _REPEATS = "*+?{"
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 _KNOWN = '"\\nrtxuU'  # escapes that llguidance knows, or rejects as incomplete

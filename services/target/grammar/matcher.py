@@ -1,6 +1,7 @@
 """Grammars: the tokens that may follow a session's text, computed by llguidance.
 
-    compile   a grammar becomes an automaton once for all sessions, in a separate thread
+    compile   a grammar becomes an automaton once for all sessions, in separate threads (compile_queue.py), first
+              in another process (sandbox.py)
     match     each session has a matcher, which its committed tokens advance
     mask      the allowed tokens, also after each draft node; see sampling/masks.py
 
@@ -10,37 +11,26 @@ may end with one wherever its text is complete.
 
 from __future__ import annotations
 
-import json
 import logging
+import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from llguidance import GrammarFormat, LLMatcher, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLTokenizer
 
-from outrider.errors import InvalidRequest
-from outrider.serving.messages import Grammar, GrammarKind
+from outrider.errors import InvalidRequest, OutriderError
+from outrider.serving.messages import Grammar
 from outrider.speculation.tree import TreeSlice
-from services.target.grammar.closed_objects import closed
-from services.target.grammar.gbnf import readable
-from services.target.grammar.string_formats import understood
-
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
+from services.target.grammar.compile_queue import CompileQueue, Job
+from services.target.grammar.sandbox import idle_sandbox
+from services.target.grammar.source import in_words, refusal
 
 log = logging.getLogger(__name__)
 
 _CACHED = 64  # compiled grammars in the cache
-_ERROR_LENGTH = 500  # most characters of llguidance's messages
-_FORMATS: dict[GrammarKind, GrammarFormat] = {GrammarKind.REGEX: "regex", GrammarKind.EBNF: "ebnf"}
-# Treat oneOf as anyOf if the alternatives may overlap, as xgrammar does; otherwise llguidance rejects the schema.
-_ONE_OF: JsonCompileOptions = {"coerce_one_of": True}
-# Whitespace between the parts of JSON, unless the schema sets its own. Without a limit, a small model may generate
-# whitespace until max_tokens; 64 characters hold a line break and the indentation of deep nesting.
-_BLANKS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 
 
 class Matcher:
@@ -75,7 +65,7 @@ class Matcher:
 
     def fail(self, state: LLMatcher) -> None:
         """Set the fault: the automaton has exceeded one of its limits."""
-        why = f"the grammar cannot be followed: {_words(state.get_error())}"
+        why = f"the grammar cannot be followed: {in_words(state.get_error())}"
         self.fault = InvalidRequest(why, param=self.grammar.kind.param)
 
 
@@ -87,10 +77,12 @@ class Grammars:
         self._tokenizer_file = tokenizer_file
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
-        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
-        self._waiting: dict[int, tuple[Grammar, Future[LLMatcher]]] = {}  # by session id
+        self._compiled: OrderedDict[Grammar, Job] = OrderedDict()
+        self._waiting: dict[int, Job] = {}  # by session id
+        self._namespaces: dict[int, str] = {}  # of sessions with a grammar
         self._alone: set[int] = set()  # sessions with an automaton of their own
-        self._thread = ThreadPoolExecutor(1, "grammar")
+        self._queue = CompileQueue(self._compile)
+        self._tokenizer_lock = threading.Lock()
 
     def check(self) -> None:
         """Raise InvalidRequest if this model does not support grammars."""
@@ -100,19 +92,39 @@ class Grammars:
             raise InvalidRequest("this model has no end-of-sequence token, so it cannot follow a grammar")
 
     def load(self) -> None:
-        """Read the tokenizer now, if the model supports grammars, instead of with the first grammar."""
-        if self._tokenizer_file is not None and self._eos:
-            self._thread.submit(lambda: self._tokenizer)
+        """Prepare now, if the model supports grammars, instead of with the first grammar: tokenizer and process."""
+        if self._tokenizer_file is None or not self._eos:
+            return
 
-    def request(self, session_id: int, grammar: Grammar) -> None:
-        """Compile a grammar for a session; `ready` reports when it is done. `check` must have passed."""
-        future = self._compiled.get(grammar)
-        if future is None:
-            future = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
-            if len(self._compiled) > _CACHED:
-                self._compiled.popitem(last=False)
+        def prepare() -> None:
+            self._loaded_tokenizer()
+            try:
+                with idle_sandbox() as sandbox:
+                    sandbox.start()
+            except OutriderError as error:
+                log.warning("%s", error.message)
+
+        threading.Thread(target=prepare, name="grammar", daemon=True).start()
+
+    def request(self, session_id: int, grammar: Grammar, namespace: str = "", *, bounded: bool = True) -> None:
+        """Compile a grammar for a session; `ready` reports when it is done. `check` must have passed.
+
+        namespace: of the session; namespaces take turns. bounded: raise Overloaded if too many of it wait
+        """
+        job = self._compiled.get(grammar)
+        if job is None or not self._queue.join(job, session_id):
+            job = Job(grammar, {session_id})
+        if not job.begun:
+            try:
+                self._queue.add(job, namespace, bounded=bounded)
+            except OutriderError:
+                self._queue.leave(job, session_id)
+                raise
+        self._compiled[grammar] = job
         self._compiled.move_to_end(grammar)
-        self._waiting[session_id] = grammar, future
+        if len(self._compiled) > _CACHED:
+            self._compiled.popitem(last=False)
+        self._waiting[session_id], self._namespaces[session_id] = job, namespace
 
     def renew(self, session_id: int, grammar: Grammar) -> bool:
         """Compile a grammar again for a session that exceeded a limit, and for later sessions.
@@ -124,28 +136,35 @@ class Grammars:
         if session_id in self._alone:
             return False
         self._alone.add(session_id)
-        self._waiting[session_id] = grammar, self._thread.submit(self._compile, grammar)
+        job = self._waiting[session_id] = Job(grammar, {session_id})
+        self._queue.add(job, self._namespaces[session_id], bounded=False)
         return True
 
     def forget(self, session_id: int) -> None:
-        """Drop the state of a session that has ended."""
-        self._waiting.pop(session_id, None)
+        """Drop the state of a session that has ended. A grammar that only it waits for is not compiled."""
+        if (job := self._waiting.pop(session_id, None)) is not None:
+            self._queue.leave(job, session_id)
+        self._namespaces.pop(session_id, None)
         self._alone.discard(session_id)
 
     def wait(self, seconds: float) -> None:
         """Wait until a requested grammar is ready, at most `seconds`."""
-        wait([future for _, future in self._waiting.values()], seconds, FIRST_COMPLETED)
+        wait([job.future for job in self._waiting.values()], seconds, FIRST_COMPLETED)
 
-    def ready(self) -> Iterator[tuple[int, Grammar, LLMatcher | InvalidRequest]]:
+    def ready(self) -> Iterator[tuple[int, Grammar, LLMatcher | OutriderError]]:
         """Sessions whose grammars were compiled since the last call, with the automaton or the error."""
-        for session_id, (grammar, future) in list(self._waiting.items()):
-            if future.done():
+        for session_id, job in list(self._waiting.items()):
+            if job.future.done():
                 del self._waiting[session_id]
-                error = future.exception()
-                assert error is None or isinstance(error, InvalidRequest), error
-                yield session_id, grammar, future.result() if error is None else error
+                error = job.future.exception()
+                assert error is None or isinstance(error, OutriderError), error
+                yield session_id, job.grammar, job.future.result() if error is None else error
 
-    # --- in the thread ---
+    # --- in the threads ---
+
+    def _loaded_tokenizer(self) -> LLTokenizer | str:
+        with self._tokenizer_lock:
+            return self._tokenizer
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer | str:
@@ -157,34 +176,20 @@ class Grammars:
             log.warning("%s cannot be used for grammars, which are rejected: %s", self._tokenizer_file, error)
             return f"this model's tokenizer cannot be used for grammars: {error}"
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        if isinstance(self._tokenizer, str):
-            raise InvalidRequest(self._tokenizer)
+    def _compile(self, grammar: Grammar, wanted: Callable[[], bool]) -> LLMatcher:
+        """The automaton of a grammar. wanted: False once no session waits for it. Raises OutriderError, Abandoned."""
+        tokenizer = self._loaded_tokenizer()
+        if isinstance(tokenizer, str):
+            raise InvalidRequest(tokenizer)
+        with idle_sandbox() as sandbox:
+            source = sandbox.translate(grammar, wanted)
         try:
-            start = LLMatcher(self._tokenizer, _source(grammar), log_level=0)
-            error = start.get_error()
-        except (ValueError, RecursionError) as raised:
-            error = str(raised)
+            start = LLMatcher(tokenizer, source, log_level=0)
+            if error := start.get_error():
+                raise refusal(grammar, error)
+        except InvalidRequest:
+            raise
         except BaseException as raised:  # a panic of the library is no Exception, and must end only this session
             log.exception("the grammar library panicked while it compiled a grammar")
-            error = str(raised) or type(raised).__name__
-        if error:
-            raise InvalidRequest(f"the grammar cannot be compiled: {_words(error)}", param=grammar.kind.param)
+            raise refusal(grammar, str(raised) or type(raised).__name__) from None
         return start
-
-
-def _words(error: str) -> str:
-    """llguidance's message, without the state of its parser."""
-    return error.partition("<state>")[0].strip()[:_ERROR_LENGTH]
-
-
-def _source(grammar: Grammar) -> str:
-    """A grammar in llguidance's format. Raises ValueError."""
-    if grammar.kind is not GrammarKind.JSON_SCHEMA:
-        text = readable(grammar.text) if grammar.kind is GrammarKind.EBNF else grammar.text
-        return grammar_from(_FORMATS[grammar.kind], text)
-    schema = json.loads(grammar.text)
-    guidance = schema.get("x-guidance") if isinstance(schema, dict) else None
-    own = isinstance(guidance, dict) and not _BLANKS.keys().isdisjoint(guidance)
-    defaults = _ONE_OF if own else _ONE_OF | _BLANKS
-    return LLMatcher.grammar_from_json_schema(json.dumps(understood(closed(schema))), defaults=defaults)

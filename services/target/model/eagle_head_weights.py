@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from outrider.checkpoints.checkpoint import load_json, weight_files
+from outrider.checkpoints.checkpoint import weight_files
+from outrider.checkpoints.config_json import load_config, values_of
 from outrider.checkpoints.eagle3 import DEFAULT_STATES, flat, is_speculators, layer_ids, plain_name, target_ids
 from outrider.errors import ConfigError
 from services.target.kernels.cpu.attention.paged import serves
@@ -82,11 +83,9 @@ def read_eagle_head(folder: Path, depth: int, hidden: int, vocab: int, positions
 
     hidden, vocab: of the model; positions: most tokens of a session
     """
-    raw = load_json(folder / "config.json")
-    try:
+    raw = load_config(folder)
+    with values_of(folder / "config.json"):
         return _read_head(folder, raw, depth, hidden, vocab, positions)
-    except KeyError as error:
-        raise ConfigError(f"{folder / 'config.json'} lacks {error}") from None
 
 
 def _read_head(

@@ -22,6 +22,7 @@ from outrider.process import process
 from outrider.process.garbage_collection import imports_without_gc
 from outrider.serving.loop import EngineLoop
 from outrider.tracing import tracing_to
+from outrider.transport.hang_watch import watch_engine
 from outrider.transport.rpc import GrpcServer, serve_engine
 from outrider.transport.stream import StreamHub
 from outrider.wire.codec import verify_request_from_pb, verify_response_to_pb
@@ -50,7 +51,7 @@ def main(argv: Sequence[str], prepare: Callable[[TargetEngine], None] = _as_buil
 async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = _as_built) -> int:
     """Serve until a signal or a fault. Returns the process's exit code. prepare: as of `main`. Raises ConfigError."""
     servicers: list[TargetServicer] = []
-    tls = config.server_tls()
+    tls, token = config.port_security(config.listen)
     check_device(config.device)
 
     def register(server: GrpcServer, hub: StreamHub[Any, Any], loop: EngineLoop) -> Sequence[str]:
@@ -61,18 +62,22 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
         with imports_without_gc():
             from services.target.process.control import Control
 
-        folder = checkpoint.resolve(config.model_path)
+        folder = checkpoint.resolve(config.model_path, whole=True)
         engine = build_engine(folder, config)
         engine.tracing = tracing
-        control = Control(engine, folder, trust_remote_code=config.trust_remote_code)
+        control = Control(
+            engine, folder, model_path=config.model_path, roots=config.weight_update_roots,
+            trust_remote_code=config.trust_remote_code,
+        )  # fmt: skip
         servicers[0].serve(describe(folder, engine, config), engine, control)
         prepare(engine)
         return engine
 
     with tracing_to(config.otlp_traces_endpoint, "target") as tracing:
         return await serve_engine(
-            build, config.listen, verify_request_from_pb, verify_response_to_pb, register, tls=tls
-        )
+            build, config.listen, verify_request_from_pb, verify_response_to_pb, register, tls=tls, token=token,
+            watch=partial(watch_engine, limit=config.hang_timeout),
+        )  # fmt: skip
 
 
 def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:

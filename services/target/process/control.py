@@ -6,22 +6,25 @@
     pause       no steps; sessions end, give their pages back, or keep them
 
 Weights that do not fit, or cannot be read, are rejected before anything changes. An error during the update, such as a
-disk error, leaves a mixture of old and new weights: then the process ends and restarts with the weights of its flags.
+disk error, leaves a mixture of old and new weights: then the process ends and restarts with the weights of its flags,
+and the gateway lets it load those that it had before, if they came from a folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from outrider.checkpoints import checkpoint
-from outrider.errors import ConfigError, EngineFault, InvalidRequest
+from outrider.checkpoints.allowed_folders import AllowedFolders
+from outrider.errors import ConfigError, Conflict, EngineFault, InvalidRequest
 from services.target.engine.engine import TargetEngine
+from services.target.model.loading.settings import RunningSettings
 from services.target.model.loading.updates import (
     CheckpointFolder,
     IncomingTensors,
@@ -54,57 +57,106 @@ class Weights:
     retracted: int = 0
     before: str = ""
     whole: bool = False
+    folder: str = ""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What must hold for an update from a folder, as the wire's request has it; an empty field demands nothing."""
+
+    fingerprint: str = ""
+    replaced_fingerprint: str = ""
 
 
 class Control:
     """Control of one engine. Methods marked "in the engine thread" must run there; the others change nothing."""
 
-    def __init__(self, engine: TargetEngine, folder: Path, *, trust_remote_code: bool = False) -> None:
-        """folder: the engine's checkpoint. Its headers are read now, because it may be deleted later."""
-        loaded = CheckpointFolder(folder, trust_remote_code)
+    def __init__(
+        self,
+        engine: TargetEngine,
+        folder: Path,
+        *,
+        model_path: str = "",
+        roots: Sequence[str] = (),
+        trust_remote_code: bool = False,
+    ) -> None:
+        """folder: the engine's checkpoint. Its headers are read now, because it may be deleted later.
+
+        model_path, roots: as of AllowedFolders. trust_remote_code: for the configuration of this folder alone; folders
+        of updates bring no code.
+        """
+        loaded = CheckpointFolder(folder)
         self._engine = engine
-        self._trust_remote_code = trust_remote_code
-        self._settings = loaded.settings
+        self._allowed = AllowedFolders(model_path, folder, roots)
+        self._settings = RunningSettings(folder, trust_remote_code)
         self._shapes = dict(engine.model.runner.weights())
-        self._tied = tied_names(self._settings, self._shapes)
+        self._tied = tied_names(self._settings.values, self._shapes)
         self._ignored = frozenset(loaded.entries.keys() - self._shapes.keys() - self._tied.keys())
         self._origin = WeightsOrigin(loaded.fingerprint)
+        self._incoming: IncomingTensors | None = None
         self.weights = Weights(engine.weight_version, self._origin.folder)
 
     # --- weights ---
 
-    def read_folder(self, path: str) -> CheckpointFolder:
+    def read_folder(self, path: str, condition: Condition | None = None) -> CheckpointFolder:
         """Open a folder's checkpoint and check it against the model. Raises ConfigError."""
+        found = self._allowed.find(path)
         try:
-            folder = CheckpointFolder(checkpoint.resolve(path), self._trust_remote_code)
+            folder = CheckpointFolder(found)
         except OSError as error:
-            raise ConfigError(f"the weights in {path} cannot be read: {error}") from None
-        folder.check_settings(self._settings)
+            raise ConfigError(f"the weights in {found} cannot be read: {error}") from None
+        if condition is not None and condition.fingerprint not in ("", folder.fingerprint):
+            raise ConfigError(
+                f"{found} has other weights by now, fingerprint {folder.fingerprint} instead of {condition.fingerprint}"
+            )
+        self._settings.check(folder.config, found)
         names = by_own_names(folder.entries, self._tied)
         check({own: folder.entries[name] for own, name in names.items()}, self._shapes, self._ignored, whole=True)
         folder.check_tied(self._tied)
         return folder
 
-    def incoming(self) -> IncomingTensors:
-        """A buffer for tensors that arrive in parts."""
-        return IncomingTensors(self._shapes, self._tied)
+    @contextlib.contextmanager
+    def incoming(self) -> Iterator[IncomingTensors]:
+        """A buffer for tensors that arrive in parts; one at a time, because it takes as much memory as the model.
 
-    def update_from_folder(self, folder: CheckpointFolder, update: Update) -> Weights:
-        """In the engine thread: load a checked folder's weights. Raises EngineFault, and ConfigError if the folder was
-        deleted meanwhile.
+        Raises Conflict while there is another one.
         """
+        if self._incoming is not None:
+            raise Conflict("tensors of another update are being received; send these once it has ended")
+        self._incoming = IncomingTensors(self._shapes, self._tied)
+        try:
+            yield self._incoming
+        finally:
+            self._incoming = None
+
+    def update_from_folder(
+        self, folder: CheckpointFolder, update: Update, condition: Condition | None = None
+    ) -> Weights:
+        """In the engine thread: load a checked folder's weights. Raises EngineFault, and ConfigError if the folder was
+        deleted meanwhile, or if the condition does not hold.
+        """
+        present = self.weights.fingerprint
+        if condition is not None and condition.replaced_fingerprint not in ("", present):
+            raise ConfigError(f"the weights were changed meanwhile; their fingerprint is {present}")
         names = by_own_names(folder.entries, self._tied)
         wanted = {own: name for own, name in names.items() if own in self._shapes}
-        return self._update(folder.tensors(wanted), WeightsOrigin(folder.fingerprint), update, whole=True)
+        origin = WeightsOrigin(folder.fingerprint)
+        return self._update(folder.tensors(wanted), origin, update, whole=True, folder=str(folder.path))
 
     def update_from_tensors(self, incoming: IncomingTensors, update: Update) -> Weights:
         """In the engine thread: load checked tensors. Raises EngineFault."""
         origin = self._origin.under(incoming.digests)
         whole = self.weights.whole or origin.covered(self._shapes)
-        return self._update([incoming.tensors()], origin, update, whole=whole)
+        return self._update([incoming.tensors], origin, update, whole=whole)
 
     def _update(
-        self, shards: Iterable[Mapping[str, Tensor]], origin: WeightsOrigin, update: Update, *, whole: bool
+        self,
+        shards: Iterable[Mapping[str, Tensor]],
+        origin: WeightsOrigin,
+        update: Update,
+        *,
+        whole: bool,
+        folder: str = "",
     ) -> Weights:
         engine, start, replaced = self._engine, time.perf_counter(), 0
         engine.finish()
@@ -129,7 +181,7 @@ class Control:
             engine.weight_version = update.weight_version
         before, self._origin = self.weights.fingerprint, origin
         self.weights = Weights(
-            engine.weight_version, origin.fingerprint(self._shapes), replaced, aborted, retracted, before, whole
+            engine.weight_version, origin.fingerprint(self._shapes), replaced, aborted, retracted, before, whole, folder
         )
         log.info(
             "weights \"%s\": %d tensors replaced in %.2f s; %d sessions aborted, %d computed again",

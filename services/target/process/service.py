@@ -15,7 +15,8 @@ from outrider.checkpoints import checkpoint
 from outrider.config import TargetConfig
 from outrider.errors import InvalidRequest, Unavailable
 from outrider.serving.loop import EngineLoop
-from outrider.transport.rpc import GrpcServer, statuses
+from outrider.transport.rpc import GrpcServer
+from outrider.transport.statuses import statuses
 from outrider.transport.stream import StreamHub
 from outrider.wire.features import feature_spec_from_pb
 from outrider.wire.opens import source_to_pb
@@ -80,6 +81,12 @@ def describe(folder: Path, engine: TargetEngine, config: TargetConfig) -> Facts:
         draft_sources=[source_to_pb(source) for source in sorted(engine.speculation.allowed.own)],
     )
     return Facts(folder, info)
+
+
+def _most_fusion_bytes(hidden_size: int, spec: common_pb2.FeatureSpec | None) -> int:
+    """Size that no fusion exceeds: that of a drafter 16 times as wide as the model, in float32, and a header."""
+    states = 1 + (len(spec.layers) if spec is not None else 0)
+    return (1 << 20) + 64 * states * hidden_size**2
 
 
 def update_from_pb(message: common_pb2.WeightUpdate) -> Update:
@@ -162,6 +169,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             async for part in request_iterator:
                 spec = part.spec if part.HasField("spec") else spec
                 fusion += part.fusion
+                if len(fusion) > _most_fusion_bytes(engine.model.hidden_size, spec):
+                    raise InvalidRequest("the fusion is larger than any drafter's for this model", param="fusion")
             if spec is None:
                 raise InvalidRequest("the first message must have the specification", param="spec")
             wanted, name, content = feature_spec_from_pb(spec), spec.spec_id, bytes(fusion)
@@ -174,10 +183,13 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     ) -> target_pb2.UpdateWeightsFromDiskResponse:
         """Replace all weights by those of a folder."""
         async with statuses(context):
+            from services.target.process.control import Condition
+
             _, control = self._running()
-            folder = await asyncio.to_thread(control.read_folder, request.folder)
+            condition = Condition(request.fingerprint, request.replaced_fingerprint)
+            folder = await asyncio.to_thread(control.read_folder, request.folder, condition)
             update = update_from_pb(request.update)
-            facts = await self._in_engine(lambda: self._changed(control.update_from_folder(folder, update)))
+            facts = await self._in_engine(lambda: self._changed(control.update_from_folder(folder, update, condition)))
             return target_pb2.UpdateWeightsFromDiskResponse(weights=facts)
         raise AssertionError("an aborted call does not go on")
 
@@ -189,13 +201,14 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """Replace weights by tensors that come in parts."""
         async with statuses(context):
             _, control = self._running()
-            incoming, update = control.incoming(), common_pb2.WeightUpdate()
-            async for part in request_iterator:
-                update = part.update if part.HasField("update") else update
-                incoming.add(part.content)
-            await asyncio.to_thread(incoming.finish)
-            taken = update_from_pb(update)
-            facts = await self._in_engine(lambda: self._changed(control.update_from_tensors(incoming, taken)))
+            update = common_pb2.WeightUpdate()
+            with control.incoming() as incoming:
+                async for part in request_iterator:
+                    update = part.update if part.HasField("update") else update
+                    incoming.add(part.content)
+                await asyncio.to_thread(incoming.finish)
+                taken = update_from_pb(update)
+                facts = await self._in_engine(lambda: self._changed(control.update_from_tensors(incoming, taken)))
             return target_pb2.UpdateWeightsFromTensorResponse(weights=facts)
         raise AssertionError("an aborted call does not go on")
 
@@ -203,6 +216,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """In the engine thread, because the caller may have disconnected: record the new weights, and return them."""
         info = self._loaded().info
         info.weight_version, info.model.fingerprint = weights.weight_version, weights.fingerprint
+        info.weights_folder = weights.folder
         return common_pb2.WeightFacts(
             weight_version=weights.weight_version,
             fingerprint=weights.fingerprint,
@@ -211,6 +225,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             retracted_sessions=weights.retracted,
             fingerprint_before=weights.before,
             whole=weights.whole,
+            folder=weights.folder,
         )
 
     async def FlushCache(  # noqa: N802

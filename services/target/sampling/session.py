@@ -9,7 +9,7 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from outrider.errors import InvalidRequest
+from outrider.errors import OutriderError
 from outrider.serving.messages import Grammar, OpenSession
 from outrider.serving.session import Session
 from outrider.speculation.tree import SpeculationTree
@@ -77,12 +77,12 @@ class TargetSession:
         if self.matcher is not None and int(tokens[-1]) not in self.stop_ids:
             self.matcher.commit(tokens.tolist())
 
-    def guided(self, start: LLMatcher | InvalidRequest, grammar: Grammar) -> TargetSession:
+    def guided(self, start: LLMatcher | OutriderError, grammar: Grammar) -> TargetSession:
         """The session with its compiled grammar.
 
-        Raises InvalidRequest if the grammar does not compile, or if the committed tokens violate it.
+        Raises the error if it does not compile, and InvalidRequest if the committed tokens violate it.
         """
-        if isinstance(start, InvalidRequest):
+        if isinstance(start, OutriderError):
             raise start
         session = self.session
         return replace(self, matcher=Matcher(start, grammar, session.tokens[session.prompt_length :].tolist()))

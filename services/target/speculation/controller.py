@@ -123,7 +123,7 @@ class Speculation:
     @property
     def without_drafts(self) -> bool:
         """True if no session has, or gets, draft tokens or features of a draft service."""
-        return self.policy.without_drafts and (self.drafting_paused or not self._features.asked)
+        return self.policy.without_drafts and (self.drafting_paused or not self._features.captures)
 
     def wants_drafts(self, entry: TargetSession) -> bool:
         """True if the next step may verify proposals for a session."""
@@ -165,7 +165,7 @@ class Speculation:
     def _self_drafted(
         self, works: Sequence[SessionWork], listen: MessageWatch, chooser: SourceChooser, *, alone: bool
     ) -> StepPlan:
-        loops = alone and not self._features.asked
+        loops = alone and not self._features.captures
         choice = chooser.choose(works, listen, self.multi_step.window if loops else 0.0)
         parts = self.service, self.planner.budget
         if choice.loop is not None:

@@ -1,5 +1,9 @@
 """Published heads: every layout gives the same parameters, and unsupported ones are refused with a reason."""
 
+import io
+import pickle
+import zipfile
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -279,6 +283,46 @@ def test_torch_files_with_code_are_refused(tmp_path):
     (tmp_path / "text.bin").write_text("no zip")
     with pytest.raises(ConfigError, match="was not written by torch"):
         load_torch_file(tmp_path / "text.bin")
+
+
+def pickled(file, storage, offset, size, stride, *, packed=False):
+    """A file as of torch.save, with one tensor as a view of three float32 numbers."""
+    torch_save = io.BytesIO()
+    with zipfile.ZipFile(torch_save, "w", zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED) as archive:
+        words = f"ctorch._utils\n_rebuild_tensor_v2\n((Vstorage\n{storage}V0\nVcpu\nI3\ntQ".encode()
+        parts = b"".join(pickle.dumps(part, 2)[2:-1] for part in (offset, size, stride))  # without header and end
+        archive.writestr("archive/data.pkl", b"\x80\x02" + words + parts + b"tR.")
+        archive.writestr("archive/data/0", np.arange(3, dtype=np.float32).tobytes())
+    file.write_bytes(torch_save.getvalue())
+    return file
+
+
+FLOATS = "ctorch\nFloatStorage\n"
+
+
+@pytest.mark.parametrize(("storage", "offset", "size", "stride", "words"), [
+    (FLOATS, -1, (2,), (1,), "negative"),
+    (FLOATS, 2, (3,), (-1,), "negative"),
+    (FLOATS, 0, (-3,), (1,), "negative"),
+    (FLOATS, 0, (2,), (1.0,), "negative"),
+    (FLOATS, 0, (4,), (1,), "beyond its storage"),
+    (FLOATS, 0, (2, 2), (1 << 60, 1), "beyond its storage"),
+    (FLOATS, 0, (1 << 40,), (0,), "larger than its storage"),
+    (FLOATS, 0, (2,), (1, 1), "zip"),
+    (FLOATS, 0, (1,) * 100, (1,) * 100, "dimension"),
+    (FLOATS, 0, "ab", (1, 1), "negative"),
+    ("Vfloat32\n", 0, (2,), (1,), "refers to"),
+])  # fmt: skip
+def test_views_beyond_their_storage_are_refused(tmp_path, storage, offset, size, stride, words):
+    """A tensor is never a view of other memory, nor larger than what the file holds."""
+    with pytest.raises(ConfigError, match=words):
+        load_torch_file(pickled(tmp_path / "file.bin", storage, offset, size, stride))
+
+
+def test_compressed_torch_files_are_refused(tmp_path):
+    assert load_torch_file(pickled(tmp_path / "plain.bin", FLOATS, 1, (2,), (1,))).tolist() == [1, 2]
+    with pytest.raises(ConfigError, match="compressed"):
+        load_torch_file(pickled(tmp_path / "packed.bin", FLOATS, 1, (2,), (1,), packed=True))
 
 
 # --- the process ---

@@ -14,6 +14,7 @@ from outrider.config import DraftConfig, ServeConfig
 from outrider.errors import ConfigError
 from outrider.placement.cores import CorePlan
 from outrider.serving.features import FeatureBlock
+from outrider.serving.messages import cache_salt_of, own_salt
 from outrider.speculation.proposal import Commit, FinishReason
 from outrider.supervisor.app import configure
 from services.draft.online.background import Background
@@ -143,8 +144,11 @@ def test_salted_sessions_are_not_recorded(learnt, target):
     draft, _, _ = learnt
     buffer, todo = draft.drafter.learner.sampler.buffer, some_requests(70, count=2)
     known = buffer.learnt, buffer.bytes
-    Pair(target, lambda: draft, draft_steps=8).run([replace(request, cache_salt="mine") for request in todo])
+    salts = ("mine", cache_salt_of("a caller", "mine"))
+    isolated = [replace(request, cache_salt=salt) for request, salt in zip(todo, salts, strict=True)]
+    Pair(target, lambda: draft, draft_steps=8).run(isolated)
     assert (buffer.learnt, buffer.bytes) == known
+    assert own_salt(cache_salt_of("a caller", "")) == ""  # its key alone isolates no session from the learner
 
 
 def test_states_that_arrive_with_the_end_are_recorded(learnt):

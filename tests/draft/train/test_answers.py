@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from outrider.checkpoints.disk import write_atomically
 from outrider.errors import ConfigError
 from services.draft.learning.batches import Batches, learnt_rows
-from services.draft.learning.disk import write_atomically
 from services.draft.learning.store import Store
 from services.draft.learning.vocabulary import coverage, draft_ids, frequent_tokens
 from services.draft.train.data.prompts import is_held_out, jobs, read_conversations, read_openings

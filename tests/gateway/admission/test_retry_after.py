@@ -4,6 +4,7 @@ import httpx
 import pytest
 
 from gateway.admission.admission import Admission, Keys
+from gateway.admission.caller import Caller
 from gateway.admission.retry_after import MAX_SECONDS, RetryAfter
 from outrider.client import Client
 from outrider.config import GatewayConfig
@@ -89,7 +90,8 @@ def test_admission_and_keys_set_retry_after():
         admission.enter()
     assert caught.value.retry_after == 1
     keys = Keys(GatewayConfig(max_requests_per_key=1))
-    with keys.request(b"a"), pytest.raises(TooManyRequests) as caught, keys.request(b"a"):
+    caller = Caller("a")
+    with keys.request(caller), pytest.raises(TooManyRequests) as caught, keys.request(caller):
         pass
     assert caught.value.retry_after == 1
 

@@ -82,7 +82,7 @@ def test_an_integer_default_may_be_written_as_a_float(written, meant):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"temperature": -1}, {"temperature": "0.6"}, {"temperature": True}, {"top_p": 0}, {"top_p": [0.9]},
+        {"temperature": -1}, {"temperature": "0.6"}, {"temperature": True}, {"top_p": -1}, {"top_p": [0.9]},
         {"top_k": "many"}, {"top_k": 50.5}, {"top_k": float("inf")}, {"min_p": {}}, {"repetition_penalty": 99},
     ],
 )  # fmt: skip

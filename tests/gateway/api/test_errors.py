@@ -33,7 +33,7 @@ HELLO = [{"role": "user", "content": "hello"}]
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": "warm"}, "temperature"),
         ({"temperature": 2.5}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"min_p": 2}, "min_p"),
@@ -80,7 +80,7 @@ HELLO = [{"role": "user", "content": "hello"}]
         ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": 5}, "prompt"),
-        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt.1"),
         ({"prompt": [VOCAB]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": ["a"] * 129}, "prompt"),
@@ -350,7 +350,7 @@ def test_other_content_types_are_415(gateway, headers):
 
 
 def test_errors_name_query_parameters(gateway):
-    error = error_of(gateway.client.post("/flush_cache?timeout=long"), 400)
+    error = error_of(gateway.client.post("/flush_cache?timeout=long", headers=gateway.admin), 400)
     assert error["param"] == "timeout"
 
 
@@ -377,7 +377,7 @@ def test_errors_name_query_parameters(gateway):
 )
 def test_lone_surrogates_are_refused_by_name(gateway, path, body, param):
     """A client that cuts a text within a surrogate pair sends them."""
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json"} | gateway.admin
     answer = gateway.client.post(path, content=json.dumps(body).encode(), headers=headers)
     assert error_of(answer, 400)["param"] == param
 
@@ -402,8 +402,19 @@ TEXT = {"type": "text", "text": "x"}
             "input.0.content.0.type: Input should be 'input_text'",
         ),
         ("/v1/completions", {"prompt": [[1, "a"]]}, "prompt.0.1: Input should be a valid integer"),
-        ("/v1/completions", {"prompt": [1, "a"]}, "prompt: Input should be "),
+        ("/v1/completions", {"prompt": [1, "a"]}, "prompt.1: Input should be a valid integer"),
+        ("/v1/completions", {"prompt": [1.5]}, "prompt.0: Input should be a valid string, integer or list"),
+        ("/v1/completions", {"prompt": 1.5}, "prompt: Input should be a valid string or list"),
+        ("/v1/completions", {"prompt": [[1], "a"]}, "prompt.1: Input should be a valid list"),
         ("/v1/completions", {"prompt": "a", "stop": ["b", 5]}, "stop.1: Input should be a valid string"),
+        ("/v1/completions", {"prompt": "a", "stop": 5}, "stop: Input should be a valid string or list"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "speculation": "maybe"},
+            'speculation: Input should be "off", "auto", or an',
+        ),
+        ("/generate", {"text": ["a"], "speculation": ["ON"]}, 'speculation.0: Input should be "off", "auto", or an'),
+        ("/v1/responses", {"input": [5]}, "input.0: Input should be a valid object"),
         (
             "/generate",
             {"text": ["a"], "sampling_params": [{"n": 0}]},
@@ -452,6 +463,7 @@ def test_unknown_routes_and_wrong_methods(gateway):
     error_of(gateway.client.get("/v1/nothing"), 404)
     error_of(gateway.client.post("/v1/embeddings", json={}), 404)
     error_of(gateway.client.get("/v1/completions"), 405)
+    assert gateway.client.head("/v1/completions").status_code == 405
     error_of(gateway.client.delete("/v1/models"), 405)
 
 
@@ -463,7 +475,8 @@ def test_bodies_that_are_too_large_are_413(gateway):
         for start in range(0, len(large), 1 << 16):
             yield large[start : start + (1 << 16)]
 
-    error_of(gateway.client.post("/v1/completions", content=parts()), 413)
+    kind = {"content-type": "application/json"}
+    error_of(gateway.client.post("/v1/completions", content=parts(), headers=kind), 413)
     assert gateway.text("A", max_tokens=2) == "BC"
 
 
@@ -506,6 +519,43 @@ async def test_a_disconnect_is_reported_after_a_body_that_is_too_large():
     await edge({"type": "http", "path": "/", "headers": []}, receive, send)
     assert received == [{"type": "http.disconnect"}]
     assert sent[0]["status"] == 413
+
+
+async def test_a_body_that_pauses_for_too_long_is_408():
+    """Whatever the app made of the part that it has; a request without one may wait for the client to leave."""
+    parts, sent = [{"type": "http.request", "body": b"{}", "more_body": True}], []
+
+    async def receive():
+        if not parts:
+            await asyncio.Event().wait()
+        return parts.pop()
+
+    async def send(message):
+        sent.append(message)
+
+    async def app(scope, receive, send):
+        await receive()
+        with pytest.raises(HTTPException):
+            await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    edge = EdgeMiddleware(max_body_bytes=7, client_timeout=0.02)
+    edge.app = app
+    await edge({"type": "http", "path": "/", "headers": []}, receive, send)
+    assert sent[0]["status"] == 408
+    assert dict(sent[0]["headers"])[b"connection"] == b"close"
+
+    async def waits(scope, receive, send):
+        await receive()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    edge.app = waits
+    parts.append({"type": "http.request", "body": b"{}"})
+    await edge({"type": "http", "path": "/", "headers": []}, receive, send)
+    assert sent[-1]["status"] == 200
 
 
 @pytest.mark.parametrize("started", [False, True])

@@ -1,11 +1,12 @@
 """Whitespace in JSON that must match a schema: free or disabled."""
 
+import contextlib
 import json
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
-from gateway.api.requests.grammars import grammar_of
+from gateway.api.requests.grammars import FIELDS, grammar_of
 from outrider.errors import InvalidRequest
 from tests.support.gateway.engines import tokenizer, tokenizer_files
 
@@ -42,6 +43,37 @@ def test_json_object_may_have_a_schema():
     assert grammar_of({"response_format": {"type": "json_object", "schema": None}}).text == '{"type": "object"}'
     with pytest.raises(InvalidRequest, match=r"response_format\.schema must be a JSON schema"):
         grammar_of({"response_format": {"type": "json_object", "schema": 7}})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"structured_outputs": {"json": {"x-guidance": 5}, **COMPACT}}, "x-guidance.*must be an object, not 5"),
+        ({"regex": ""}, "regex is empty"),
+        ({"guided_grammar": ""}, "guided_grammar is empty"),
+        ({"guided_choice": []}, "list of choices is empty"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "choice 1 is an empty text"),
+        ({"guided_choice": "a"}, "must be a list"),
+    ],
+)
+def test_messages_name_what_is_wrong(fields, message):
+    with pytest.raises(InvalidRequest, match=message) as error:
+        grammar_of(fields)
+    assert error.value.param in fields
+
+
+ODD = (None, 5, -0.5, True, False, "", "x", "{", "[]", [], [[]], [None], {}, {"a": {}}, {"type": []}, {"schema": 5})
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_odd_values_are_refused_or_read_but_no_bug(name):
+    keys = ("json", "regex", "choice", "grammar", "json_object", "type", "schema", "json_schema", "x-guidance")
+    odd = [*ODD, *({key: value} for key in keys for value in ODD)]
+    odd += [{"type": "json_schema", "json_schema": value} for value in odd]
+    for value in odd:
+        for options in (None, COMPACT, 5, []):
+            with contextlib.suppress(InvalidRequest):
+                grammar_of({"structured_outputs": options, name: value})
 
 
 def test_other_grammars_ignore_the_whitespace_option():

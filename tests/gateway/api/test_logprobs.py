@@ -1,17 +1,25 @@
 """Log-probabilities and grammars in REST and gRPC: shapes, alignment with the text, and the target's requests."""
 
+import asyncio
+import itertools
 import json
 
 import openai
+import orjson
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
 
+from gateway.api.answers import prompts
+from gateway.api.answers.logprobs import ChatLogprobs, CompletionLogprobs
+from gateway.orchestration.generator import MAX_PROMPT_LOGPROBS
+from gateway.text.offsets import TextOffsets
 from gateway.text.pieces import Pieces
+from gateway.text.tokenizer import ModelTokenizer
 from outrider.client import Client
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import Grammar, GrammarKind
-from tests.support.gateway.engines import EOS, VOCAB, expected, tokenizer
-from tests.support.gateway.http import events
+from tests.support.gateway.engines import EOS, VOCAB, expected, logprobs_of, tokenizer, tokenizer_files
+from tests.support.gateway.http import error_of, events
 
 TOKENIZER = tokenizer()
 HELLO = [{"role": "user", "content": "hello"}]
@@ -123,6 +131,52 @@ def test_an_echo_has_logprobs_of_the_prompt(gateway, prompt, stream):
         assert list(lists["top_logprobs"][-1].values()) == [-(count - 1) / 4]
         starts = [sum(map(len, lists["tokens"][:i])) for i in range(count)]
         assert lists["text_offset"] == starts
+
+
+REPORTED, REPORTED_OFFSETS = "naïve 🚀 日本", [0, 1, 2, 2, 3, 4, 5, *[6] * 4, 7, *[8] * 3, *[9] * 3]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("sent", "text", "offsets"),
+    [
+        # ids: one for each byte but pairs of small letters; the answer's are bytes in the order of their characters
+        ({"prompt": REPORTED, "echo": True, "max_tokens": 0}, REPORTED, REPORTED_OFFSETS),
+        ({"prompt": TOKENIZER.encode("🚀").ids, "echo": True, "max_tokens": 0}, "🚀", [0] * 4),
+        ({"prompt": "<|user|>é<|end|>x", "echo": True, "max_tokens": 0}, "<|user|>é<|end|>x", [0, 8, 8, 9, 16]),
+        ({"prompt": [*TOKENIZER.encode("é").ids, 3, 7], "echo": True, "max_tokens": 0}, "é$", [0, 0, 1, 1]),
+        ({"prompt": "A", "max_tokens": 6, "stop": ["DEF"]}, "BC", [0, 1, 2, 2, 2]),
+        ({"prompt": "A", "max_tokens": 4, "stop": ["DEx"]}, "BCDE", [0, 1, 2, 3]),
+        ({"prompt": "zA", "max_tokens": 2, "echo": True}, "zABC", [0, 1, 2, 3]),
+    ],
+)  # fmt: skip
+def test_offsets_count_characters_of_the_text(gateway, sent, text, offsets, stream):
+    """Tokens of one character begin with it, and none begins behind the text, be it cut at a stop string."""
+    body = {"temperature": 0, "logprobs": 0, "stream": stream, **sent}
+    response = gateway.client.post("/v1/completions", json=body)
+    choices = [part["choices"][0] for part in (events(response) if stream else [response.json()])]
+    assert "".join(choice["text"] for choice in choices) == text
+    lengths = itertools.accumulate(len(choice["text"]) for choice in choices)
+    got = [
+        (choice["logprobs"]["text_offset"], end)
+        for choice, end in zip(choices, lengths, strict=True)
+        if choice["logprobs"]
+    ]
+    assert [offset for own, _ in got for offset in own] == offsets
+    assert all(offset <= end for own, end in got for offset in own)
+
+
+def test_offsets_follow_a_tokenizer_of_words():
+    """Its begin token and the space before the first word are not in the text."""
+    words = models.WordLevel({"<s>": 0, "▁hello": 1, "▁wide": 2, "▁world": 3}, unk_token="<s>")
+    made = Tokenizer(words)
+    made.decoder = decoders.Metaspace()
+    made.add_special_tokens(["<s>"])
+    tokenizer = ModelTokenizer({"tokenizer.json": made.to_str().encode()})
+    offsets = TextOffsets(tokenizer, [0, 1, 2], "hello wide")
+    assert [offsets.next(token) for token in (0, 1, 2, 3, 1)] == [0, 0, 5, 10, 16]
+    offsets = TextOffsets(tokenizer, [0, 1, 2])
+    assert [offsets.next(token) for token in (3, 0, 1)] == [0, 6, 6]
 
 
 def test_an_echo_needs_no_logprobs_and_a_prompt_of_one_token_has_none(gateway):
@@ -281,6 +335,9 @@ def test_grammars_reach_the_target(client, target, fields, grammar):
     assert target.engine.seen[-1].grammar == grammar
 
 
+LONG_TOOL = {"name": "f", "parameters": {"properties": {"a": {"enum": ["a" * 200_000]}}}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -300,6 +357,10 @@ def test_grammars_reach_the_target(client, target, fields, grammar):
         ({"structural_tag": "a"}, "structural_tag"),
         ({"regex": "a" * 200_000}, "regex"),
         ({"regex": "wrong"}, "regex"),  # refused by the target
+        ({"structured_outputs": {"regex": "wrong"}}, "structured_outputs"),
+        ({"guided_grammar": "wrong"}, "guided_grammar"),
+        ({"response_format": {"type": "json_object", "schema": {"title": "a" * 200_000}}}, "response_format"),
+        ({"tools": [{"type": "function", "function": LONG_TOOL}], "tool_choice": "required"}, "tools"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
@@ -325,3 +386,79 @@ def test_the_answer_is_the_same_with_and_without(gateway):
     assert gateway.complete("A", max_tokens=9, logprobs=1, return_token_ids=True)["choices"][0][
         "token_ids"
     ] == expected(TOKENIZER.encode("A").ids, 9)
+
+
+# --- prompts that several answers share ---
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/completions", {"prompt": ["AKL", "BCDE"], "prompt_logprobs": 2}),
+        ("/v1/chat/completions", {"messages": HELLO, "prompt_logprobs": 2}),
+    ],
+)
+def test_prompt_logprobs_are_computed_and_reported_once_a_prompt(gateway, target, route, body, stream):
+    before = len(target.engine.seen)
+    response = gateway.client.post(route, json={**body, "n": 3, "max_tokens": 30, "stream": stream})
+    parts = events(response) if stream else [response.json()]
+    reported = [
+        choice["prompt_logprobs"] for part in parts for choice in part["choices"] if "prompt_logprobs" in choice
+    ]
+    prompts = len(body.get("prompt", [0]))
+    assert len(reported) == prompts
+    assert all(entries[0] is None and len(entries[1]) == 2 for entries in reported)
+    asked = [request.prompt_logprobs for request in target.engine.seen[before:]]
+    assert asked == [2, None, None] * prompts
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_native_events_have_the_prompt_s_logprobs_once(gateway, target, stream):
+    sampling = {"n": 2, "max_new_tokens": 30, "temperature": 0}
+    body = {"input_ids": [20, 21, 22], "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+    before = len(target.engine.seen)
+    response = gateway.client.post("/generate", json={**body, "top_logprobs_num": 1, "stream": stream})
+    answers = [[], []]
+    for one in events(response) if stream else response.json():
+        answers[one.get("index", len(answers[0]))].append(one["meta_info"])
+    for own in answers:
+        assert [info["input_token_logprobs"] for info in own if info["input_token_logprobs"]] == [
+            [[None, 20, None], [-0.25, 21, None], [-0.5, 22, None]]
+        ]
+        assert [len(info["input_top_logprobs"]) for info in own if "input_top_logprobs" in info] == [3]
+        assert len(own[-1]["output_token_logprobs"]) == len(own[-1]["output_top_logprobs"]) == 30
+    assert [request.prompt_logprobs for request in target.engine.seen[before:]] == [1, None]
+
+
+def test_too_many_logprobs_of_prompts_are_refused(gateway):
+    body = {"prompt": [7, 8] * 199, "max_tokens": 1, "n": 128, "prompt_logprobs": 20}
+    assert MAX_PROMPT_LOGPROBS < 398 * 21 * 128
+    error = error_of(gateway.client.post("/v1/completions", json=body), 400)
+    assert error["param"] == "prompt_logprobs"
+    assert "1069824 log-probabilities" in error["message"]
+    assert gateway.client.post("/v1/completions", json={**body, "n": 2}).status_code == 200
+
+
+async def test_other_coroutines_run_while_logprobs_of_a_prompt_are_formatted():
+    count, turns = 2000, 0
+    tokens = list(range(4, 204)) * 10
+    logprobs = logprobs_of([*tokens, *range(20)], 1, count, 20)
+
+    async def beside():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(beside())
+    pieces = Pieces(TOKENIZER, "ByteLevel")
+    offsets = TextOffsets(ModelTokenizer(tokenizer_files()), tokens, "".join(map(pieces.text, tokens)))
+    for formatter in (ChatLogprobs(pieces), CompletionLogprobs(pieces, offsets)):
+        turns = 0
+        orjson.dumps(await prompts.echoed(formatter, tokens, logprobs))
+        assert turns > 30
+    turns = 0
+    assert len(json.loads(orjson.dumps(await prompts.entries(pieces, tokens, logprobs)))) == count
+    assert turns > 30
+    task.cancel()

@@ -1,5 +1,6 @@
 """SGLang's native routes: /generate, tokenizer, control and health."""
 
+import concurrent.futures
 import itertools
 import json
 import threading
@@ -190,31 +191,33 @@ def test_a_request_is_aborted_by_id(gateway, target, route, name):
     assert gateway.client.post("/abort_request", json={}).status_code == 400
 
 
-def test_requests_are_aborted_by_id_prefix(gateway, target, monkeypatch):
+def test_an_abort_ends_the_requests_of_exactly_its_id(gateway, target, monkeypatch):
+    """All prompts and choices of them; ids that begin so are others'."""
     monkeypatch.setattr(target.engine, "delay", 0.03)
     ends = {}
 
     def ask(name):
-        body = {"prompt": "A", "max_tokens": 350, "ignore_eos": True, "rid": name}
-        ends[name] = gateway.client.post("/v1/completions", json=body).json()["choices"][0]["finish_reason"]
+        body = {"text": ["A", "B"], "rid": name, "sampling_params": greedy(350, ignore_eos=True, n=2)}
+        answers = gateway.client.post("/generate", json=body).json()
+        ends[name] = [answer["meta_info"]["finish_reason"]["type"] for answer in answers]
 
     def abort(**body):
         response = gateway.client.post("/abort_request", json=body)
         return response.json()["aborted_requests"] if response.status_code == 200 else response.status_code
 
-    names = ("job-1", "job-10", "jot")
-    threads = [threading.Thread(target=ask, args=[name]) for name in names]
+    threads = [threading.Thread(target=ask, args=[name]) for name in ("job", "job-2")]
     for thread in threads:
         thread.start()
-    until(lambda: target.sessions == 3)
-    assert abort(rid="job-1", prefix=True) == 2
-    for nothing in ({"rid": ""}, {"rid": None}, {}):  # a prefix of every id
-        assert abort(**nothing, prefix=True) == 400
-    assert abort(rid="cmpl-", prefix=True) == 0
-    assert abort(rid="cmpl-jo", prefix=True) == 1
+    until(lambda: target.sessions == 8)
+    assert [abort(rid=rid) for rid in ("j", "job-", "jo", "gen")] == [0, 0, 0, 0]
+    for several in ({"rid": "job", "prefix": True}, {"rid": ""}, {"rid": None}, {}):
+        assert abort(**several) == 400
+    assert abort(rid="job-2-1") == 2  # the second choice of each prompt
+    assert abort(rid="job") == 4
+    assert abort(rid="job-2") == 2
     for thread in threads:
         thread.join(10)
-    assert ends == dict.fromkeys(names, "abort")
+    assert ends == dict.fromkeys(("job", "job-2"), ["abort"] * 4)
 
 
 # --- the tokenizer ---
@@ -253,6 +256,11 @@ def test_health_routes(gateway, target):
     for path in ("/health", "/health/live", "/health/ready", "/health_generate"):
         assert gateway.client.get(path).json()["status"] == "ok"
     assert target.engine.seen[-1].stop.max_tokens == 1
+    opened = target.engine.opened
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:  # strangers share one probe
+        answers = list(pool.map(gateway.client.get, ["/health_generate"] * 8))
+    assert [answer.status_code for answer in answers] == [200] * 8
+    assert target.engine.opened == opened
     assert gateway.client.get("/get_model_info").json()["is_generation"] is True
 
 

@@ -6,6 +6,7 @@ import openai
 import pytest
 
 from tests.support.gateway.engines import CONTEXT, EOS, SPECIAL, VOCAB, expected, tokenizer
+from tests.support.gateway.http import events
 from tests.support.gateway.services import until
 
 TOKENIZER = tokenizer()
@@ -51,6 +52,40 @@ def test_special_tokens_can_be_part_of_the_text(gateway):
     assert plain == TOKENIZER.decode(tail)
     assert whole == TOKENIZER.decode(tail, skip_special_tokens=False)
     assert "".join(SPECIAL[:EOS]) in whole
+
+
+@pytest.mark.parametrize("grammar", [{"json_schema": {"type": "object"}}, {"structured_outputs": {"regex": "[A-Z]*"}}])
+def test_a_stop_token_ends_an_answer_with_a_grammar_and_is_named(gateway, target, grammar):
+    """As a stop string and max_tokens do: the text may be a part of what the grammar describes."""
+    sent = {"max_tokens": 12, "stop_token_ids": ids("E"), **grammar}
+    choice = gateway.complete("A", **sent)["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("BCD", "stop", ids("E")[0])
+    assert target.engine.seen[-1].grammar is not None
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "temperature": 0,
+        "stop_token_ids": [ASSISTANT + 3],
+        **grammar,
+    }
+    for stream in (False, True):
+        response = gateway.client.post("/v1/chat/completions", json={**body, "stream": stream})
+        last = (events(response) if stream else [response.json()])[-1]["choices"][0]
+        assert (last["finish_reason"], last["stop_reason"]) == ("stop", ASSISTANT + 3)
+
+
+# --- sampling ---
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate"])
+def test_a_top_p_of_0_is_the_likeliest_token(gateway, target, route):
+    """OpenAI's range includes it."""
+    own = {"/v1/completions": {"prompt": "A"}, "/v1/chat/completions": {"messages": [{"role": "user", "content": "A"}]}}
+    own |= {"/v1/responses": {"input": "A"}, "/generate": {"text": "A", "sampling_params": {"top_p": 0}}}
+    response = gateway.client.post(route, json={**own[route], **({} if route == "/generate" else {"top_p": 0})})
+    assert response.status_code == 200, response.text
+    sampling = target.engine.seen[-1].sampling
+    assert (sampling.top_k, sampling.top_p) == (1, 1.0)
+    assert response.json().get("top_p", 0) == 0
 
 
 # --- prompts ---

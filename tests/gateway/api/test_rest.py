@@ -317,6 +317,10 @@ def test_the_served_name_is_accepted(client):
 
 def test_facts_and_health(gateway):
     assert gateway.client.get("/health").status_code == 200
+    for path in ("/health", "/health/live", "/v1/models"):  # as probes send it: the same status and headers
+        head, whole = gateway.client.head(path), gateway.client.get(path)
+        assert (head.status_code, head.content, head.headers["content-type"]) == (200, b"", "application/json")
+        assert abs(int(head.headers["content-length"]) - len(whole.content)) < 20
     assert "version" in gateway.client.get("/version").json()
     for path in ("/get_server_info", "/server_info"):
         assert gateway.client.get(path).json()["targets"][0]["model"]["fingerprint"] == "f1"

@@ -7,7 +7,8 @@ import httpx
 import openai
 import pytest
 
-from gateway.api.answers.streaming import EventStream
+from gateway.api.answers.streaming import _LAST_SECONDS, EventStream
+from gateway.process.slow_readers import end_slow_readers
 from outrider.errors import Overloaded
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -148,3 +149,58 @@ async def test_no_comment_is_sent_while_a_message_waits_for_its_client():
     await stream({"type": "http"}, line.receive, send)
     assert line.body.replace(COMMENT, b"") == b"data: {}\n\n"
     assert line.body.endswith(b"data: {}\n\n")
+
+
+async def test_a_stream_that_is_not_read_ends_at_its_deadline(caplog):
+    async def at_once():
+        pass
+
+    async def stuck(message):
+        if message.get("body"):
+            await asyncio.Event().wait()
+
+    reply = Reply([b"data: {}\n\n"], at_once)
+    now = asyncio.get_running_loop().time()
+    stream = EventStream(reply, [reply], silence=LONG, deadline=now - _LAST_SECONDS + 0.05)
+    await asyncio.wait_for(stream({"type": "http"}, Line().receive, stuck), 10)
+    assert reply.closed
+    assert "had not read all of it" in caplog.text
+
+
+async def test_connections_whose_clients_do_not_read_are_closed(caplog):
+    """Beside one that reads slowly, and one that waits for its next request."""
+    made = []
+
+    class Connection(asyncio.Protocol):
+        client = "somebody"
+
+        def connection_made(self, transport):
+            self.transport = transport
+            made.append(self)
+
+        def connection_lost(self, exc):
+            made.remove(self)
+
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(Connection, "127.0.0.1", 0)
+    watch = asyncio.create_task(end_slow_readers(made, 0.3))
+    port = server.sockets[0].getsockname()[1]
+    stalled, slow, idle = [await asyncio.open_connection("127.0.0.1", port, limit=1 << 16) for _ in range(3)]
+    while len(made) < 3:
+        await asyncio.sleep(0.01)
+    by_port = {one.transport.get_extra_info("peername")[1]: one for one in made}
+    ports = [writer.get_extra_info("sockname")[1] for _, writer in (stalled, slow, idle)]
+    for one in ports[:2]:
+        by_port[one].transport.write(bytes(64 << 20))
+    stalled[1].transport.pause_reading()
+    end = loop.time() + 20
+    while by_port[ports[0]] in made:
+        assert len(await slow[0].read(1 << 18)) > 0
+        await asyncio.sleep(0.01)
+        assert loop.time() < end
+    assert [by_port[one] in made for one in ports[1:]] == [True, True]
+    assert "has not read for" in caplog.text
+    watch.cancel()
+    for _, writer in (stalled, slow, idle):
+        writer.transport.abort()
+    server.close()

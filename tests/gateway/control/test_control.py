@@ -10,6 +10,7 @@ from gateway.control.control import Control
 from gateway.control.server_info import Facts
 from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig
+from outrider.errors import Conflict, InvalidRequest
 from outrider.wire.v1 import common_pb2, target_pb2
 
 
@@ -24,14 +25,15 @@ class Target:
         self.may = asyncio.Event()
         self.taken = []
         self.believed = ""  # the fingerprint that the gateway assumes
-        self.here = True
+        self.here = self.up = True
         self.address = "unix:/target"
+        self.awaited_version = None
 
     def expects(self, fingerprint):
         return fingerprint == self.believed
 
-    def weights_changed(self, fingerprint, _, *, here):
-        self.believed, self.here = fingerprint, here
+    def weights_changed(self, fingerprint, _, folder, *, here):
+        self.believed, self.folder, self.here = fingerprint, folder, here
 
     async def UpdateWeightsFromDisk(self, request, **_):
         return await self._take(request.update.weight_version)
@@ -109,8 +111,7 @@ def tensors(updates, version, rest=None):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("second", [disk, tensors])
-@pytest.mark.parametrize("first", [disk, tensors])
+@pytest.mark.parametrize(("first", "second"), [(disk, disk), (disk, tensors), (tensors, disk)])
 def test_concurrent_updates_leave_the_same_weights_on_all_targets(control_of, tmp_path, first, second, workers):
     """On any worker of a gateway."""
 
@@ -127,6 +128,71 @@ def test_concurrent_updates_leave_the_same_weights_on_all_targets(control_of, tm
         for target in (quick, slow):
             assert target.taken == ["1", "2"]
             assert target.believed == asked[-1].weight_version == "2"
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_one_upload_at_a_time(control_of, tmp_path, workers):
+    """The targets keep all tensors in memory until they are whole."""
+
+    async def scene():
+        target, rest = Target(), asyncio.Event()
+        places = [None] if workers == 1 else [Peers(index, workers, tmp_path) for index in range(workers)]
+        asked = [control_of(target, peers=place) for place in places]
+        slow = asyncio.create_task(tensors(asked[0], "1", rest))
+        await settled()
+        with pytest.raises(Conflict, match="another update"):
+            await tensors(asked[-1], "2")
+        rest.set()
+        await slow
+        await tensors(asked[-1], "3")
+        assert target.taken == ["1", "3"]
+
+    asyncio.run(scene())
+
+
+def test_an_endless_upload_ends_with_its_last_target_or_in_silence(control_of, monkeypatch):
+    async def scene():
+        sent = 0
+
+        async def endless():
+            nonlocal sent
+            while True:
+                await asyncio.sleep(0)
+                sent += 1
+                yield b"more"
+
+        class Refusing(Target):
+            async def UpdateWeightsFromTensor(self, requests, **_):
+                async for _ in requests:
+                    if sent:
+                        raise InvalidRequest("a gap")
+
+        updates = control_of(Refusing(), Refusing())
+        with pytest.raises(InvalidRequest, match="a gap"):
+            await updates.update_from_tensors(endless(), common_pb2.WeightUpdate())
+        assert sent < 50
+        monkeypatch.setattr(control, "_SILENCE", 0.05)
+        with pytest.raises(InvalidRequest, match="no more tensors arrived"):
+            await tensors(control_of(Target()), "1", asyncio.Event())
+
+    asyncio.run(scene())
+
+
+def test_the_answer_comes_once_the_targets_are_used(control_of):
+    """A target that was refused for its old weights repeats the handshake first."""
+
+    async def scene():
+        target = Target()
+        target.up = False
+        updates = control_of(target)
+        update = asyncio.create_task(disk(updates, "1"))
+        await asyncio.sleep(0.05)
+        assert target.taken == ["1"]
+        assert not update.done()
+        target.up = True
+        assert (await update).unused == []
 
     asyncio.run(scene())
 
@@ -153,14 +219,14 @@ def test_a_target_with_mixed_weights_is_unused_until_it_has_all(control_of, coun
         for target in targets:
             target.believed = target.fingerprint
         updates = control_of(*targets)
-        assert (await tensors(updates, "1:a")).unused == 0
+        assert (await tensors(updates, "1:a")).unused == []
         targets[-1].start()  # restarts with the weights of its flags
-        assert (await tensors(updates, "1:b")).unused == 1
+        assert (await tensors(updates, "1:b")).unused == ["unix:/target"]
         assert all(target.here for target in targets[:-1])
         for target in targets[:-1]:
             assert target.fingerprint == target.believed
         assert targets[-1].fingerprint != targets[-1].believed
-        assert (await tensors(updates, "1:a")).unused == 0
+        assert (await tensors(updates, "1:a")).unused == []
         for target in targets:
             assert target.here
             assert target.fingerprint == target.believed

@@ -19,7 +19,7 @@ from tests.support.gateway.streaming import Stream, started, system
 
 
 def control(gateway, what, status=200, **body):
-    answer = gateway.client.post(f"/{what}_generation", json=body)
+    answer = gateway.client.post(f"/{what}_generation", json=body, headers=gateway.admin)
     assert answer.status_code == status, answer.text
 
 

@@ -5,13 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
+from gateway.grpc.sending import Sender
 from gateway.text.encoding import MAX_PIECES
 from outrider.client import AsyncClient, Client
 from outrider.errors import ContextTooLong, InvalidRequest, ModelNotFound, Unavailable
 from outrider.speculation.draft_source import SourceKind
+from outrider.transport.statuses import statuses
 from tests.support.gateway.engines import REFUSED, expected, tokenizer
 from tests.support.gateway.services import free_port, until
 
@@ -177,3 +180,36 @@ def test_the_example_runs(gateway):
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
     assert "[counting]" in output
     assert "tokens in" in output
+
+
+async def test_a_call_whose_client_does_not_read_ends_and_frees_its_place():
+    freed = asyncio.Event()
+
+    async def stream(request, context):
+        async with statuses(context):
+            sender = Sender(context, [], 0.3)
+            try:
+                while True:
+                    await sender.send(bytes(1 << 16))
+            finally:
+                freed.set()
+
+    server = grpc.aio.server()
+    handlers = {"Stream": grpc.unary_stream_rpc_method_handler(stream)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test", handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.unary_stream("/test/Stream")(b"")
+        assert len(await call.read()) == 1 << 16
+        await asyncio.wait_for(freed.wait(), 20)
+
+        async def rest():
+            while await call.read() is not grpc.aio.EOF:
+                pass
+
+        with pytest.raises(grpc.aio.AioRpcError) as error:  # once the client reads again
+            await rest()
+        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "did not read" in error.value.details()
+    await server.stop(0)

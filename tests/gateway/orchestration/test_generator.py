@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from gateway.admission.admission import Admission
+from gateway.admission.caller import CALLER, Caller
 from gateway.orchestration import generator as module
 from gateway.orchestration.generator import MAX_PROMPT_TOKENS, MAX_STOP_TOKENS, Generator
 from gateway.sessions.request import GenerationRequest, StopOptions
@@ -61,9 +62,11 @@ async def test_other_coroutines_run_while_many_answers_are_started(generator, st
 @pytest.mark.parametrize(
     ("abort", "ended"),
     [
-        (lambda generator: generator.abort("q"), [False, True, True, True, False]),
-        (lambda generator: generator.abort("q-1"), [False, False, True, False, False]),
-        (lambda generator: generator.abort("q", prefix=True), [False, True, True, True, True]),
+        (lambda generator: generator.abort("q", "me"), [False, True, True, True, False]),
+        (lambda generator: generator.abort("q-1", "me"), [False, False, True, False, False]),
+        (lambda generator: generator.abort("q", None), [False, True, True, True, False]),
+        (lambda generator: generator.abort("q", ""), [False] * 5),  # another caller's
+        (lambda generator: generator.abort("q-", "me"), [False] * 5),
         (lambda generator: generator.abort_all(), [False, True, True, True, True]),
     ],
 )
@@ -80,7 +83,8 @@ async def test_answers_aborted_before_their_start_end_at_once(generator, monkeyp
     generator.orchestrator.sessions.abort_all = lambda: 0
     request = GenerationRequest([5], SAMPLING)
     monkeypatch.setattr(module, "_TURN_SECONDS", 0.0)
-    names = ("q-0", "q", "q-1", "q-2", "q2")
+    names = (("q-0", "q"), "q", ("q-1", "q"), ("q-2", "q"), "q2")
+    CALLER.set(Caller("me"))
     starting = asyncio.create_task(generator.start_all([(request, name) for name in names]))
     while not found:
         await asyncio.sleep(0)

@@ -11,11 +11,16 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.process.app import first_target
+from gateway.process import app
+from gateway.process.app import first_target, serve
+from gateway.streams.availability import Availability, ReplicaState
+from gateway.streams.draft import DraftLink
+from gateway.workers.parent import supervise_workers
 from outrider.client import Client
+from outrider.config import GatewayConfig, parse_flags
 from outrider.errors import ConfigError, ModelNotFound, Unavailable
 from outrider.process.ports import take_port
-from outrider.transport.rpc import statuses
+from outrider.transport.statuses import statuses
 from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
 from tests.support.gateway.services import Draft, Gateway, Service, Target, answers, free_port, refused, until
 
@@ -193,16 +198,33 @@ async def test_updated_weights_are_preferred(come, expected):
     assert {link.expected for link in links} == {expected}
 
 
+@pytest.mark.parametrize(
+    ("state", "levels", "words"),
+    [
+        (ReplicaState.STARTING, ["INFO", "INFO"], "is not up yet (compiling 3/12); text is decoded plainly"),
+        (ReplicaState.UNREACHABLE, ["INFO", "WARNING"], "is not up yet (compiling 3/12); text is decoded plainly"),
+        (ReplicaState.FAILED, ["WARNING"], "is not used; text is decoded plainly"),
+        (ReplicaState.REFUSED, ["WARNING"], "is not used; text is decoded plainly"),
+    ],
+)
+async def test_a_draft_that_starts_normally_is_no_warning(caplog, monkeypatch, state, levels, words):
+    """The models of some take longer to compile than the target takes to load."""
+    monkeypatch.setattr(app, "_WARN_AFTER", 0.01)
+    monkeypatch.setattr(app, "_START_UP", 0.02)
+    link = DraftLink("unix:nowhere", None)
+    link._absence = Availability(state, "compiling 3/12")
+    with caplog.at_level("INFO", "gateway.process.app"):
+        await app._connect_draft(link, None)
+    assert [record.levelname for record in caplog.records] == levels
+    assert all(words in record.message for record in caplog.records)
+
+
 def test_a_checkpoint_without_tokenizer(folder):
     bare = Service(Target, f"unix:{folder}/empty", files={"config.json": b"{}"}).start()
     try:
         assert "tokenizer.json" in refused("--target", bare.address)
     finally:
         bare.stop()
-
-
-def test_empty_keys_are_refused(folder):
-    assert "--api-key is empty" in refused("--target", f"unix:{folder}/absent", "--api-key", "")
 
 
 def test_a_host_of_ipv6(folder, target):
@@ -225,6 +247,12 @@ def test_no_target_in_time(folder):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--api-key", ""], "--api-key is empty"),
+        (["--served-model-name", ""], "--served-model-name is empty"),
+        (["--max-body-bytes", 0], "--max-body-bytes must be"),
+        (["--max-pending-requests", 0], "--max-pending-requests must be"),
+        (["--max-requests-per-key", 0], "--max-requests-per-key must be"),
+        (["--request-timeout", 0], "--request-timeout must be"),
         (["--port", 99999], "--port 99999 is no port"),
         (["--port", 0], "--port 0 is no port"),
         (["--grpc-port", -3], "--grpc-port -3 is no port"),
@@ -233,16 +261,16 @@ def test_no_target_in_time(folder):
         (["--health-listen", "127.0.0.1:0"], " 0 is no port"),
     ],
 )
-@pytest.mark.parametrize("workers", [1, 2])
-def test_invalid_ports_are_refused(flags, words, workers):
-    assert words in refused("--target", "unix:nowhere", "--gateway-workers", workers, *flags)
-
-
-@pytest.mark.parametrize(
-    "flag", ["--max-body-bytes", "--max-pending-requests", "--max-requests-per-key", "--request-timeout"]
-)
-def test_limits_of_zero_are_refused(flag):
-    assert f"{flag} must be" in refused("--target", "unix:nowhere", flag, 0)
+@pytest.mark.parametrize(("workers", "run"), [(1, serve), (2, supervise_workers)])
+async def test_invalid_flags_are_refused(flags, words, workers, run):
+    """In this process; the first of them in one of its own."""
+    ports = ["--port", free_port(), "--grpc-port", free_port()]
+    argv = [*ports, "--target", "unix:nowhere", "--gateway-workers", workers, *flags]
+    with pytest.raises(ConfigError) as caught:
+        await run(parse_flags(GatewayConfig, list(map(str, argv)), "outrider gateway"))
+    assert words in caught.value.message
+    if flags[0] == "--api-key":
+        assert words in refused(*argv[4:])
 
 
 @pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
@@ -379,10 +407,6 @@ def test_any_model_is_answered_if_a_flag_says_so(folder, target):
         assert "gpt-7" not in gateway.client.get("/metrics").text
     finally:
         assert gateway.stop() == 0
-
-
-def test_an_empty_name_is_refused(target):
-    assert "--served-model-name is empty" in refused("--target", target.address, "--served-model-name", "")
 
 
 def test_the_gateway_needs_no_numeric_framework():

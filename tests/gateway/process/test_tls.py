@@ -94,7 +94,7 @@ def test_all_connections_use_mutual_tls(folder, ours, server, visitor, closed_ta
             assert gateway.text("A", max_tokens=3) == "BCD"
             assert "REST on https://" in gateway.log.read_text()
             for route in ("/pause_generation", "/continue_generation"):  # these open new channels
-                assert gateway.client.post(route).status_code == 200
+                assert gateway.client.post(route, headers=gateway.admin).status_code == 200
             _only_with_a_certificate(gateway, ours, visitor)
         finally:
             assert gateway.stop() == 0
@@ -213,6 +213,17 @@ async def test_training_reports_the_reason(closed_target, ours):
     writer = TargetClient(closed_target.address, FeatureSpec((), True), client_tls(ours.ca_certs))
     with pytest.raises(ConfigError, match="asks for a certificate"):
         await writer.__aenter__()
+
+
+@pytest.mark.parametrize(("token", "words"), [(None, "no service token"), ("b" * 20, "another service token")])
+async def test_training_needs_the_token_of_the_target(tmp_path, token, words):
+    target = Service(Target, f"unix:{tmp_path}/target.sock", token="a" * 20).start()
+    try:
+        writer = TargetClient(target.address, FeatureSpec((), True), token=token)
+        with pytest.raises(ConfigError, match=f"refuses this training: the caller has {words}"):
+            await writer.__aenter__()
+    finally:
+        await asyncio.to_thread(target.stop)
 
 
 def test_a_refused_gateway_exits(closed_target):

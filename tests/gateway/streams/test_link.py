@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from gateway.streams import link as links
+from gateway.streams.availability import ReplicaState
 from gateway.streams.target import TargetLink
 from outrider.errors import ConfigError
 from outrider.serving.messages import OpenSession
@@ -207,3 +208,28 @@ async def test_a_stopped_service_is_detected(tmp_path, monkeypatch, one_machine)
     finally:
         process.kill()
         await process.wait()
+
+
+# --- the token of the services ---
+
+TOKEN = "a-token-of-the-tests"
+
+
+@pytest.mark.parametrize(
+    ("token", "words"),
+    [(TOKEN, None), (None, "the caller has no service token"), (TOKEN + "x", "the caller has another service token")],
+)
+async def test_a_service_accepts_only_gateways_with_its_token(tmp_path, token, words):
+    target = Service(Target, f"unix:{tmp_path}/target.sock", token=TOKEN).start()
+    link = TargetLink(target.address, token=token)
+    link.start()
+    try:
+        if words is None:
+            await link.wait_up(20)
+        else:
+            with pytest.raises(ConfigError, match=f"the target at unix:.* refuses this gateway: {words}"):
+                await link.wait_up(20)
+            assert link.availability.state is ReplicaState.REFUSED
+    finally:
+        await link.stop()
+        await asyncio.to_thread(target.stop)

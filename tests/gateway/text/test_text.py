@@ -22,7 +22,7 @@ from gateway.api.routes.tokens import install as install_tokens
 from gateway.orchestration.generator import Generator
 from gateway.sessions.request import GenerationRequest
 from gateway.text import encoding
-from gateway.text.stop import StopMatcher
+from gateway.text.stop import MAX_STOP_CHARACTERS, StopMatcher
 from gateway.text.tokenizer import ModelTokenizer
 from outrider.config import GatewayOptions
 from outrider.errors import ConfigError, ContextTooLong, InvalidRequest
@@ -154,6 +154,28 @@ def test_text_ends_before_the_first_stop_string_for_all_cuts(text, stops, cuts):
         assert out + matcher.finish() == text
     elif len(edges) > len(text):  # character by character: the first to be complete, the longest of those
         assert out == text[: min(ends)[1]]
+
+
+def test_a_stop_string_costs_as_much_a_character_however_long_it_is():
+    """Counted in steps of the automaton: a text that almost matches again and again, and one held back for long."""
+    stop = "a" * (MAX_STOP_CHARACTERS - 1) + "b"
+    for text in ("a" * 20_000, ("a" * 999 + "c") * 20):
+        matcher, steps = StopMatcher([stop]), 0
+        automaton = matcher._automaton
+
+        class Counted(list):
+            def __getitem__(self, state):
+                nonlocal steps
+                steps += 1
+                return super().__getitem__(state)
+
+        transitions, automaton.transitions = automaton.transitions, Counted(automaton.transitions)
+        try:
+            out = "".join(matcher.push(text[i : i + 4]) for i in range(0, len(text), 4))
+        finally:
+            automaton.transitions = transitions
+        assert steps <= 2 * len(text)
+        assert out + matcher.finish() == text
 
 
 # --- tokenizer ---

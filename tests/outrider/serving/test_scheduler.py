@@ -11,7 +11,7 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.messages import OpenSession
 from outrider.serving.scheduler import Limits, Scheduler
 from outrider.serving.session import Session
-from outrider.serving.waiting import MAX_PASSED_OVER, WaitingQueue
+from outrider.serving.waiting import MAX_PASSED_OVER, MAX_PREFERRED, WaitingQueue
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
 
@@ -50,6 +50,15 @@ def test_prompts_are_computed_in_chunks_and_decoding_comes_first():
     advance(s, plan)
     plan = s.plan()
     assert [(c.session.id, c.start, c.stop, c.last) for c in plan] == [(1, 12, 13, True), (2, 8, 17, False)]
+
+
+def test_few_tokens_of_a_prompt_are_scored_while_others_decode():
+    s = scheduler(pages=100, step=40, scored_tokens=16)
+    s.add(session(s, 1, 40, prompt_logprobs=1))
+    assert spans(s.plan()) == [(1, 0, 16)]
+    s.add(session(s, 2, 3))
+    advance(s, s.plan())  # with the last token of its prompt, the second session decodes
+    assert spans(s.plan()) == [(2, 3, 4), (1, 16, 20)]
 
 
 def test_admission_slots_are_limited_and_first_come_first_served():
@@ -337,6 +346,22 @@ def test_lower_numbers_of_priority_go_first_and_equal_ones_in_order(policy):
         order.append(next(iter(s)).id)
         s.remove(next(iter(s)))
     assert order == [3, 0, 1, 5, 2, 4]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_a_stream_of_preferred_sessions_starves_no_other(policy):
+    s = scheduler(pages=1000, step=100, max_running=1, policy=policy)
+    low = range(1000, 1003)
+    for i in low:
+        s.add(session(s, i, 5, priority=7))
+    order = []
+    for i in range(40):  # one more arrives whenever one is admitted
+        s.add(session(s, i, 5, priority=-(2**31)))
+        s.plan()
+        order.append(next(iter(s)).id)
+        s.remove(next(iter(s)))
+    assert [order.index(i) for i in low] == [MAX_PREFERRED, 2 * MAX_PREFERRED + 1, 3 * MAX_PREFERRED + 2]
+    assert [i for i in order if i not in low] == list(range(37))
 
 
 def test_first_come_first_served_ignores_matches():

@@ -20,7 +20,9 @@ from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import EngineLoad, Message, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.transport.frame_socket import MAX_MESSAGE_BYTES
+from outrider.transport.hang_watch import watch_engine
 from outrider.transport.outbox import Outbox, Routes
+from outrider.transport.rpc import GrpcServer
 from outrider.transport.stream import StreamHub
 from outrider.wire.codec import verify_response_to_pb
 from tests.support.outrider.counting import CountingEngine, request, until
@@ -68,6 +70,60 @@ def test_a_bug_in_one_open_does_not_affect_other_sessions(caplog):
     assert [(failure.session_id, type(failure.error)) for failure in failures] == [(2, EngineFault)]
     assert "session 2 cannot be opened" in caplog.text
     assert faults == []
+
+
+def test_the_heart_tells_an_engine_that_hangs_from_one_that_rests():
+    go = threading.Event()
+
+    class Stuck(CountingEngine):
+        def step(self):
+            assert go.wait(20)
+            return super().step()
+
+    loop, sink, _ = running_loop(Stuck())
+    assert loop.late(0.0) is None, "an idle engine waits for messages"
+    loop.submit(Message(opens=[request(1)]))
+    wait_until(lambda: loop.late(0.02) is not None)
+    assert loop.late(60.0) is None
+    go.set()
+    wait_until(lambda: len(sink.tokens(1)) == 3)
+    wait_until(lambda: loop.late(0.0) is None)
+    go.clear()
+    work = loop.call(lambda: go.wait(20))  # such as new weights
+    time.sleep(0.05)
+    assert loop.late(0.04) is None
+    wait_until(lambda: loop.late(0.004) is not None)
+    go.set()
+    work.result(10)
+    loop.stop()
+
+
+async def test_an_engine_that_hangs_is_reported_and_its_process_ends(caplog):
+    go, ended = threading.Event(), asyncio.Event()
+
+    class Stuck(CountingEngine):
+        def step(self):
+            assert go.wait(20)
+            return super().step()
+
+    loop, _, _ = running_loop(Stuck())
+    server = GrpcServer()
+    served = []
+    server.set_status = lambda name, serving: asyncio.sleep(0, served.append(serving))
+    watching = asyncio.create_task(watch_engine(loop, server, 0.2, ended.set))
+    await asyncio.sleep(0.3)
+    assert served == []
+    loop.submit(Message(opens=[request(1)]))
+    await asyncio.wait_for(ended.wait(), 20)
+    assert served == [False]
+    assert server.health.progress.startswith("hangs: the engine has not finished a step")
+    assert "not serving" in caplog.text
+    go.set()
+    wait_until(lambda: loop.late(0.0) is None)
+    while served != [False, True]:  # an end that comes in time
+        await asyncio.sleep(0.01)
+    watching.cancel()
+    await asyncio.to_thread(loop.stop)
 
 
 @pytest.mark.parametrize("last", [666, 667])
@@ -285,7 +341,7 @@ def test_features_are_sent_after_commits_in_frames_of_bounded_size():
     calls, published = [], []
     routes, outbox = Routes(), Outbox(lambda: calls.append(1))
     routes.enter(outbox)
-    routes.note(Message(opens=[request(1), request(2)]), outbox)
+    routes.admit(Message(opens=[request(1), request(2)]), outbox)
     commit = Commit(2, 3, np.array([7], np.uint32), 5)
     routes.route(StepOutput(features=[block(1, 0, 6000), block(9, 0, 5)], load=EngineLoad(weight_version="a")))
     routes.route(StepOutput(commits=[commit], features=[block(2, 2, 1)], load=EngineLoad(weight_version="a")))
@@ -410,6 +466,32 @@ async def test_all_streams_receive_a_load_that_changes_while_idle(hub):
     queues[0].put_nowait(Message(closes=[1]))
     await until(lambda: all(outputs and outputs[-1].load.running_sessions == 0 for outputs in received))
     assert not any(output.has_output for output in received[1])
+    for queue in queues:
+        queue.put_nowait(None)
+    await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize("hub", [{"audit_seconds": 0.02}], indirect=True)
+async def test_a_stream_whose_sessions_ended_before_those_of_others_receives_the_load_of_the_idle_engine(hub):
+    hub, engine = hub
+    step = engine.step
+
+    def settled():  # as of a real engine, whose load does not count the sessions that the step has ended
+        output = step()
+        output.load = engine.load()
+        return output
+
+    engine.step = settled
+    queues, received = [asyncio.Queue(), asyncio.Queue()], [[], []]
+    calls = [StreamCall(q, out) for q, out in zip(queues, received, strict=True)]
+    tasks = [asyncio.create_task(hub.answer(call, None)) for call in calls]
+    queues[0].put_nowait(Message(opens=[request(1, max_tokens=10**9)]))
+    await until(lambda: received[0])
+    queues[1].put_nowait(Message(opens=[request(2, max_tokens=3)]))
+    await until(lambda: finished(received[1]))
+    assert received[1][-1].load.running_sessions == 1  # of the other stream
+    queues[0].put_nowait(Message(opens=[request(1, max_tokens=3)]))
+    await until(lambda: all(outputs[-1].load.running_sessions == 0 for outputs in received))
     for queue in queues:
         queue.put_nowait(None)
     await asyncio.gather(*tasks)

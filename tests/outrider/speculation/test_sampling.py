@@ -21,6 +21,7 @@ def test_filters():
     assert kept(top_k=100) == [0, 1, 2, 3, 4, 5]
     assert kept(top_p=0.5) == [0, 1]
     assert kept(top_p=0.3) == [0]
+    assert kept(top_p=0.0) == kept(top_p=0.0, top_k=3) == [0]
     assert kept(min_p=0.4) == [0, 1, 2]
     assert kept(min_p=1.0) == [0]
 
@@ -51,8 +52,9 @@ def test_samples_follow_the_filtered_distribution(params):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")), ("top_k", -1), ("top_p", 0.0),
-     ("top_p", 1.5), ("min_p", -0.1), ("min_p", 2.0), ("seed", -1), ("seed", 2**64), ("presence_penalty", 2.1),
+    [("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")), ("top_k", -1),
+     ("top_p", -0.1), ("top_p", 1.5),
+     ("min_p", -0.1), ("min_p", 2.0), ("seed", -1), ("seed", 2**64), ("presence_penalty", 2.1),
      ("frequency_penalty", float("nan")), ("repetition_penalty", 0.0), ("repetition_penalty", 11.0),
      ("logit_bias", ((1, 101.0),)), ("logit_bias", ((1, 1.0), (1, 2.0))), ("logit_bias", ((-1, 1.0),)),
      ("logit_bias", ((1, float("nan")),)), ("logit_bias", tuple((i, 1.0) for i in range(1025)))],

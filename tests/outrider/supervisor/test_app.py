@@ -11,6 +11,7 @@ import tyro
 from outrider.config import DraftConfig, GatewayConfig, ServeConfig, TargetConfig, TrainConfig, parse_flags, to_argv
 from outrider.errors import ConfigError
 from outrider.placement.cores import CorePlan
+from outrider.service_token import make_token_file
 from outrider.supervisor.app import base_url, check_flags, configure, make_children, summary
 from outrider.supervisor.display import Display, first_curl
 from tests.support.outrider.children import free_port
@@ -33,15 +34,36 @@ def test_shared_flags_reach_both_services_and_others_their_own(tmp_path):
     shared = {"max_running_requests": 7, "speculative_num_steps": 3, "speculative_eagle_topk": 1}
     target = TargetConfig(  # a chain has no more rows than it needs
         model_path="m", listen=f"unix:{tmp_path}/target.sock", page_size=32, cores="0,1", log_level="debug",
-        speculative_num_draft_tokens=4, **shared,
+        speculative_num_draft_tokens=4, service_token_file=f"{tmp_path}/token", **shared,
     )  # fmt: skip
     draft = DraftConfig(
         speculative_algorithm="STANDALONE", speculative_draft_model_path="d", listen=f"unix:{tmp_path}/draft.sock",
-        cores="2", log_level="debug", speculative_num_draft_tokens=9, **shared,
+        cores="2", log_level="debug", speculative_num_draft_tokens=9,
+        service_token_file=f"{tmp_path}/token", **shared,
     )  # fmt: skip
     assert (made.target, made.draft) == (target, draft)
     assert (made.gateway.target, made.gateway.draft) == ((target.listen,), (draft.listen,))
     assert (made.gateway.port, made.gateway.cores) == (config.gateway.port, "3")
+    assert made.gateway.service_token_file == f"{tmp_path}/token"
+
+
+def test_the_token_of_the_services_is_the_given_one_or_one_in_the_private_folder(tmp_path, monkeypatch):
+    given = tmp_path / "given"
+    make_token_file(given)
+
+    def files(*flags):
+        made = configure(parse(*flags), CORES, tmp_path / "run")
+        shown = dict(summary(made)).get("token")
+        return {config.service_token_file for config in (made.target, made.draft, made.gateway)}, shown
+
+    assert files() == ({f"{tmp_path}/run/token"}, None)
+    assert files("--service-token-file", str(given)) == ({str(given)}, None)
+    (made,), shown = files("--listen-target", "127.0.0.1:4")
+    assert made in shown, "another gateway needs it"
+    monkeypatch.setenv("OUTRIDER_SERVICE_TOKEN", "t" * 20)  # which the processes inherit
+    assert files() == ({None}, None)
+    with pytest.raises(ConfigError, match=r"--service-token-file: .*nowhere cannot be read"):
+        check_flags(parse("--service-token-file", str(tmp_path / "nowhere")))
 
 
 def test_children_read_the_same_configuration_back(tmp_path):
@@ -53,7 +75,7 @@ def test_children_read_the_same_configuration_back(tmp_path):
         assert child.command[place : place + 3] == ["-um", "outrider", child.name]
         assert tyro.cli(type(config), args=list(child.command[place + 3 :])) == config
     assert [child.address for child in children[:2]] == [made.target.listen, "127.0.0.1:4"]
-    assert children[2].address == f"http://127.0.0.1:{made.gateway.port}"
+    assert children[2].address == made.gateway.health_listen == f"unix:{tmp_path}/gateway.sock"
 
 
 def test_a_head_receives_the_path_of_its_target(tmp_path):
@@ -151,6 +173,35 @@ def test_empty_keys_are_refused(flags):
     """An unset variable of the shell gives an empty key."""
     with pytest.raises(ConfigError, match=r"--(admin-)?api-key is empty"):
         check_flags(parse(*flags))
+
+
+def test_keys_can_come_from_files(tmp_path, monkeypatch):
+    """Only their paths are on the command line of the gateway."""
+    (tmp_path / "admin").write_text("first\nsecond\n")
+    (tmp_path / "clients").write_text("one\n")
+    monkeypatch.setenv("OUTRIDER_ADMIN_API_KEY", "third")
+    config = parse("--admin-api-key-file", str(tmp_path / "admin"), "--api-key-file", str(tmp_path / "clients"))
+    check_flags(config)
+    gateway = configure(config, CORES, tmp_path).gateway
+    assert (gateway.admin_keys(), gateway.client_keys({})) == (["third", "first", "second"], ["one"])
+    assert not {"first", "second", "third", "one"} & set(to_argv(gateway))
+    (tmp_path / "clients").write_text("\n")
+    for path, reason in ((tmp_path / "clients", "has no key"), (tmp_path / "none", "cannot be read: No such file")):
+        with pytest.raises(ConfigError, match=f"--api-key-file: .* {reason}"):
+            check_flags(parse("--api-key-file", str(path)))
+
+
+def test_the_control_socket_is_private_and_shown(tmp_path):
+    made = configure(parse(), CORES, tmp_path)
+    assert made.gateway.control_socket == f"{tmp_path}/control.sock"
+    assert f"{tmp_path}/control.sock" in dict(summary(made))["control"]
+    assert configure(parse("--control-socket", "/run/c.sock"), CORES, tmp_path).gateway.control_socket == "/run/c.sock"
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(str(tmp_path / "taken"))
+        taken.listen()
+        for path, reason in ((tmp_path / "taken", "another process listens"), (tmp_path / "no" / "s", "no folder")):
+            with pytest.raises(ConfigError, match=reason):
+                check_flags(parse("--control-socket", str(path)))
 
 
 def test_files_where_the_user_is_are_no_modules(tmp_path):

@@ -52,6 +52,21 @@ async def test_a_killed_child_comes_back_and_is_healthy():
         assert other.pid == untouched
 
 
+async def test_a_child_that_is_stopped_is_killed_and_comes_back():
+    lines = []
+    one = child(HEALTHY, on_line=lines.append)
+    one.silent_seconds = 0.4
+    async with supervised(one):
+        old = one.pid
+        await asyncio.sleep(0.2)  # it has answered the supervisor
+        os.kill(old, signal.SIGSTOP)
+        await until(lambda: one.pid not in (old, None))
+        await one.wait_ready()
+        again = one.pid
+        await asyncio.sleep(0.6)
+        assert one.pid == again, "a process that answers is left alone"
+
+
 async def test_waits_grow_and_are_reset_after_a_long_run(caplog):
     one = child(HEALTHY, backoff=Backoff(first=0.01, longest=0.04, reset_after=1.0))
     async with supervised(one):

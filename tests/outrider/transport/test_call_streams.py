@@ -10,6 +10,7 @@ import pytest
 from outrider.serving.messages import EngineLoad, Message, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason
 from outrider.transport.call_streams import CallStream, CallStreams, CallWriter
+from outrider.transport.outbox import Routes
 from tests.support.outrider.counting import request, until
 
 
@@ -52,17 +53,22 @@ def commit(session_id):
 
 def a_stream(context):
     ended = []
-    streams = CallStreams(Engine(), lambda output: [c.session_id for c in output.commits])
+    streams = CallStreams(Engine(), lambda output: [c.session_id for c in output.commits], Routes())
     stream = CallStream(CallWriter(context), ended.append)
     streams.begin(stream)
     streams.receive(stream, Message(opens=[request(1), request(2)]), [])
     return streams, stream, ended
 
 
+def publish(streams, output):
+    streams._routes.route(output)
+    streams.write_all()
+
+
 async def test_the_thread_that_publishes_writes_the_frame():
     context = Slow()
     streams, _, _ = a_stream(context)
-    await asyncio.to_thread(streams.publish, commit(1))
+    await asyncio.to_thread(publish, streams, commit(1))
     [(frame, thread)] = context.written
     assert frame == [1]
     assert thread is not threading.current_thread()
@@ -72,13 +78,13 @@ async def test_output_collects_while_a_frame_is_written_and_follows_it():
     context = Slow()
     streams, stream, _ = a_stream(context)
     for session_id in (1, 2, 1):
-        streams.publish(commit(session_id))
+        publish(streams, commit(session_id))
     assert [frame for frame, _ in context.written] == [[1]]
     context.finish()
     await until(lambda: len(context.written) == 2)  # without further output
     assert context.written[1][0] == [2, 1]
     context.finish()
-    streams.publish(commit(2))  # the writer is idle again
+    publish(streams, commit(2))  # the writer is idle again
     assert context.written[2][0] == [2]
     assert not stream.outbox.full
 
@@ -89,13 +95,13 @@ async def test_a_failed_write_ends_its_stream_and_closes_its_sessions(when):
     streams, stream, ended = a_stream(context)
     if when == "at once":
         context.error = RuntimeError("the call has ended")
-    streams.publish(commit(1))
+    publish(streams, commit(1))
     if when == "later":
         context.waiting.pop().set_exception(asyncio.CancelledError())
-        streams.publish(commit(1))
+        publish(streams, commit(1))
     assert ended == [None]
     assert [message.closes for message in streams._engine.messages] == [(), [1, 2]]
-    streams.publish(commit(1))
+    publish(streams, commit(1))
     streams.end(stream)
     assert ended == [None]
 
@@ -103,14 +109,14 @@ async def test_a_failed_write_ends_its_stream_and_closes_its_sessions(when):
 async def test_a_frame_that_cannot_be_encoded_ends_its_stream_with_the_error():
     streams, _, ended = a_stream(Slow())
     streams._encode = lambda output: output.commits[9]
-    streams.publish(commit(1))
+    publish(streams, commit(1))
     assert [type(error) for error in ended] == [IndexError]
 
 
 async def test_a_stream_that_ends_lets_its_last_write_end():
     context = Slow()
     streams, stream, _ = a_stream(context)
-    streams.publish(commit(1))
+    publish(streams, commit(1))
     streams.end(stream)
     context.finish()
     await until(lambda: stream.writer._pending is None)

@@ -14,13 +14,14 @@ from outrider.errors import ConfigError, InvalidRequest, Unavailable
 from outrider.process.ports import refuse_used_socket
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message
-from outrider.speculation.proposal import FinishReason
+from outrider.speculation.proposal import FinishReason, Proposal
 from outrider.supervisor.health import is_healthy
 from outrider.transport import frame_socket, socket_acceptor
 from outrider.transport.frame_socket import FrameSocket, SocketCall, connect_beside, socket_beside
-from outrider.transport.rpc import GrpcServer, statuses
+from outrider.transport.rpc import GrpcServer
 from outrider.transport.socket_acceptor import SocketAcceptor
-from outrider.transport.stream import StreamHub
+from outrider.transport.statuses import statuses
+from outrider.transport.stream import PEER_METADATA, StreamHub
 from outrider.wire import codec
 from outrider.wire.v1 import target_pb2, target_pb2_grpc
 from tests.support.outrider.counting import CountingEngine, request, until
@@ -457,3 +458,82 @@ async def test_a_frame_longer_than_the_socket_buffer_arrives(service, address):
             while len(heard) < 200:
                 heard |= {commit.session_id for commit in (await output_of(stream)).commits}
         stream.cancel()
+
+
+# --- sessions belong to the stream that opened them ---
+
+
+async def call_stream(channel, peer=None):
+    """A stream over gRPC, with the methods of one over a socket. peer: the name that the client calls itself by."""
+    metadata = [(PEER_METADATA, peer)] if peer else None
+    return channel.stream_stream("/outrider.wire.v1.TargetService/Verify")(metadata=metadata)
+
+
+async def failures_of(stream):
+    """The next failures in a stream's output."""
+    while not (failures := (await output_of(stream)).failures):
+        pass
+    return failures
+
+
+async def commits_of(stream, session_id, count=30):
+    """Frames with commits of a session, all of whose tokens follow one another."""
+    last = None
+    for _ in range(count):
+        for commit in (await output_of(stream)).commits:
+            assert commit.session_id == session_id
+            assert last is None or commit.tokens[0] == last + 1
+            last = commit.tokens[-1]
+
+
+def closing(*sessions):
+    return codec.verify_request_to_pb(Message(closes=list(sessions))).SerializeToString()
+
+
+@pytest.mark.parametrize("owner_uses", ["grpc", "socket"])
+@pytest.mark.parametrize("other_uses", ["grpc", "socket"])
+async def test_a_stream_neither_opens_nor_closes_nor_feeds_sessions_of_another(
+    service, address, owner_uses, other_uses
+):
+    fed = []
+    service.engine.receive = lambda proposals, commits: fed.extend(one.session_id for one in proposals)
+
+    async def stream_over(transport):
+        return (await socket_call(channel, address))[0] if transport == "socket" else await call_stream(channel)
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        owner, other = [await stream_over(transport) for transport in (owner_uses, other_uses)]
+        await owner.write(opening(request(1, max_tokens=10**9)))
+        await owner.read()
+        node = np.array([5], np.uint32), np.array([-1], np.int32), np.array([0.0], np.float32)
+        feeding = Message(proposals=[Proposal(1, 2, 0, *node)], opens=[request(2, max_tokens=10**9)])
+        for frame in (closing(1), opening(request(1, max_tokens=3)), codec.verify_request_to_pb(feeding)):
+            await other.write(frame if isinstance(frame, bytes) else frame.SerializeToString())
+        [failure] = await failures_of(other)
+        assert (failure.session_id, type(failure.error)) == (1, Unavailable)
+        await until(lambda: 2 in service.engine.sessions)
+        await commits_of(owner, 1)
+        other.cancel()
+        await until(lambda: set(service.engine.sessions) == {1})
+        assert fed == []
+        await commits_of(owner, 1)
+        await owner.write(closing(1))
+        await until(lambda: not service.engine.sessions)
+        owner.cancel()
+
+
+async def test_a_peer_that_lost_its_stream_opens_its_sessions_on_a_new_one(service, address):
+    """The service may not have seen the loss yet; that of the old stream then ends nothing."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        old, new, other = [await call_stream(channel, peer) for peer in ("secret", "secret", "another")]
+        await old.write(opening(request(1, max_tokens=10**9)))
+        await old.read()
+        await other.write(opening(request(1, max_tokens=10**9)))
+        assert await failures_of(other)
+        await new.write(opening(request(1, max_tokens=10**9)))
+        await commits_of(new, 1)
+        old.cancel()
+        await commits_of(new, 1)
+        new.cancel()
+        await until(lambda: not service.engine.sessions)
+        other.cancel()

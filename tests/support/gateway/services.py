@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -16,9 +17,12 @@ from typing import Any
 import httpx
 
 from outrider import PROTOCOL_VERSION
+from outrider.config.callers import ADMIN_KEYS_VARIABLE
+from outrider.service_token import token_check
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message
-from outrider.transport.rpc import GrpcServer, statuses
+from outrider.transport.rpc import GrpcServer
+from outrider.transport.statuses import statuses
 from outrider.transport.stream import StreamHub
 from outrider.wire import codec
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
@@ -33,10 +37,11 @@ def free_port() -> int:
 
 def until(condition, seconds=15.0):
     """Wait until a condition holds; returns its value."""
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, 0.01
     while not (value := condition()):
         assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)
+        time.sleep(pause)
+        pause = min(1.2 * pause, 0.1)  # so that long waits leave the cores to what they wait for
     return value
 
 
@@ -118,9 +123,9 @@ class Draft(draft_pb2_grpc.DraftServiceServicer):
 class Service:
     """A fake service in a thread of its own. `stop` tears its streams down as a crash does; `start` brings it back."""
 
-    def __init__(self, kind, address, *, delay=0.0, tls=None, files=None, first=None, **facts):
+    def __init__(self, kind, address, *, delay=0.0, tls=None, token=None, files=None, first=None, **facts):
         """files, first: of a target, tokenizer files and the fingerprint that it began with. facts: of the model."""
-        self.kind, self.address, self.delay, self.tls = kind, address, delay, tls
+        self.kind, self.address, self.delay, self.tls, self.token = kind, address, delay, tls, token
         options = {"files": files, "first": first}
         self.facts, self.options = facts, {name: value for name, value in options.items() if value is not None}
         self.engine: FakeEngine
@@ -143,7 +148,7 @@ class Service:
         self.engine = self.kind.engine_class(self.delay)
         loop = EngineLoop(lambda _: None)
         hub = StreamHub(loop, *self.kind.coders)
-        server = GrpcServer()
+        server = GrpcServer(check=token_check(self.token))
         self.kind(hub, model_info(**self.facts), **self.options).register(server.server)
         await server.start(self.address, (self.kind.name,), self.tls)
         await hub.acceptor.open(self.address)
@@ -165,11 +170,16 @@ class Service:
         return len(self.engine.sessions)
 
 
-class Gateway:
-    """`python -m gateway`, with a client."""
+ADMIN = "for-tests"
 
-    def __init__(self, folder: Path, targets, drafts=(), *, self_test=False, verify=None, **flags):
-        """verify: SSLContext of the client, for a gateway with a certificate."""
+
+class Gateway:
+    """`python -m gateway`, with a client. admin: headers of an administrator."""
+
+    admin = {"authorization": f"Bearer {ADMIN}"}  # noqa: RUF012
+
+    def __init__(self, folder: Path, targets, drafts=(), *, self_test=False, verify=None, admin_key=ADMIN, **flags):
+        """verify: SSLContext of the client, for a gateway with a certificate. admin_key: in its environment."""
         self.port, self.grpc_port = free_port(), free_port()
         self.url = f"{'http' if verify is None else 'https'}://127.0.0.1:{self.port}"
         self.log = folder / f"gateway-{self.port}.log"
@@ -180,8 +190,9 @@ class Gateway:
         for name, value in settings.items():
             values = [] if value is True else value if isinstance(value, list) else [value]
             self.command += [f"--{name.replace('_', '-')}", *map(str, values)]
+        environment = {**os.environ, ADMIN_KEYS_VARIABLE: admin_key}
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(self.command, stderr=log)
+            self.process = subprocess.Popen(self.command, stderr=log, env=environment)
         self.client = httpx.Client(base_url=self.url, timeout=30, verify=True if verify is None else verify)
 
     def healthy(self):

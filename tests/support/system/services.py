@@ -78,7 +78,9 @@ def target_service(folder, address, **flags):
 
     def register(server, hub, loop, engine):
         servicer = TargetServicer(hub, loop)
-        servicer.serve(describe(folder, engine, config), engine, Control(engine, folder))
+        servicer.serve(
+            describe(folder, engine, config), engine, Control(engine, folder, roots=config.weight_update_roots)
+        )
         return servicer.register(server)
 
     coders = (codec.verify_request_from_pb, codec.verify_response_to_pb)

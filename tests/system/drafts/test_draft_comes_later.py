@@ -32,19 +32,6 @@ def speculates(system, seconds=90):
         assert system.ask_all() == first
 
 
-def test_the_default_flags_start_a_draft_that_proposes(folder):
-    system = System(folder).wait()
-    try:
-        assert all(len(processes_of(system.process, role)) == 1 for role in ("target", "draft", "gateway"))
-        assert state(system)[1]["drafts"][0]["state"] == "ready"
-        deadline = time.monotonic() + 90
-        while not system.metric("outrider_drafter_proposed_tokens"):
-            assert time.monotonic() < deadline, "the draft service proposed nothing"
-            system.ask_all()
-    finally:
-        assert system.stop() == 0
-
-
 def test_a_draft_model_that_appears_later_is_used_without_a_restart(folder, draft_folder, tmp_path):
     later = tmp_path / "later"
     flags = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(later))

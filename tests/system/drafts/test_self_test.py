@@ -51,8 +51,9 @@ def test_a_pair_is_judged_once_at_start_up(base, target, tmp_path, name):
         logged = gateway.log.read_text()
         warned = "does not seem to fit the target" in logged
         assert warned == (name == "wrong"), logged
-        assert ("EAGLE3 predicted 0 of" in logged) == warned
+        assert ("EAGLE3 predicted 0 of the" in logged) == warned
         assert ("d2t" in logged) == warned
+        assert ("the target accepted" in logged) != ("the target verified no draft tokens" in logged)
         for metric in ("generated_tokens_total", "verification_steps_total", "prompt_tokens_total", "requests_total"):
             assert gateway.metric(f"outrider_{metric}") == 0
         until(lambda: target.engine.load().running_sessions == draft.engine.load().running_sessions == 0)

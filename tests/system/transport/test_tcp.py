@@ -9,32 +9,15 @@ import pytest
 from tests.support.gateway.services import until
 from tests.support.outrider.children import free_port
 from tests.support.system.serve import System, processes_of
-from tests.support.tiny import write_model, write_slower_twin, write_tokenizer
 
 pytestmark = pytest.mark.system
 
-PROMPT, LENGTH = "a b a b a b", 300
+PROMPT, LENGTH = "a b a b a b", 120
 FRAMES = "outrider_stream_frames_total"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A model whose texts repeat themselves, slow enough for proposals to arrive in time."""
-    model = write_tokenizer(write_model(tmp_path_factory.mktemp("model"), seed=3))
-    return write_tokenizer(write_slower_twin(tmp_path_factory.mktemp("target"), model, 64000))
-
-
-@pytest.fixture(scope="module")
-def plain_text(folder):
-    system = System(folder, "--speculative-algorithm", "NONE", "--self-speculation", "off").wait()
-    try:
-        return system.ask(PROMPT, max_tokens=LENGTH)
-    finally:
-        assert system.stop() == 0
-
-
 @pytest.fixture
-def system(folder, plain_text):
+def system(folder):
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     tree = ["--speculative-num-steps", "4", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "5"]
     flags = ["--speculative-algorithm", "NGRAM", "--self-speculation", "off", *tree]
@@ -59,7 +42,9 @@ def streamed(system, *kills):
     return text
 
 
-def test_proposals_cross_grpc_and_killed_services_change_nothing_but_speed(system, plain_text):
+def test_proposals_cross_grpc_and_killed_services_change_nothing_but_speed(system):
+    plain_text = system.ask(PROMPT, max_tokens=LENGTH, speculation={"sources": []})
+    assert accepted(system) == 0
     assert system.ask(PROMPT, max_tokens=LENGTH) == plain_text
     until(lambda: system.ask(PROMPT, max_tokens=LENGTH) == plain_text and accepted(system) > 0, 60)
 

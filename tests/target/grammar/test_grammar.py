@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import MAX_GRAMMAR_LENGTH, Grammar, GrammarKind
@@ -54,7 +54,7 @@ def automaton(folder):
 
     def make(grammar):
         text = (
-            grammar_module.grammar_from("ebnf", grammar.text)
+            grammar_from("ebnf", grammar.text)
             if grammar.kind == GrammarKind.EBNF
             else makers[grammar.kind](grammar.text)
         )
@@ -360,10 +360,10 @@ def test_a_slow_grammar_delays_no_other_session_and_is_compiled_once(model, monk
     go, compiled = threading.Event(), []
     compile_now = Grammars._compile
 
-    def slowly(self, grammar):
+    def slowly(self, grammar, wanted):
         compiled.append(grammar)
         assert go.wait(20)
-        return compile_now(self, grammar)
+        return compile_now(self, grammar, wanted)
 
     monkeypatch.setattr(Grammars, "_compile", slowly)
     engine = engine_of(model)

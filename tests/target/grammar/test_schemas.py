@@ -1,9 +1,11 @@
 """What grammars of JSON schemas and GBNF allow: blanks, properties, formats, alternatives, escapes."""
 
+import itertools
 import json
 
 import pytest
 
+from outrider.errors import InvalidRequest
 from outrider.serving.messages import Grammar, GrammarKind
 from services.target.grammar.closed_objects import closed
 from services.target.grammar.matcher import Grammars, Matcher
@@ -19,6 +21,8 @@ def matcher_of(folder, schema, kind=GrammarKind.JSON_SCHEMA):
     grammars.request(1, Grammar(kind, json.dumps(schema) if kind == GrammarKind.JSON_SCHEMA else schema))
     grammars.wait(60)
     ((_, grammar, start),) = grammars.ready()
+    if isinstance(start, InvalidRequest):
+        raise start
     return Matcher(start, grammar, [])
 
 
@@ -58,6 +62,9 @@ EITHER = {"anyOf": [A, B]}
         (A | {"required": ["a", "b"]}, '{"a":1,"b":[2]}', '{"a":1}'),
         (A | {"required": ["b"]}, '{"a":1,"b":[2]}', '{"b":2,"c":3}'),
         (A | {"required": ["b"], "minProperties": 2}, '{"a":1,"b":[2]}', '{"a":1,"b":2,"c":3}'),
+        ({"type": "object", "properties": {}}, "{}", '{"a":1}'),
+        ({"properties": {"o": {"type": "object", "properties": {}}}, "required": ["o"]}, '{"o":{}}', '{"o":{"a":1}}'),
+        ({"items": {"properties": {}}}, "[{},{}]", '[{"a":1}]'),
     ],
 )
 def test_objects_have_the_properties_that_are_named(folder, tokenizer, schema, fits, does_not):
@@ -78,13 +85,94 @@ def test_objects_have_the_properties_that_are_named(folder, tokenizer, schema, f
         {"allOf": [{"$ref": "#/$defs/A"}, B], "$defs": {"A": A}},
         {"$ref": "#/$defs/A", **B, "$defs": {"A": A}},
         {"type": "object"},
-        {"type": "object", "properties": {}},
         {"type": "object", "properties": ["a"]},
+        {"properties": {}, "additionalProperties": {"type": "integer"}},
+        {"properties": {}, "minProperties": 1},
         True,
     ],
 )
 def test_schemas_stay_open_if_declared_or_extended(schema):
     assert closed(schema) == schema
+
+
+@pytest.mark.parametrize("optional", [0, 1, 3])
+@pytest.mark.parametrize("required", [0, 1])
+@pytest.mark.parametrize(("least", "most"), [(1, None), (2, None), (0, 0), (0, 1), (1, 1), (1, 2), (2, 3)])
+def test_numbers_of_properties_are_kept(folder, tokenizer, required, optional, least, most):
+    """Names come in the order of the schema and differ, so that a number of them is a number of properties."""
+    names = "abcd"[: required + optional]
+    schema = {"type": "object", "properties": {name: {"type": "integer"} for name in names}}
+    schema |= {"minProperties": least, **({} if most is None else {"maxProperties": most})}
+    schema |= {"required": list(names[:required]), "additionalProperties": False}
+    some = [chosen for size in range(len(names) + 1) for chosen in itertools.combinations(names, size)]
+    right = {one for one in some if required <= sum(x in one for x in names[:required])}
+    right = {one for one in right if least <= len(one) <= (len(names) if most is None else most)}
+    if not right:
+        with pytest.raises(InvalidRequest):
+            matcher_of(folder, schema)
+        return
+    matcher = matcher_of(folder, schema)
+    for one in some:
+        text = "{" + ",".join(f'"{name}":1' for name in one) + "}"
+        assert matcher.admits([*tokenizer.encode(text).ids, EOS]) == (one in right), text
+    assert not matcher.admits(tokenizer.encode('{"b":1,"b":1').ids)
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits", "does_not"),
+    [
+        ({"type": "object", "minProperties": 1}, '{"a":1}', "{}"),
+        ({"type": "object", "minProperties": 2, "required": ["a"]}, '{"a":1,"b":1}', '{"a":1,"a":1}'),
+        ({"$ref": "#/$defs/A", "$defs": {"A": A | {"minProperties": 1}}}, '{"a":1}', "{}"),
+        ({"type": "array", "uniqueItems": False}, "[1,1]", "{}"),
+        ({"type": "array", "uniqueItems": True, "maxItems": 1}, "[1]", "[1,1]"),
+        ({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, "[1,1]", "{}"),
+        (
+            {"properties": {"not": {"type": "integer"}, "uniqueItems": {}}},
+            '{"not":1,"uniqueItems":[1,1]}',
+            '{"not":""}',
+        ),
+    ],
+)
+def test_keywords_that_leave_nothing_to_enforce_are_accepted(folder, tokenizer, schema, fits, does_not):
+    before, matcher = json.dumps(schema), matcher_of(folder, schema)
+    assert matcher.admits([*tokenizer.encode(fits).ids, EOS])
+    assert not matcher.admits([*tokenizer.encode(does_not).ids, EOS])
+    assert json.dumps(schema) == before
+
+
+LISTS = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (LISTS, "`uniqueItems` cannot be enforced"),
+        ({"properties": {"tags": LISTS}}, "`properties.tags.uniqueItems` cannot be enforced"),
+        ({"anyOf": [A, {"not": A}]}, "`anyOf.1.not` cannot be enforced"),
+        (
+            {"$ref": "#/$defs/A", "$defs": {"A": {"items": {"propertyNames": {}}}}},
+            "`$defs.A.items.propertyNames` cannot",
+        ),
+        ({"type": "object", "minProperties": 2}, "`minProperties` cannot be enforced by this server above 1 where"),
+        ({"items": {"required": ["a"], "minProperties": 3}}, "`items.minProperties` cannot be enforced by this server"),
+        (
+            {"properties": {name: {} for name in "abcdefghijkl"}, "minProperties": 6},
+            "`minProperties` cannot be enforced",
+        ),
+    ],
+)
+def test_keywords_that_cannot_be_enforced_are_refused_by_their_place(folder, schema, words):
+    with pytest.raises(InvalidRequest) as error:
+        matcher_of(folder, schema)
+    assert words in error.value.message
+    assert error.value.param == "json_schema"
+
+
+@pytest.mark.parametrize("number", [-(2**63), -(2**63) + 1, -(2**63) - 1, 10**400])
+def test_numbers_that_would_crash_the_compiler_are_refused(folder, number):
+    with pytest.raises(InvalidRequest, match="beyond those that grammars can hold"):
+        matcher_of(folder, {"properties": {"a": {"enum": [1, [number]]}}})
 
 
 def test_unknown_formats_are_ignored(folder, tokenizer):

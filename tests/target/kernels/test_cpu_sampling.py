@@ -99,10 +99,9 @@ def test_tokens_are_those_of_the_oracle_at_small_sizes(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("vocab", [49152, 128256])
-def test_tokens_are_those_of_the_oracle_at_real_sizes(shape, vocab):
-    rng = np.random.default_rng(vocab)
-    logits = np.stack([shaped(rng, shape, vocab) for _ in COMMON])
+def test_tokens_are_those_of_the_oracle_at_a_real_size(shape):
+    rng = np.random.default_rng(1)
+    logits = np.stack([shaped(rng, shape, 128256) for _ in COMMON])
     check(logits, COMMON, rng.integers(0, 10_000, len(COMMON)).tolist())
 
 

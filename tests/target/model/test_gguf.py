@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,9 +20,11 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader
 from rich.console import Console
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 
-from outrider.checkpoints import checkpoint
+from outrider.checkpoints import checkpoint, conversion
+from outrider.checkpoints.checksums import CHECKSUMS
 from outrider.errors import ConfigError
 from outrider.text.tokenizer import Tokenizer
 from services.target.model.gguf import convert
@@ -279,21 +282,11 @@ def test_a_terminal_shows_bars():
     assert "100%" in message.getvalue()
 
 
-def test_a_file_is_converted_once(tiny_gguf, tmp_path, monkeypatch):
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    folder = checkpoint.resolve(str(tiny_gguf))
-    before = os.stat(folder / "model.safetensors").st_mtime_ns
-    assert checkpoint.resolve(str(tiny_gguf)) == folder
-    assert os.stat(folder / "model.safetensors").st_mtime_ns == before
-
-
 def test_a_converted_file_is_found_in_a_read_only_folder(tiny_gguf, tmp_path, monkeypatch):
     """A mounted cache, or one of another user's, whose locks cannot be opened."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    folder = checkpoint.resolve(str(tiny_gguf))
-    lock = folder.parent / f"{folder.name}.lock"
-    lock.unlink(missing_ok=True)
-    lock.mkdir()  # opening it fails for every user, root included
+    folder = shutil.copytree(tmp_path / "original", conversion.place_of(tiny_gguf))
+    (folder.parent / f"{folder.name}.lock").mkdir()  # opening it fails for every user, root included
     assert checkpoint.resolve(str(tiny_gguf)) == folder
     folder.rename(tmp_path / "away")
     with pytest.raises(ConfigError, match="OUTRIDER_CACHE"):
@@ -309,13 +302,13 @@ def test_without_pytorch_another_process_s_conversion_is_awaited(tiny_gguf, tmp_
     os.utime(copy, (1, 1))
     found: list[object] = []
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(checkpoint, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(conversion, "_POLL_SECONDS", 0.01)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name))
-        patch.setattr(checkpoint, "_CONVERSION_SECONDS", 0.05)
+        patch.setattr(conversion.importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name))
+        patch.setattr(conversion, "_CONVERSION_SECONDS", 0.05)
         with pytest.raises(ConfigError, match="needs PyTorch, and no target service has converted it"):
             checkpoint.resolve(str(copy))
-        patch.setattr(checkpoint, "_CONVERSION_SECONDS", 60.0)
+        patch.setattr(conversion, "_CONVERSION_SECONDS", 60.0)
         waiter = threading.Thread(target=lambda: found.append(checkpoint.resolve(str(copy))))
         waiter.start()
         code = f"from outrider.checkpoints import checkpoint; print(checkpoint.resolve({str(tiny_gguf)!r}))"
@@ -324,7 +317,7 @@ def test_without_pytorch_another_process_s_conversion_is_awaited(tiny_gguf, tmp_
     assert list(map(str, found)) == [folder]
 
 
-def test_a_conversion_that_is_killed_leaves_nothing_half(tiny_gguf, tmp_path, monkeypatch):
+def test_a_file_is_converted_once_and_a_conversion_that_is_killed_leaves_nothing_half(tiny_gguf, tmp_path, monkeypatch):
     """Its folder gets its name when it is whole; what remains of one that was killed is swept up by the next."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     code = f"from outrider.checkpoints import checkpoint; checkpoint.resolve({str(tiny_gguf)!r})"
@@ -341,6 +334,21 @@ def test_a_conversion_that_is_killed_leaves_nothing_half(tiny_gguf, tmp_path, mo
     folder = checkpoint.resolve(str(tiny_gguf))
     assert [path for path in models.iterdir() if path.is_dir()] == [folder]
     assert (folder / "generation_config.json").is_file()
+    before = os.stat(folder / "model.safetensors").st_mtime_ns
+    assert checkpoint.resolve(str(tiny_gguf), whole=True) == folder
+    assert os.stat(folder / "model.safetensors").st_mtime_ns == before
+    assert {*json.loads((folder / CHECKSUMS).read_text())} == {path.name for path in folder.iterdir()} - {CHECKSUMS}
+
+
+def test_a_full_disk_is_named_as_such(tiny_gguf, tmp_path, monkeypatch):
+    """And not as a fault of the file: by the converter's exit code, and by the message that follows from it."""
+    error = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    monkeypatch.setattr(convert, "convert", lambda *_: (_ for _ in ()).throw(error))
+    code = convert.main([str(tiny_gguf), str(tmp_path / "out")])
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(conversion.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], code))
+    with pytest.raises(ConfigError, match=r"the disk of the cache .*/models is full.*OUTRIDER_CACHE"):
+        checkpoint.resolve(str(tiny_gguf))
 
 
 def test_a_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import struct
 import threading
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save, save_file
 
 from outrider.checkpoints import checkpoint
 from outrider.config import TargetConfig
-from outrider.errors import ConfigError, EngineFault, InvalidRequest, Overloaded
+from outrider.errors import ConfigError, Conflict, EngineFault, InvalidRequest, Overloaded
 from outrider.serving.features import FeatureFormat, FeatureSpec, decode
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Grammar, GrammarKind
@@ -21,7 +22,7 @@ from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from outrider.wire.v1 import target_pb2
 from services.target.kernels.cpu import library
-from services.target.process.control import Control, Update
+from services.target.process.control import Condition, Control, Update
 from services.target.process.service import TargetServicer, describe
 from tests.support.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
 from tests.support.tiny import VOCAB, write_model, write_tokenizer
@@ -53,7 +54,7 @@ def requests(temperature, **options):
 
 def started(folder, **flags):
     engine = engine_of(load_model(folder), **flags)
-    return engine, Control(engine, folder)
+    return engine, Control(engine, folder, roots=[str(folder.parents[1])])
 
 
 def knowing(new):
@@ -81,10 +82,10 @@ def step(engine, tokens, proposals):
 
 
 def in_parts(control, content, size=1000):
-    incoming = control.incoming()
-    for start in range(0, len(content), size):
-        incoming.add(content[start : start + size])
-    incoming.finish()
+    with control.incoming() as incoming:
+        for start in range(0, len(content), size):
+            incoming.add(content[start : start + size])
+        incoming.finish()
     return incoming
 
 
@@ -316,6 +317,7 @@ def spoilt(folder, target, **changes):
 
 
 NORM = "model.norm.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -335,21 +337,126 @@ def test_weights_that_do_not_fit_change_nothing(folders, texts, tmp_path, change
     assert run(engine, requests(0.0)).new == texts[0, 0.0]
 
 
+DIFFERENCES = (
+    ({"rms_norm_eps": 0.5}, r"rms_norm_eps: 0\.5"),
+    ({"rope_theta": 5.0}, r"rope_theta: 5\.0"),  # the library would ignore it beside rope_parameters
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters"),
+    ({"attention_bias": True}, "attention_bias: True"),
+    ({"eos_token_id": 7}, "eos_token_id: 7"),
+    ({"model_type": "qwen2"}, "model_type: qwen2"),
+    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    ({"hidden_size": "wide"}, "cannot be used"),
+)
+
+
+def test_folders_of_updates_are_allowed_ones_and_bring_no_code(folders, tmp_path):
+    """One message, whether a path exists or not; the code of a checkpoint is not run, even where it is trusted."""
+    engine = engine_of(load_model(folders[0]))
+    control = Control(engine, folders[0], model_path="somebody/model", trust_remote_code=True)
+    outside = spoilt(folders[1], tmp_path / "outside")
+    inside = folders[0].parent / "inside"
+    inside.symlink_to(outside)
+    (folders[0].parent / "bare").mkdir()
+    beside = f"{folders[0].parent}/../{tmp_path.name}/outside"
+    paths = [outside, inside, beside, tmp_path / "nowhere", folders[0].parent / "nowhere", folders[0].parent / "bare"]
+    paths += [outside / "config.json", "/etc/passwd", "org/name", "default", "a\0b", "x" * 5000, "~nobody/x"]
+    messages = set()
+    for path in paths:
+        with pytest.raises(ConfigError) as caught:
+            control.read_folder(str(path))
+        messages.add(caught.value.message)
+    assert len(messages) == 1
+    assert "--weight-update-roots" in messages.pop()
+    assert control.read_folder("somebody/model").path == folders[0]
+    own = spoilt(folders[1], folders[0].parent / "own")
+    settings = json.loads((own / "config.json").read_text())
+    references = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (own / "config.json").write_text(json.dumps(settings | {"auto_map": references}))
+    (own / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\nclass Model: pass\n")
+    control.read_folder(str(own))
+    assert not (tmp_path / "ran").exists()
+    everywhere = Control(engine, folders[0], roots=["/"])
+    assert everywhere.read_folder(str(outside)).path == outside
+
+
+def test_an_update_holds_only_under_its_condition(folders):
+    engine, control = started(folders[0])
+    first, second = (checkpoint.fingerprint(folder) for folder in folders)
+    with pytest.raises(ConfigError, match=f"other weights by now, fingerprint {second}"):
+        control.read_folder(str(folders[1]), Condition(first))
+    condition = Condition(second, first)
+    folder = control.read_folder(str(folders[1]), condition)
+    assert control.update_from_folder(folder, Update("two"), condition).folder == str(folders[1])
+    with pytest.raises(ConfigError, match=f"changed meanwhile; their fingerprint is {second}"):
+        control.update_from_folder(folder, Update("three"), condition)
+    assert engine.weight_version == "two"
+    assert control.update_from_tensors(in_parts(control, save({NORM: torch.ones(48)})), Update()).folder == ""
+
+
 def test_incomplete_or_different_checkpoints_are_rejected(folders, tmp_path):
     _, control = started(folders[0])
     short = spoilt(folders[1], tmp_path / "short")
     data = (short / "model.safetensors").read_bytes()
-    for content, words in ((data[:-5], "not complete"), (data[:20], "no safetensors"), (b"x" * 99, "no safetensors")):
+    for content, words in ((data[:-5], "not complete"), (data[:20], "no header"), (b"x" * 99, "no header")):
         (short / "model.safetensors").write_bytes(content)
         with pytest.raises(ConfigError, match=words):
             control.read_folder(str(short))
     other = spoilt(folders[1], tmp_path / "other")
     settings = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 0.5}))
-    with pytest.raises(ConfigError, match=r"rms_norm_eps: 0\.5"):
+    for changes, words in DIFFERENCES:
+        (other / "config.json").write_text(json.dumps(settings | changes))
+        with pytest.raises(ConfigError, match=words):
+            control.read_folder(str(other))
+    written = settings | {
+        "rms_norm_eps": settings["rms_norm_eps"] * (1 + 1e-8), "rope_theta": settings["rope_parameters"]["rope_theta"],
+        "is_llama_config": True, "rope_interleaved": False, "rope_scaling": None, "transformers.js_config": {"a": 1},
+        "torch_dtype": "bfloat16", "initializer_range": 0.5, "eos_token_id": [1], "_model_name_or_path": "hub",
+    }  # fmt: skip
+    written.pop("head_dim")  # 48 / 4 is not 16: what the class derives is compared
+    (other / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ConfigError, match="head_dim: 12"):
         control.read_folder(str(other))
-    with pytest.raises(ConfigError, match="no folder"):
-        control.read_folder(str(tmp_path / "nowhere"))
+    (other / "config.json").write_text(json.dumps(written | {"head_dim": 16}))
+    control.read_folder(str(other))
+
+
+def header(entries, rest=b""):
+    content = json.dumps(entries).encode() if isinstance(entries, dict) else entries
+    return struct.pack("<Q", len(content)) + content + rest
+
+
+def tensor(start, stop, shape=(48,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(("sent", "words"), [
+    (struct.pack("<Q", 1 << 62), "at most"),
+    (struct.pack("<Q", 1 << 20), "at most"),
+    (header({NORM: tensor(1 << 40, (1 << 40) + 192)}), "a gap"),
+    (header({NORM: tensor(0, 1 << 50)}), "does not fit its shape"),
+    (header({NORM: tensor(0, 192), "model.layers.0.input_layernorm.weight": tensor(96, 288)}), "an overlap"),
+    (header({NORM: tensor(0, 192), "model.layers.0.input_layernorm.weight": tensor(200, 392)}), "a gap"),
+    (header({NORM: tensor(0, 4 << 50, (1 << 50,))}), "the model's has"),
+    (header({NORM: tensor(-192, 0)}), "does not describe"),
+    (header({NORM: tensor(0, 192, (True, 48))}), "does not describe"),
+    (header({NORM: tensor(0, 96, (48,), "F8")}), "type F8"),
+    (header(b"[" * 50_000), "does not describe"),
+    (header(b'{"%s": 1' % NORM.encode()), "does not describe"),
+])  # fmt: skip
+def test_headers_that_promise_too_much_are_refused_before_their_tensors(folders, sent, words):
+    """A caller that never stops sending fills no memory."""
+    _, control = started(folders[0])
+    with control.incoming() as incoming, pytest.raises(ConfigError, match=words):
+        incoming.add(sent)
+
+
+def test_tensors_of_one_update_at_a_time_are_received(folders):
+    _, control = started(folders[0])
+    with control.incoming(), pytest.raises(Conflict, match="another update"), control.incoming():
+        pass
+    with control.incoming():
+        pass
 
 
 def test_incomplete_streams_are_rejected(folders):
@@ -365,9 +472,6 @@ def test_incomplete_streams_are_rejected(folders):
             in_parts(control, data)
 
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
 @pytest.mark.parametrize("backend", ["auto", "torch_native"])
 @pytest.mark.parametrize("way", ["folder", "tensors"])
 def test_an_embedding_that_is_the_head_may_come_by_either_name_or_both(tmp_path, way, backend):
@@ -378,7 +482,7 @@ def test_an_embedding_that_is_the_head_may_come_by_either_name_or_both(tmp_path,
     both = tensors | {HEAD: tensors[EMBEDDING].clone()}
     for number, came in enumerate((both, {name: both[name] for name in both if name != EMBEDDING})):
         engine = engine_of(load_model(first, attention_backend=backend))
-        control = Control(engine, first)
+        control = Control(engine, first, roots=[str(tmp_path)])
         if way == "folder":
             folder = spoilt(second, tmp_path / f"named{number}", **{HEAD: came[HEAD], EMBEDDING: came.get(EMBEDDING)})
             results = control.update_from_folder(control.read_folder(str(folder)), Update())
@@ -390,6 +494,10 @@ def test_an_embedding_that_is_the_head_may_come_by_either_name_or_both(tmp_path,
     folder = spoilt(second, tmp_path / "differs", **differ)
     with pytest.raises(ConfigError, match=r"lm_head\.weight and model\.embed_tokens\.weight are one"):
         control.read_folder(str(folder)) if way == "folder" else in_parts(control, save(differ))
+    end = 4 * VOCAB * 48
+    huge = header({EMBEDDING: tensor(0, end, (VOCAB, 48)), HEAD: tensor(end, end + (4 << 48), (1 << 48,))})
+    with control.incoming() as incoming, pytest.raises(ConfigError, match="the model's has"):
+        incoming.add(huge)
 
 
 def sharded(folder, target):

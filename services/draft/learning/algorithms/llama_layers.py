@@ -13,7 +13,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from services.draft.learning.disk import write_atomically
+from outrider.checkpoints.disk import put_in_place, write_atomically
 from services.draft.model.layers.config import Attention, Layer, Mlp
 from services.draft.model.params import Params
 
@@ -108,7 +108,7 @@ def write_folder(
     part = folder / "model.safetensors.part"
     safetensors.numpy.save_file(arrays | dict(whole or {}), part, {"format": "pt"})
     write_atomically(folder / "config.json", json.dumps(config, indent=1) + "\n")
-    part.replace(folder / "model.safetensors")
+    put_in_place(part, folder / "model.safetensors")
 
 
 def plain(array: NDArray[Any]) -> NDArray[np.float32]:

@@ -22,6 +22,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from outrider.checkpoints.checkpoint import load_json
+from outrider.checkpoints.disk import put_in_place, write_atomically
 from outrider.checkpoints.eagle3 import plain_name
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureFormat
@@ -29,7 +30,6 @@ from services.draft.formats import eagle, eagle3
 from services.draft.formats.base import DraftCheckpoint
 from services.draft.formats.target import TargetCheckpoint
 from services.draft.learning.algorithms.base import Algorithm
-from services.draft.learning.disk import write_atomically
 from services.draft.model.fusion import Fusion, read_fusion
 from services.draft.model.layers.config import Attention, Mlp
 from services.draft.model.layers.heads import Eagle3Head, EagleHead
@@ -111,7 +111,7 @@ class PublishedHead(Algorithm):
         part = folder / "model.safetensors.part"
         safetensors.numpy.save_file(arrays, part, {"format": "pt"})
         write_atomically(folder / "config.json", json.dumps(config, indent=1) + "\n")
-        part.replace(folder / "model.safetensors")
+        put_in_place(part, folder / "model.safetensors")
 
     def known_as(self, name: str) -> str:
         """The key of `tensors` for the name of a published tensor."""

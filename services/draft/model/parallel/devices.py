@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from outrider.config import DraftConfig
 from outrider.errors import ConfigError
+from outrider.placement.devices import host_memory
 from outrider.placement.memory import SCRATCH_SLOTS, draft_cache_tokens
 from services.draft.kernels.cpu import library
 
@@ -100,6 +101,6 @@ def pages_that_fit(config: DraftConfig, context: int, token_bytes: int, weights:
 
 
 def memory_bytes(device: jax.Device) -> int:
-    """Memory of a device in bytes, as the runtime reports it, or that of the machine."""
+    """Memory of a device in bytes, as the runtime reports it, or that of the machine or container."""
     stats: dict[str, Any] = device.memory_stats() or {}
-    return int(stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return int(stats.get("bytes_limit") or host_memory())

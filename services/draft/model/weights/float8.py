@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.checkpoints.checkpoint import header_bytes
+from outrider.checkpoints.headers import header_bytes, parse_header
 
 FLOAT8 = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
@@ -21,8 +20,7 @@ def read_float8(file: Path, name: str) -> NDArray[Any]:
     """A tensor in one of the formats of FLOAT8, as a memory map."""
     with file.open("rb") as stream:
         size = header_bytes(stream, file)
-        entry = json.loads(stream.read(size))[name]
-    first, end = entry["data_offsets"]
-    numbers = np.memmap(file, np.uint8, "r", 8 + size + first, (end - first,))
-    tensor: NDArray[Any] = numbers.view(FLOAT8[entry["dtype"]]).reshape(entry["shape"])
+        entry = parse_header(stream.read(size))[name]
+    numbers = np.memmap(file, np.uint8, "r", 8 + size + entry.start, (entry.stop - entry.start,))
+    tensor: NDArray[Any] = numbers.view(FLOAT8[entry.dtype]).reshape(entry.shape)
     return tensor

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from outrider.checkpoints.checkpoint import load_json, weight_files
+from outrider.checkpoints.checkpoint import weight_files
+from outrider.checkpoints.config_json import load_config
 from outrider.checkpoints.dequantize import BESIDE, INSTEAD, dequantize, plain_shape
 from outrider.errors import ConfigError
 from services.draft.model.weights.float8 import FLOAT8, read_float8
@@ -135,7 +136,7 @@ class Tensors:
 
 def _quantization(folder: Path) -> dict[str, Any]:
     """The quantization settings of config.json."""
-    raw = load_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    raw = load_config(folder) if (folder / "config.json").is_file() else {}
     settings = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")
     return dict(settings or {})
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from outrider.errors import ConfigError
 
+_MAX_DESCRIPTION = 256 << 20  # bytes of data.pkl, some hundred a tensor
 _STORAGES = {
     "FloatStorage": np.float32, "HalfStorage": np.float16, "BFloat16Storage": ml_dtypes.bfloat16,
     "DoubleStorage": np.float64, "LongStorage": np.int64, "IntStorage": np.int32, "ShortStorage": np.int16,
@@ -33,16 +34,18 @@ def load_torch_file(file: Path) -> Any:
         with zipfile.ZipFile(file) as archive:
             (description,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             folder = description.removesuffix("data.pkl")
+            if (entry := archive.getinfo(description)).file_size > _MAX_DESCRIPTION or _packed(entry):
+                raise pickle.UnpicklingError("its description is compressed, or too large")
             return _Reader(io.BytesIO(archive.read(description)), _storages(file, archive, folder)).load()
-    except (zipfile.BadZipFile, ValueError, KeyError, OSError, pickle.UnpicklingError, EOFError) as error:
+    except Exception as error:  # a crafted description can raise any of them
         raise ConfigError(f"{file} was not written by torch.save, or holds more than tensors: {error}") from None
 
 
 def _storages(file: Path, archive: zipfile.ZipFile, folder: str) -> Callable[[Any, str], NDArray[Any]]:
     def storage(dtype: Any, key: str) -> NDArray[Any]:
         entry = archive.getinfo(f"{folder}data/{key}")
-        if entry.compress_type != zipfile.ZIP_STORED:
-            return np.frombuffer(archive.read(entry), dtype)
+        if _packed(entry):  # a few bytes could unpack to any size
+            raise pickle.UnpicklingError("it is compressed, which torch.save never does")
         with file.open("rb") as stream:  # the entry's own header holds the lengths of its name and padding
             stream.seek(entry.header_offset + 26)
             lengths = np.frombuffer(stream.read(4), "<u2")
@@ -52,6 +55,10 @@ def _storages(file: Path, archive: zipfile.ZipFile, folder: str) -> Callable[[An
         return np.memmap(file, np.uint8, "r", offset, (entry.file_size,)).view(dtype)
 
     return storage
+
+
+def _packed(entry: zipfile.ZipInfo) -> bool:
+    return entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size
 
 
 class _Reader(pickle.Unpickler):
@@ -74,14 +81,21 @@ class _Reader(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> NDArray[Any]:
         kind, dtype, key = pid[:3]
-        if kind != "storage":
+        if kind != "storage" or dtype not in _STORAGES.values():
             raise pickle.UnpicklingError(f"it refers to a {kind}")
         return self._storage(dtype, key)
 
 
 def _tensor(storage: NDArray[Any], offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> Any:
+    """A tensor as a view of its storage. Raises UnpicklingError for a view that reaches beyond it, or repeats parts."""
+    if not isinstance(storage, np.ndarray) or storage.ndim != 1:
+        raise pickle.UnpicklingError("a tensor has no storage")
+    if not all(type(number) is int and number >= 0 for number in (offset, *size, *stride)):
+        raise pickle.UnpicklingError("a tensor has a negative offset, size or stride")
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if math.prod(size) and not 0 <= last < len(storage):
+    if math.prod(size) and last >= len(storage):
         raise pickle.UnpicklingError("a tensor lies beyond its storage")
+    if math.prod(size) > len(storage):  # by strides of 0: a small file would become an array of any size
+        raise pickle.UnpicklingError("a tensor is larger than its storage")
     bytes_a_step = tuple(step * storage.itemsize for step in stride)
     return np.lib.stride_tricks.as_strided(storage[offset:], size, bytes_a_step, writeable=False)

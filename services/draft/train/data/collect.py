@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from outrider import PROTOCOL_VERSION
 from outrider.errors import ConfigError, EngineFault, InvalidRequest, OutriderError, Overloaded, Unavailable
+from outrider.service_token import with_token
 from outrider.serving.features import FeatureSpec
 from outrider.serving.messages import Message, OpenSession
 from outrider.speculation.sampling import SamplingParams, StopConditions
@@ -91,10 +92,11 @@ class TargetClient:
     """A client of a target. Use: `async with TargetClient(...) as client`."""
 
     def __init__(
-        self, address: str, spec: FeatureSpec, tls: ClientTls | None = None, fingerprint: str | None = None
-    ) -> None:
-        """fingerprint: of the weights that the target must have; None for any."""
-        self.address, self.spec, self.tls, self._fingerprint = address, spec, tls, fingerprint
+        self, address: str, spec: FeatureSpec, tls: ClientTls | None = None, fingerprint: str | None = None,
+        *, token: str | None = None,
+    ) -> None:  # fmt: skip
+        """fingerprint: of the weights that the target must have; None for any. token: of the services."""
+        self.address, self.spec, self.tls, self._fingerprint, self._token = address, spec, tls, fingerprint, token
         self.info = target_pb2.GetTargetInfoResponse()
         self.row_bytes = 0
         self._sessions: dict[int, _Session] = {}
@@ -105,12 +107,14 @@ class TargetClient:
     async def __aenter__(self) -> TargetClient:
         if trouble := await explain_tls_failure(self.address, self.tls):
             raise ConfigError(f"the target at {self.address} {trouble}")
-        self._channel = open_channel(self.address, CHANNEL_OPTIONS, self.tls)
+        self._channel = with_token(open_channel(self.address, CHANNEL_OPTIONS, self.tls), self._token)
         self.stub: Any = target_pb2_grpc.TargetServiceStub(self._channel)
         try:
             await self._shake_hands()
         except grpc.aio.AioRpcError as error:
             await self._channel.close()
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise ConfigError(f"the target at {self.address} refuses this training: {error.details()}") from None
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 raise ConfigError(f"the target at {self.address} cannot serve the drafter: {error.details()}") from None
             raise Unavailable(f"the target at {self.address} does not respond: {error.details()}") from None

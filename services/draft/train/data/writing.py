@@ -55,6 +55,7 @@ async def write_answers(config: TrainConfig, store: Store, states: FeatureSpec, 
     if store.token_count >= limits.tokens or store.bytes >= limits.bytes:
         log.info("%d answers of %d tokens are there already", len(store), store.token_count)
         return
+    tls, token = config.service_tls(), config.service_token()
     async with _target(config) as (address, child):
         failures, known = 0, len(store)
         while True:
@@ -62,7 +63,7 @@ async def write_answers(config: TrainConfig, store: Store, states: FeatureSpec, 
             if child is not None:
                 await _wait_ready(child)
             try:
-                async with TargetClient(address, states, config.service_tls(), fingerprint) as client:
+                async with TargetClient(address, states, tls, fingerprint, token=token) as client:
                     _check_template(client.tokenizer, conversations, config.free_prompts)
                     collector = Collector(client, store, limits, config.held_out)
                     await _collect(collector, store, limits, todo)

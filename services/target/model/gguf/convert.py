@@ -16,6 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
+from outrider.checkpoints.conversion import EXIT_DISK_FULL
+from outrider.checkpoints.disk import is_full
 from outrider.errors import ConfigError
 from services.target.model.gguf.progress import Phases
 
@@ -34,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         convert(flags.gguf, flags.folder, console)
     except Exception as error:  # the libraries raise many types for invalid files
         console.print(f"error: {flags.gguf} cannot be converted: {error}", style="red", markup=False)
-        return 1
+        return EXIT_DISK_FULL if is_full(error) else 1
     return 0
 
 

@@ -7,8 +7,6 @@ raise ConfigError.
 from __future__ import annotations
 
 import hashlib
-import json
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,52 +17,21 @@ from safetensors import safe_open
 from torch import Tensor
 
 from outrider.checkpoints import checkpoint
+from outrider.checkpoints.headers import (
+    HeaderEntry,
+    InvalidHeader,
+    header_bytes,
+    header_size,
+    parse_header,
+    tensor_bytes,
+    tensor_headers,
+)
 from outrider.errors import ConfigError
-from services.target.model.loading.support import read_settings
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_LARGEST_HEADER = 100 << 20  # the format's own limit, in bytes
-_NAMED = 5
+_HEADER_BYTES, _HEADER_BYTES_A_TENSOR = 1 << 16, 1 << 10  # at most, of a header that is sent
+_NAMED, _NAME_LETTERS = 5, 120  # of the names in an error
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Settings that do not affect how a model computes.
-_IDLE_SETTINGS = {
-    "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "bos_token_id", "pad_token_id",
-    "initializer_range", "attention_dropout", "task_specific_params", "tokenizer_class",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class HeaderEntry:
-    """A tensor's entry in a header. start, stop: its bytes, counted from the end of the header."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-def read_header(data: bytes | bytearray | memoryview, where: str) -> tuple[dict[str, HeaderEntry], int] | None:
-    """Parse the header of a safetensors file from its first bytes. Returns its tensors, and its length in bytes.
-
-    Returns None if the header is not complete. where: name of the file in errors.
-    """
-    if len(data) < 8:
-        return None
-    (size,) = struct.unpack("<Q", data[:8])
-    if size > _LARGEST_HEADER:
-        raise ConfigError(f"{where} is no safetensors file")
-    if len(data) < 8 + size:
-        return None
-    try:
-        content = json.loads(bytes(data[8 : 8 + size]))
-        content.pop("__metadata__", None)
-        entries = {
-            name: HeaderEntry(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-            for name, entry in content.items()
-        }
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise ConfigError(f"{where} is no safetensors file") from None
-    return entries, 8 + size
 
 
 def check(
@@ -90,8 +57,6 @@ def check(
         dtype = _DTYPES.get(entry.dtype)
         if dtype is None:
             raise ConfigError(f"{name} is of type {entry.dtype}; write one of {', '.join(_DTYPES)}")
-        if entry.start < 0 or entry.stop - entry.start != dtype.itemsize * torch.Size(entry.shape).numel():
-            raise ConfigError(f"{name} takes {entry.stop - entry.start} bytes, which does not fit its shape")
 
 
 def tied_names(settings: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, str]:
@@ -139,14 +104,17 @@ class WeightsOrigin:
 
 
 class CheckpointFolder:
-    """The weights of a checkpoint's folder. settings: its configuration; files: the tensors of each file, by path."""
+    """The weights of a checkpoint's folder. config: its config.json; files: the tensors of each file, by path.
 
-    def __init__(self, path: Path, trust_remote_code: bool) -> None:
+    Nothing in the folder is run: config.json is data, and weights are read from safetensors files alone.
+    """
+
+    def __init__(self, path: Path) -> None:
         """Reads only headers and configuration. Raises ConfigError for an incomplete or invalid checkpoint, and OSError
         for a folder that cannot be read.
         """
         self.path = path
-        self.settings: dict[str, Any] = read_settings(path, trust_remote_code)[0].to_dict()
+        self.config: dict[str, Any] = checkpoint.load_json(path / "config.json")
         self.files = {file: _file_header(file) for file in checkpoint.weight_files(path)}
         self.fingerprint = checkpoint.fingerprint(path)
 
@@ -154,16 +122,6 @@ class CheckpointFolder:
     def entries(self) -> dict[str, HeaderEntry]:
         """All tensors."""
         return {name: entry for entries in self.files.values() for name, entry in entries.items()}
-
-    def check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Raise ConfigError for a folder with another configuration. settings: of the running model."""
-        names = sorted((self.settings.keys() | settings.keys()) - _IDLE_SETTINGS)
-        for name in names:
-            if self.settings.get(name) != settings.get(name):
-                raise ConfigError(
-                    f"{self.path}/config.json has {name}: {self.settings.get(name)}; the model that runs has "
-                    f"{settings.get(name)}; start the target anew to change it"
-                )
 
     def check_tied(self, tied: Mapping[str, str]) -> None:
         """Raise ConfigError for a folder with two different tensors under the names of one tied tensor."""
@@ -184,78 +142,80 @@ class CheckpointFolder:
 
 
 def _file_header(file: Path) -> dict[str, HeaderEntry]:
-    size = file.stat().st_size
+    entries = tensor_headers(file)
     with file.open("rb") as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _LARGEST_HEADER
-        header = read_header(start + stream.read(min(length, _LARGEST_HEADER)), str(file))
-    if header is None:
-        raise ConfigError(f"{file} is no safetensors file")
-    entries, length = header
-    if max((entry.stop for entry in entries.values()), default=0) != size - length:
+        length = 8 + header_bytes(stream, file)
+    if tensor_bytes(entries) != file.stat().st_size - length:
         raise ConfigError(f"{file} is not complete")
     return entries
 
 
 class IncomingTensors:
-    """A safetensors file that arrives in parts. It is checked as soon as its header is complete."""
+    """A safetensors file that arrives in parts.
+
+    Its header is checked as soon as it is complete, and bounded before: no more is kept than the header, and then the
+    tensors of the model at most.
+    """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> None:
         """shapes: of the model's tensors; tied: second names of some."""
         self._shapes, self._tied = shapes, tied
         self._names: dict[str, str] = {}  # names in the file, by the model's names
         self._data = bytearray()
-        self._header: tuple[dict[str, HeaderEntry], int] | None = None
+        self._start = 0  # of the tensors, in bytes; 0 until it is known
+        self._size = 0  # of the whole file, in bytes; 0 until the header is complete
+        self._entries: dict[str, HeaderEntry] = {}
         self.digests: dict[str, bytes] = {}  # of the tensors, once all have arrived
+        self.tensors: dict[str, Tensor] = {}  # views of the received bytes, once all have arrived
 
     def add(self, part: bytes) -> None:
         """Add the next part. Raises ConfigError."""
         self._data += part
-        if self._header is None:
-            self._header = read_header(self._data, "what was sent")
-            if self._header is not None:
-                entries = self._header[0]
-                self._names = by_own_names(entries, self._tied)
-                own_entries = {own: entries[name] for own, name in self._names.items()}
-                check(own_entries, self._shapes, frozenset(), whole=False)
-        if self._header is not None and len(self._data) > self._size():
+        if not self._size:
+            self._read_header()
+        if self._size and len(self._data) > self._size:
             raise ConfigError("more data was sent than the header states")
 
-    def _size(self) -> int:
-        assert self._header is not None, "the header is here"
-        entries, length = self._header
-        return length + max((entry.stop for entry in entries.values()), default=0)
+    def _read_header(self) -> None:
+        """Read as much of the header as has arrived. Raises ConfigError."""
+        try:
+            if not self._start and len(self._data) >= 8:
+                limit = _HEADER_BYTES + _HEADER_BYTES_A_TENSOR * len(self._shapes)
+                self._start = 8 + header_size(self._data, limit)
+            if not self._start or len(self._data) < self._start:
+                return
+            entries = parse_header(bytes(self._data[8 : self._start]))
+        except InvalidHeader as error:
+            raise ConfigError(f"what was sent is no safetensors file of this model: {error.message}") from None
+        self._names = by_own_names(entries, self._tied)
+        for names in (self._names, {own: second for second, own in self._tied.items() if second in entries}):
+            check({own: entries[name] for own, name in names.items()}, self._shapes, frozenset(), whole=False)
+        self._entries, self._size = entries, self._start + tensor_bytes(entries)
 
     def finish(self) -> None:
         """Finish after the last part. Raises ConfigError if something is missing."""
-        if self._header is None or len(self._data) < self._size():
+        if not self._size or len(self._data) < self._size:
             raise ConfigError("less data was sent than the header states")
-        entries, length = self._header
         came: dict[str, bytes] = {}
         with memoryview(self._data) as data:
-            for name, entry in entries.items():
-                digest = hashlib.sha256(data[length + entry.start : length + entry.stop])
+            for name, entry in self._entries.items():
+                digest = hashlib.sha256(data[self._start + entry.start : self._start + entry.stop])
                 digest.update(entry.dtype.encode())
                 came[name] = digest.digest()
         for second, own in self._tied.items():
             if second in came and came[second] != came.get(own, came[second]):
                 raise _differ(second, own)
         self.digests = {own: came[name] for own, name in self._names.items()}
+        self.tensors = {own: self._tensor(self._entries[name]) for own, name in self._names.items()}
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors, as views of the received bytes, after `finish`."""
-        assert self._header is not None, "what came is complete"
-        entries, length = self._header
-        return {
-            own: torch.frombuffer(
-                self._data, dtype=_DTYPES[e.dtype], count=torch.Size(e.shape).numel(), offset=length + e.start
-            ).reshape(e.shape)
-            if e.stop > e.start
-            else torch.empty(e.shape, dtype=_DTYPES[e.dtype])
-            for own, e in ((own, entries[name]) for own, name in self._names.items())
-        }
+    def _tensor(self, entry: HeaderEntry) -> Tensor:
+        dtype, start = _DTYPES[entry.dtype], self._start + entry.start
+        if entry.stop == entry.start:
+            return torch.empty(entry.shape, dtype=dtype)
+        count = torch.Size(entry.shape).numel()
+        return torch.frombuffer(self._data, dtype=dtype, count=count, offset=start).reshape(entry.shape)
 
 
 def _names(names: list[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    return ", ".join(name[:_NAME_LETTERS] for name in names[:_NAMED]) + more

@@ -27,7 +27,7 @@ from tests.support.target.self_speculation import (
 )
 from tests.support.tiny import VOCAB
 
-pytestmark = [pytest.mark.threads, pytest.mark.skipif(not library.available(), reason="heads are of compiled programs")]
+pytestmark = pytest.mark.skipif(not library.available(), reason="heads are of compiled programs")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_no_fused_loop_with_acceptance_thresholds(perfect):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("page_size", [1, pytest.param(16, marks=pytest.mark.threads), 64])
 def test_texts_and_finish_reasons_equal_plain_decoding(pair, temperature, page_size):
     """Draft tokens of a random head, accepted and rejected ones; sessions end by length and by a stop token."""
     target, folder, _ = pair
@@ -114,6 +114,7 @@ def test_texts_and_finish_reasons_equal_plain_decoding(pair, temperature, page_s
         assert found.reasons[i] == FinishReason.STOP
 
 
+@pytest.mark.threads
 def test_a_perfect_head_is_accepted_in_every_iteration(perfect):
     engine = drafting(perfect, coalesce_seconds=LONG)
     loops = recorded_iterations(engine)

