@@ -8,6 +8,8 @@ copying the tables, the forward pass, sampling and copying the samples back.
     compiled  the same with compiled layers
     engine    steps of the whole engine, including planning and commits, with and without overlap
     attention the kernel alone against its own floor, by tile: (rows x heads) x keys, keys per split, warps, stages
+
+    system    the whole system: target, draft service and gateway as three processes, over REST; a page of its own
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.gpu.cases import GREEDY, PAGE, TINY, VERIFIED, Size, sessions
 from bench.gpu.clocks import Clocks
+from bench.gpu.system import run as system
+from bench.harness.errors import BenchError
 from bench.harness.report import Report, format_row, new_figure
 from outrider.config import TargetConfig
 from outrider.serving.messages import OpenSession
@@ -46,23 +50,56 @@ from services.target.sampling.row_params import RowRequest, gather
 from services.target.step.batch import SessionWork, build
 
 SPARE_BYTES = 6 << 30  # reserved for activations of steps and of CUDA graphs
-PARTS = ("step", "engine", "compiled", "attention")
+PARTS = ("system", "step", "engine", "compiled", "attention")  # the system first, because it needs all of the memory
 
 
 def main(argv: Sequence[str]) -> None:
     """Measure, and write docs/benchmarks/gpu.*."""
-    parser = argparse.ArgumentParser(prog="outrider bench gpu", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="outrider bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="measurements (default: all)")
     parser.add_argument("--tiny", action="store_true", help="run a tiny model on the CPU to test this benchmark")
+    system.add_flags(parser)
     flags = parser.parse_args(argv)
+    selection = system.selection_of(flags, parser)
     if not flags.tiny and not torch.cuda.is_available():
         raise SystemExit("there is no GPU on this machine; --tiny tests this benchmark on the CPU")
+    failure = measure_system(selection, tiny=flags.tiny) if "system" in flags.parts else None
+    parts = [part for part in flags.parts if part != "system"]
+    if parts:
+        measure_parts(parts, tiny=flags.tiny)
+    if failure is not None:
+        raise failure
+
+
+def measure_parts(parts: Sequence[str], *, tiny: bool) -> None:
+    """Measure the target alone, and write docs/benchmarks/gpu.* after each part. tiny: writes nothing."""
     report = Report("gpu", "The target on a GPU: steps of a model of 8 billion parameters")
-    bench = Bench(TINY if flags.tiny else Size(), torch.device("cpu" if flags.tiny else "cuda"), report)
-    for _ in bench.run(flags.parts):
-        if not flags.tiny:
+    bench = Bench(TINY if tiny else Size(), torch.device("cpu" if tiny else "cuda"), report)
+    for _ in bench.run(parts):
+        if not tiny:
             plot(report)
             report.write()
+
+
+def measure_system(selection: system.Selection, *, tiny: bool) -> BenchError | None:
+    """Measure the whole system, and write docs/benchmarks/gpu-system.* after each cell. tiny: writes nothing.
+
+    Returns the error that ended it, so that other parts still run.
+    """
+    report = Report("gpu-system", system.TITLE)
+    try:
+        for _ in system.measure(selection, report, tiny=tiny):
+            if not tiny:
+                report.write()
+    except BenchError as error:
+        report.notes.append(f"The system failed: {error}")
+        print(report.notes[-1], flush=True)
+        if not tiny and report.rows:
+            report.write()
+        return error
+    return None
 
 
 class Bench:

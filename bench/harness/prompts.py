@@ -142,3 +142,20 @@ def synthetic(count: int, input_len: int, output_len: int, spread: float, seed: 
         Prompt("synthetic", (" ".join(rng.choices(_COMMON_WORDS, k=around(input_len))),), (around(output_len),))
         for _ in range(count)
     ]
+
+
+def token_prompts(folder: Path, context: int, count: int) -> list[list[int]]:
+    """`count` different prompts of `context` tokens, made of the bundled prompts."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = [prompt.turns[0] for prompt in read_prompts(BUNDLED_PROMPTS)]
+    found = []
+    for i in range(count):
+        tokens: list[int] = []
+        at = i
+        while len(tokens) < context:
+            tokens += tokenizer.encode(f"Question {at}. {texts[at % len(texts)]}\n", add_special_tokens=False).ids
+            at += 1
+        found.append(tokens[:context])
+    return found

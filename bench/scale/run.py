@@ -20,10 +20,9 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 from rich.progress import Progress
-from tokenizers import Tokenizer
 
 from bench.harness.flags import positive_int
-from bench.harness.prompts import BUNDLED_PROMPTS, read_prompts
+from bench.harness.prompts import token_prompts
 from bench.harness.report import Report, new_figure
 from bench.scale.system import Draft, gateway, generate, target, write_texts
 from bench.scale.theory import Cost, speedup
@@ -91,21 +90,6 @@ def _interpolate(seconds: Sequence[float], draft_tokens: int) -> float:
     return float(np.interp(draft_tokens + 1, STEP_TOKENS, seconds))
 
 
-def prompts(folder: Path, context: int, count: int) -> list[list[int]]:
-    """`count` different prompts of `context` tokens, made of the bundled prompts."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    texts = [prompt.turns[0] for prompt in read_prompts(BUNDLED_PROMPTS)]
-    found = []
-    for i in range(count):
-        tokens: list[int] = []
-        at = i
-        while len(tokens) < context:
-            tokens += tokenizer.encode(f"Question {at}. {texts[at % len(texts)]}\n", add_special_tokens=False).ids
-            at += 1
-        found.append(tokens[:context])
-    return found
-
-
 def measure(
     address: str, asked: Sequence[Sequence[int]], new: int, rounds: int
 ) -> Iterator[tuple[float, float, float]]:
@@ -168,7 +152,7 @@ def measure_point(
     where: Path, folder: Path, address: str, cell: Cell, args: argparse.Namespace, costs: Mapping[int, Cost]
 ) -> dict[str, Any]:
     """A row of the report. where: folder of sockets and texts; folder: of the model; address: of the target."""
-    asked = prompts(folder, cell.context, cell.sessions)
+    asked = token_prompts(folder, cell.context, cell.sessions)
     with gateway(where, address) as plain:
         texts = asyncio.run(generate(plain, asked, args.new_tokens, speculate=False))
     write_texts(where, [[*prompt, *text.tokens] for prompt, text in zip(asked, texts, strict=True)])

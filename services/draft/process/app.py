@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,14 +38,20 @@ from services.draft.process.service import DraftServicer
 log = logging.getLogger(__name__)
 
 
-def main(argv: Sequence[str]) -> int:
+def _as_built(_: DraftEngine) -> None:
+    pass
+
+
+def main(argv: Sequence[str], prepare: Callable[[DraftEngine], None] = _as_built) -> int:
     """Run the service with command-line flags. Returns the exit code; 2 for invalid flags or a used port.
 
     A draft that cannot be loaded is tried again; with --require-draft it gives code 2.
+
+    prepare: called with the engine after its warm-up, in the thread that builds it; benchmarks put their clocks there
     """
     config = parse_flags(DraftConfig, argv, "outrider draft")
     _collect_rarely()
-    return process.run("draft", config, serve, share_of_draft)
+    return process.run("draft", config, partial(serve, prepare=prepare), share_of_draft)
 
 
 def _collect_rarely() -> None:
@@ -54,8 +60,8 @@ def _collect_rarely() -> None:
     gc.set_threshold(50_000, 20, 1000)
 
 
-async def serve(config: DraftConfig) -> int:
-    """Serve until a signal or a fault. Returns the exit code. Raises ConfigError."""
+async def serve(config: DraftConfig, prepare: Callable[[DraftEngine], None] = _as_built) -> int:
+    """Serve until a signal or a fault. Returns the exit code. prepare: as of `main`. Raises ConfigError."""
     config = resolve_drafter(config, config.model_path)
     check(config)
     tls, token = config.port_security(config.listen)
@@ -85,6 +91,7 @@ async def serve(config: DraftConfig) -> int:
         for drafter in drafters:
             drafter.start()
         engine.tracing = tracing
+        prepare(engine)
         return engine
 
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,14 +35,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the service with flags. Returns the process's exit code; 2 for wrong flags, files or port."""
+def _as_built(_: TargetEngine) -> None:
+    pass
+
+
+def main(argv: Sequence[str], prepare: Callable[[TargetEngine], None] = _as_built) -> int:
+    """Run the service with flags. Returns the process's exit code; 2 for wrong flags, files or port.
+
+    prepare: called with the engine after its warm-up, in the thread that builds it; benchmarks put their clocks there
+    """
     config = parse_flags(TargetConfig, argv, "outrider target")
-    return process.run("target", config, serve, share_of_target)
+    return process.run("target", config, partial(serve, prepare=prepare), share_of_target)
 
 
-async def serve(config: TargetConfig) -> int:
-    """Serve until a signal or a fault. Returns the process's exit code. Raises ConfigError."""
+async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = _as_built) -> int:
+    """Serve until a signal or a fault. Returns the process's exit code. prepare: as of `main`. Raises ConfigError."""
     servicers: list[TargetServicer] = []
     tls, token = config.port_security(config.listen)
     check_device(config.device)
@@ -63,6 +70,7 @@ async def serve(config: TargetConfig) -> int:
             trust_remote_code=config.trust_remote_code,
         )  # fmt: skip
         servicers[0].serve(describe(folder, engine, config), engine, control)
+        prepare(engine)
         return engine
 
     with tracing_to(config.otlp_traces_endpoint, "target") as tracing:

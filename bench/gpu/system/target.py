@@ -1,0 +1,81 @@
+"""The target service with clocks. `python -m bench.gpu.system.target FOLDER FLAGS...` writes recordings into FOLDER."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bench.gpu.system.recording import Recorder
+from services.target.process import app
+from services.target.sampling.samples import LaunchedStep
+from services.target.sampling.session import TargetSession
+from services.target.step.batch import Batch, SessionWork
+
+if TYPE_CHECKING:
+    from services.target.engine.engine import TargetEngine
+
+
+class LaunchClock:
+    """Times the launches of steps, forward pass and sampling together: on the host's clock and on the device's.
+
+    On CUDA, the device's time lies between two events around a launch. It includes pauses inside the launch, in which
+    the device waits for the host's next kernel; a captured step has few. On a CPU, a launch computes.
+    """
+
+    def __init__(self, engine: TargetEngine, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._on_cuda = engine.model.device.type == "cuda"
+        self._launch = engine.sampler.launch
+        self._pending: list[tuple[float, float, Any, Any, Any, int]] = []
+        self._last: Any = None  # the event, or the time, at which the device finished the launch before
+        vars(engine.sampler)["launch"] = self.launch
+        recorder.flush = self.flush
+
+    def launch(self, batch: Batch, works: Sequence[SessionWork], entries: Mapping[int, TargetSession]) -> LaunchedStep:
+        """As of `StepSampler`."""
+        begin, start = self._event(), time.perf_counter()
+        step = self._launch(batch, works, entries)
+        end, done = self._event(), time.perf_counter()
+        self._pending.append((start, done, self._last, begin, end, sum(len(work.draft) for work in works)))
+        self._last = end
+        self._recorder.span("read", step, "read")
+        return step
+
+    def _event(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def flush(self) -> None:
+        """Turn the launches of the device into rows. The engine is idle, so the device has finished them."""
+        if self._on_cuda:
+            torch.cuda.synchronize()
+        for start, done, last, begin, end, drafts in self._pending:
+            idle = 0.0 if last is None else self._seconds(last, begin)
+            self._recorder.rows["launch"].append((start, done, self._seconds(begin, end), idle, drafts))
+        self._pending = []
+
+    def _seconds(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end) / 1e3 if self._on_cuda else end - begin)
+
+
+def main(folder: str, flags: Sequence[str]) -> int:
+    """Run the service. Returns its exit code."""
+    recorder = Recorder(Path(folder), "target")
+
+    def prepare(engine: TargetEngine) -> None:
+        LaunchClock(engine, recorder)
+        recorder.watch(engine)
+
+    return app.main(flags, prepare)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

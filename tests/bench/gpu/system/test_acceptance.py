@@ -1,0 +1,100 @@
+"""Simulated acceptance: accept lengths of simulated drafts, and the shape of what a drafter hands on."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from bench.gpu.system.acceptance import SimulatedAcceptance, acceptance_of
+from bench.gpu.system.continuation import Continuation
+from outrider.serving.messages import OpenSession
+from outrider.speculation.sampling import SamplingParams, StopConditions
+from outrider.speculation.shape import TreeShape
+from outrider.speculation.tree import ROOT
+from services.draft.drafters.base import Expansion
+from services.draft.sessions.frontier import TreeLimits
+from services.draft.sessions.session import DraftSession
+
+TEXT = Continuation(300, 5000)
+DEPTH = 8
+DRAFTED = [7, 9, 11, 13]  # of a random head
+
+
+def session_at(length, seed=0, shape=None):
+    tokens = np.array([TEXT.after(400, i) for i in range(length)], np.uint32)
+    request = OpenSession(1, tokens, length, SamplingParams(seed=seed), StopConditions(10**6))
+    limits = TreeLimits(256, DEPTH, 8, floor=1e-30, shape=shape)
+    return DraftSession(request, limits, ())
+
+
+def accepted_of(session):
+    """Draft tokens that the target would accept."""
+    expected = [TEXT.after(int(session.tokens[-1]), i + 1) for i in range(DEPTH)]
+    return len(session.path_of(expected))
+
+
+def grown_by_levels(simulated, length, seed):
+    session = session_at(length, seed)
+    node = ROOT
+    for _ in range(DEPTH):
+        scores = [math.log(0.25)] * 4
+        expansion = simulated.replaced(Expansion(session, node, DRAFTED, [-1] * 4, scores))
+        assert len(set(expansion.tokens)) == len(DRAFTED)
+        session.grower.add(expansion.node, expansion.tokens, expansion.parents, expansion.log_scores)
+        node = session.tree.children_of(node)[0]
+    return session
+
+
+def grown_at_once(simulated, length, seed):
+    session = session_at(length, seed, TreeShape(DEPTH, 4, 24))
+    drafted = [DRAFTED[i % 4] for i in range(23)]
+    whole = Expansion(session, ROOT, drafted, [-1] * 23, [-9.0] * 23, whole=True)
+    expansion = simulated.replaced(whole)
+    session.grower.add_whole_tree(expansion.tokens, expansion.parents, expansion.log_scores)
+    assert len(session.tree) == 23  # no two siblings are alike
+    return session
+
+
+@pytest.mark.parametrize("grown", [grown_by_levels, grown_at_once])
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_accept_lengths_are_those_asked_for(grown, index):
+    lengths = (2.0, 3.0, 4.0)
+    simulated = SimulatedAcceptance(TEXT, lengths, DEPTH)
+    length = steps = 0
+    while steps < 400:
+        length += 1 + accepted_of(grown(simulated, 10 + length, seed=index + 3))
+        steps += 1
+    assert length / steps == pytest.approx(lengths[index], rel=0.1)
+
+
+def test_claims_are_the_probabilities_also_below_a_wrong_token():
+    simulated = SimulatedAcceptance(TEXT, [3.0], DEPTH)
+    probability = acceptance_of(3.0, DEPTH)
+    session = grown_by_levels(simulated, 10, 0)
+    firsts = [0]
+    while children := session.tree.children_of(firsts[-1]):
+        firsts.append(children[0])
+    assert len(firsts) == DEPTH
+    assert [session.tree.log_score[node] for node in firsts] == pytest.approx([math.log(probability)] * DEPTH)
+
+
+def test_a_drafter_computes_before_its_tokens_are_replaced():
+    session, asked = session_at(10), []
+
+    def compute(requests):
+        asked.append(requests)
+        return [Expansion(session, ROOT, (), (), ()), Expansion(session, ROOT, DRAFTED, [-1] * 4, [-1.0] * 4)]
+
+    drafter = SimpleNamespace(expand=compute, executor=SimpleNamespace(min_edge=0.0))
+    SimulatedAcceptance(TEXT, [DEPTH + 0.99], DEPTH).attach(drafter)
+    empty, full = drafter.expand(["request"])
+    assert asked == [["request"]]
+    assert empty.tokens == ()
+    assert list(full.tokens) == [TEXT.after(int(session.tokens[-1])), *DRAFTED[1:]]
+
+
+def test_accept_lengths_that_no_tree_can_have_are_refused():
+    with pytest.raises(ValueError, match="between 1 and the tree's 3"):
+        acceptance_of(4.0, 3)
+    assert acceptance_of(1.0, 3) == pytest.approx(0.0, abs=1e-9)

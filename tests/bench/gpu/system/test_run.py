@@ -1,0 +1,55 @@
+"""The measurement of the whole system, with a tiny random pair on the CPU: three processes, both transports."""
+
+import argparse
+
+import pytest
+
+from bench.gpu.system import run
+from bench.harness.report import Report
+
+
+@pytest.fixture
+def report(monkeypatch):
+    monkeypatch.setattr(Report, "save", lambda report, _: report.notes.append("a timeline was drawn"))
+    return Report("gpu-system", "")
+
+
+def test_all_cells_are_measured(report):
+    for _ in run.measure(run.TINY_SELECTION, report, tiny=True):
+        pass
+    rows = {(row["transport"], row["asked"]): row for row in report.rows}
+    assert set(rows) == {(transport, asked) for transport in ("grpc", "socket") for asked in ("plain", 3.0)}
+    assert "a timeline was drawn" in report.notes
+    for (_, asked), row in rows.items():
+        assert row["same text"] == "2/2"
+        assert row["per TB/s"] > 0
+        assert row["target device"] > 0
+        assert row["step ms"] == pytest.approx(row["target device"] + row["target idle"], abs=0.01)
+        if asked == "plain":
+            assert (row["accept length"], row["draft tokens"]) == (1.0, 0.0)
+        else:
+            assert 1.5 < row["accept length"] < 4.5
+            assert row["draft tokens"] > 0
+            assert row["draft device"] > 0
+            assert row["wire"] > 0
+
+
+def test_half_a_pair_is_refused(capsys):
+    parser = argparse.ArgumentParser()
+    run.add_flags(parser)
+    args = parser.parse_args(["--model-path", "somewhere"])
+    args.tiny = False
+    with pytest.raises(SystemExit):
+        run.selection_of(args, parser)
+    assert "needs both" in capsys.readouterr().err
+
+
+def test_cells_beyond_the_memory_become_notes(report, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "gpu_memory", lambda: 80 << 30)
+    monkeypatch.setattr(run.CheckpointSizes, "weights", lambda *_: 16 << 30)
+    monkeypatch.setattr(run.CheckpointSizes, "token_bytes", lambda *_: 131072)
+    system = run.System(tmp_path, run.Selection(), report, 1e12, on_cuda=True)
+    fitting = system._fitting(tmp_path)
+    assert (8192, 16) in fitting
+    assert (8192, 64) not in fitting
+    assert report.notes == ["64 sessions of 8192 tokens do not fit into the device's memory."]
