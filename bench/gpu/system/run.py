@@ -105,7 +105,9 @@ def selection_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> S
         chosen["tree"] = tuple(args.tree)
     if args.tiny:
         return replace(TINY_SELECTION, **chosen)
-    lists = {name: tuple(getattr(args, name)) for name in ("transports", "contexts", "sessions", "accept_lengths")}
+    lists: dict[str, Any] = {
+        name: tuple(getattr(args, name)) for name in ("transports", "contexts", "sessions", "accept_lengths")
+    }
     return Selection(**lists, new_tokens=args.new_tokens, rounds=args.rounds, **chosen)
 
 

@@ -44,7 +44,7 @@ def test_expected_speedup_uses_the_context_of_the_point(monkeypatch):
 
     for name, replacement in (("gateway", gateway), ("generate", generate), ("write_texts", lambda *_: None)):
         monkeypatch.setattr(run, name, replacement)
-    monkeypatch.setattr(run, "prompts", lambda _, context, count: [[0] * context] * count)
+    monkeypatch.setattr(run, "token_prompts", lambda _, context, count: [[0] * context] * count)
     args = argparse.Namespace(new_tokens=4, rounds=1)
     costs = {100: lambda n: 0.01 + 0.001 * n, 4000: lambda n: 0.02 + 0.01 * n}
     draft = Draft(0.8, 0.0, 0.0, 4)
