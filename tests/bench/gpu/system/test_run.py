@@ -1,6 +1,7 @@
-"""The measurement of the whole system, with a tiny random pair on the CPU: three processes, both transports."""
+"""The measurement of the whole system, with a tiny random pair on the CPU: three processes."""
 
 import argparse
+from dataclasses import replace
 
 import pytest
 
@@ -15,12 +16,12 @@ def report(monkeypatch):
 
 
 def test_all_cells_are_measured(report):
-    for _ in run.measure(run.TINY_SELECTION, report, tiny=True):
+    for _ in run.measure(replace(run.TINY_SELECTION, transports=("grpc",)), report, tiny=True):
         pass
-    rows = {(row["transport"], row["asked"]): row for row in report.rows}
-    assert set(rows) == {(transport, asked) for transport in ("grpc", "socket") for asked in ("plain", 3.0)}
+    rows = {row["asked"]: row for row in report.rows}
+    assert set(rows) == {"plain", 3.0}
     assert "a timeline was drawn" in report.notes
-    for (_, asked), row in rows.items():
+    for asked, row in rows.items():
         assert row["same text"] == "2/2"
         assert row["per TB/s"] > 0
         assert row["target device"] > 0
