@@ -81,12 +81,6 @@ class SourceChooser:
         for source in self._sources:
             source.closed(session_id)
 
-    def rival(self, demand: Demand) -> ModelSource | None:
-        """The model source, if it is predicted to pay in a step: what proposals must exceed."""
-        source = self.source
-        pays = source is not None and source.speedup(demand.sessions, demand.kv_tokens) > source.min_speedup
-        return source if pays else None
-
     def choose(self, works: Sequence[SessionWork], listen: MessageWatch, loop_seconds: float) -> Choice:
         """Draft for those sessions of a step that only decode and have no draft tokens yet.
 

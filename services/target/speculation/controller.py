@@ -148,7 +148,7 @@ class Speculation:
         else:
             own = self._own if drafts and not self.service_only else None
             if drafts and not self.drafting_paused:
-                rival = own.rival(demand) if own is not None else None
+                rival = own.source if own is not None else None
                 works = _with_drafts(works, self.service.draft(replace(demand, rival=rival), listen))
             if own is not None:
                 plan = self._mixed(works, listen, own)

@@ -44,7 +44,7 @@ class Demand:
     sessions:  that sample in the step
     tokens:    of the step without draft tokens, prompts included
     kv_tokens: cached tokens of all its sessions
-    rival:     the model source that drafts for these sessions otherwise, if it pays
+    rival:     the model source that drafts for these sessions otherwise, where it pays
     """
 
     works: Sequence[SessionWork]
@@ -117,14 +117,14 @@ class ModelSource(DraftSource):
 
         Texts change, and what is not used is not measured.
         """
-        pays = self.speedup(sessions, kv_tokens) > self.min_speedup
+        pays = self.exceeds_plain(sessions, kv_tokens)
         self._unused = 0 if pays or self._unused >= _PROBE_INTERVAL else self._unused + 1
         return not self._unused
 
-    def speedup(self, sessions: int, kv_tokens: int) -> float:
-        """Expected speedup over plain decoding, as of `throughput`."""
+    def exceeds_plain(self, sessions: int, kv_tokens: int) -> bool:
+        """True if steps are predicted to be faster with it than plain ones. kv_tokens: as of `throughput`."""
         plain = self._planner.budget.plain_throughput(sessions, kv_tokens)
-        return self.throughput(sessions, kv_tokens) / plain
+        return self.throughput(sessions, kv_tokens) > self.min_speedup * plain
 
     @abstractmethod
     def throughput(self, sessions: int, kv_tokens: int) -> float:

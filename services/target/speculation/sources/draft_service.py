@@ -96,7 +96,7 @@ class DraftService(DraftSource):
         Of a draft that is not, a token remains that is due to be tried.
         """
         rivalled = [i for i, e in enumerate(entries) if len(drafts[i]) and rival.kind in e.session.draft_sources]
-        if not rivalled:
+        if not rivalled or not rival.exceeds_plain(demand.sessions, demand.kv_tokens):
             return drafts
         calibrations = {i: self.calibrations[entries[i].session.id] for i in rivalled}
         some, ratios = [drafts[i] for i in rivalled], [calibrations[i].ratio for i in rivalled]
