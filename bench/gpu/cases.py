@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bench.gpu.dimensions import Dimensions
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.messages import OpenSession
@@ -22,18 +23,12 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True)
-class Size:
+class Size(Dimensions):
     """Dimensions of the model and the measured cells.
 
     cells: sessions, and tokens of context of each; compiled: cells that are also measured with compiled layers
     """
 
-    hidden: int = 4096
-    inner: int = 14336
-    layers: int = 32
-    heads: int = 32
-    kv_heads: int = 8
-    vocab: int = 128256
     cells: tuple[tuple[int, int], ...] = (
         (1, 1024), (1, 8192), (1, 32768), (4, 1024), (4, 8192), (16, 1024), (16, 8192), (16, 32768), (64, 1024),
         (64, 8192),

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from bench.gpu.dimensions import Dimensions
 from bench.gpu.system.continuation import Continuation
 
 _DEVIATION = 0.02  # of random matrices
@@ -34,18 +35,12 @@ FIRST_TEXT_TOKEN = 300  # lower ids are bytes and special tokens
 
 
 @dataclass(frozen=True)
-class ModelSizes:
+class ModelSizes(Dimensions):
     """Dimensions of target and head: those of Llama-3.1-8B and its published EAGLE-3 head.
 
     own_vocab: entries of the head's own vocabulary. context: longest session
     """
 
-    hidden: int = 4096
-    inner: int = 14336
-    layers: int = 32
-    heads: int = 32
-    kv_heads: int = 8
-    vocab: int = 128256
     own_vocab: int = 32000
     context: int = 32768
     dtype: str = "bfloat16"
