@@ -23,7 +23,7 @@ from outrider.config.callers import ANY
 Headers = Sequence[tuple[bytes, bytes]]
 
 _READS = ("GET", "HEAD")
-# Names below these are of this machine or of a cluster; nobody can register a domain there.
+# Names below these are of this machine or of a cluster; no domain can be registered there.
 _PRIVATE_DOMAINS = (".localhost", ".internal", ".svc", ".cluster.local")
 _TENSORS = "/update_weights_from_tensor"
 _BINARY = "application/octet-stream"

@@ -75,7 +75,7 @@ class Generation:
     """A running generation. Its owner must call `close`, which frees the session at any point.
 
     on_close: called once by `close`. retry_after: seconds after which to retry if no target had room
-    shared: log-probabilities of the prompt, which this generation asked for or another one; None once they are told
+    shared: log-probabilities of the prompt, which this generation asked for or another one; None once they are sent
     """
 
     def __init__(self, sessions: SessionTable, metrics: Metrics, session: Session, text: AnswerText) -> None:

@@ -29,7 +29,7 @@ class Availability:
     reason: str = ""
 
 
-# A replica in these states is used only once somebody has acted: restarted it, or sent weights.
+# A replica in these states is used only after it was restarted, or was sent weights.
 UNUSABLE = (ReplicaState.REFUSED, ReplicaState.AWAITING_WEIGHTS)
 READY = Availability(ReplicaState.READY)
 

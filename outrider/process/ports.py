@@ -81,7 +81,7 @@ def take_private_socket(path: str, flag: str) -> socket.socket:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         taken.bind(path)
-        os.chmod(path, 0o600)  # before it listens, so that nobody else has connected
+        os.chmod(path, 0o600)  # before it listens, so that no other user has connected
         taken.listen(_BACKLOG)
     except OSError as error:
         taken.close()

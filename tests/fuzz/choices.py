@@ -52,7 +52,7 @@ class Choices:
         return options[self.below(len(options))]
 
     def take(self, count: int) -> bytes:
-        """Up to so many bytes as they are."""
+        """Up to a number of bytes, unchanged."""
         self._place += (taken := len(part := self._data[self._place : self._place + count]))
         assert taken <= count
         return part

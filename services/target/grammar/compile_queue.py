@@ -2,7 +2,7 @@
 
 The namespaces of sessions take turns, so that a caller with a thousand grammars delays the others by one of them; it
 may occupy one thread, and a bounded number of its grammars wait. A grammar that no session waits for is not compiled,
-or no longer. Sessions without a namespace cannot be told apart, and share one.
+or no longer. Sessions without a namespace cannot be distinguished, and share one.
 """
 
 from __future__ import annotations
