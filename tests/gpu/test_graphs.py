@@ -1,5 +1,8 @@
 """Captured steps against eager ones at every size, and torch.compile, on a GPU. Run by `make gpu`."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
@@ -9,7 +12,7 @@ from services.target.kernels.kv_cache import KVCache
 from services.target.model.cuda.compiled import compiled
 from services.target.model.cuda.graphs import CudaCapturer, GraphRunner
 from services.target.model.modules import ModuleRunner
-from services.target.step.batch import build
+from services.target.step.batch import Capture, build
 from tests.support.target.graphs import SHAPES, SIZES, modules
 from tests.support.target.works import decoding
 from tests.support.tiny import write_model
@@ -54,6 +57,15 @@ def check(inner, runner, rows, cache):
         assert not mine[NULL_PAGE].any()
 
 
+def check_states(inner, runner, rows, wanted, cache):
+    works = decoding(rows)
+    capture = Capture((0, 2), True, np.array(wanted))
+    batch = replace(build(works, CUDA), capture=capture)
+    expected = inner.forward(batch, cache_like(works, cache)).features.clone()
+    found = runner.forward(batch, cache_like(works, cache)).features
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
 def large_cache():
     return KVCache(SHAPES, 400, 4, torch.float32, CUDA)
 
@@ -65,6 +77,24 @@ def test_captured_steps_are_eager_ones_at_every_size(inner):
     assert {key.size for key in runner._steps} == set(SIZES)
     for rows in [*sorted({size + d for size in SIZES for d in (-1, 0, 1)} - {0}), 3, 16, 1]:
         check(inner, runner, rows, cache)
+
+
+@torch.inference_mode()
+def test_hidden_states_of_captured_steps_are_those_of_eager_ones(inner):
+    """Of plain and of compiled modules, captured behind plain steps, beside which they share memory."""
+    cache = large_cache()
+    for modules_or_compiled in (inner, compiled(inner, 8)):
+        runner = GraphRunner(modules_or_compiled, [4, 8], CudaCapturer())
+        runner.capture(cache, CUDA)
+        runner.expect(Capture((0, 2), True, None))
+        assert runner.due
+        while runner.due:
+            runner.capture_next()
+        assert {key.size for key in runner._steps if key.final} == {4, 8}
+        for rows in (1, 4, 7, 8):
+            check_states(inner, runner, rows, range(rows), cache)
+            check_states(inner, runner, rows, range(0, rows, 2), cache)
+            check(inner, runner, rows, cache)
 
 
 def test_new_weights_reach_captured_steps(inner):

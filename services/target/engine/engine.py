@@ -23,6 +23,7 @@ from dataclasses import replace
 from outrider.config import TargetConfig
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
+from outrider.serving.features import FeatureSpec
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, StepOutput
 from outrider.serving.scheduler import Scheduler
@@ -36,8 +37,10 @@ from services.target.engine.limits import open_modes, scheduling, thresholds
 from services.target.engine.memory import plan_memory
 from services.target.engine.sessions import OpenSessions
 from services.target.engine.settlement import Settlement
+from services.target.engine.step_captures import StepCaptures
 from services.target.engine.step_log import StepLog
 from services.target.features.features import Features
+from services.target.features.fusion import Fusion
 from services.target.model.base import Model
 from services.target.sampling.session import TargetSession
 from services.target.sampling.step_sampler import StepSampler
@@ -79,6 +82,7 @@ class TargetEngine(Engine):
         )
         parts = self.features, self.sessions, self.speculation
         self._settlement = Settlement(model, self.cache, *parts, self.close)
+        self._captures = StepCaptures(model.runner)
         self.overlap = model.device.type == "cuda" and config.tp_size == 1 and not config.disable_overlap_schedule
         self._in_flight: InFlightStep | None = None
         self._pending = StepOutput()  # of sessions that were ended, or of a step that was collected, between two steps
@@ -115,6 +119,12 @@ class TargetEngine(Engine):
         assert not commits, "commits come from the target"
         for proposal in proposals:
             self.speculation.receive(proposal)
+
+    def configure_features(self, spec_id: int, spec: FeatureSpec, content: bytes) -> Fusion:
+        """As `Features.configure`; steps that return these features are captured as soon as there is time."""
+        fusion = self.features.configure(spec_id, spec, content)
+        self._captures.expect(fusion)
+        return fusion
 
     def draft_tree(self, session_id: int) -> SpeculationTree:
         """The draft tree of an open session."""
@@ -158,7 +168,9 @@ class TargetEngine(Engine):
     @property
     def idle(self) -> bool:
         """True if there is nothing to do, or nothing may be done."""
-        return not (self._pending.has_output or self._in_flight) and (self.scheduler.held or not self.sessions.by_id)
+        if self._pending.has_output or self._in_flight:
+            return False
+        return self.scheduler.held or not (self.sessions.by_id or self._captures.pending)
 
     @property
     def in_flight(self) -> bool:
@@ -180,6 +192,11 @@ class TargetEngine(Engine):
         if self._pending.has_output:
             pending, self._pending = self._pending, StepOutput()
             return replace(pending, load=replace(self.load(), weight_version=pending.load.weight_version), urgent=True)
+        if self._in_flight is None and (self._captures.ready or (self._captures.pending and not self.sessions.by_id)):
+            self._captures.proceed()
+            self._collected = time.perf_counter()  # the time is not that of a step
+        if not self.sessions.by_id and self._in_flight is None:
+            return StepOutput(load=self.load())
         present = self.scheduler.running + self.scheduler.waiting
         self.speculation.begin(min(present, self.scheduler.limits.max_running))
         output = StepOutput(failures=self.sessions.begin())
@@ -253,7 +270,7 @@ class TargetEngine(Engine):
     def _launch_behind(self, step: InFlightStep) -> InFlightStep | None:
         """Launch the next step before this one is read, unless the next one needs what this one samples."""
         entries = self.sessions.by_id.values()
-        if not step.plain or self.features.captures or not all(map(self._foreseeable, entries)):
+        if not step.plain or self.features.captures or self._captures.ready or not all(map(self._foreseeable, entries)):
             return None
         room = self.speculation.planner.room
         sampled = [session for session in step.sampling(self.sessions.by_id) if room(session) > 1]

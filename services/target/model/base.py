@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from services.target.kernels.kv_cache import KVCache
 from services.target.kernels.pools import LayerShape, token_bytes
 from services.target.model.eagle_head import EagleHead
-from services.target.step.batch import Batch
+from services.target.step.batch import Batch, Capture
 from services.target.step.programs import LoopIteration
 
 
@@ -51,6 +51,24 @@ class Runner(Protocol):
         tensors: of any float dtype, on the host. Updates tied weights and packed copies, too. Addresses of plain
         parameters do not change, so that captured programs read the new values.
         """
+        ...
+
+
+@runtime_checkable
+class CapturesSteps(Protocol):
+    """A `Runner` that captures steps once, and replays them. Plain steps are captured before it serves."""
+
+    def expect(self, capture: Capture) -> None:
+        """Steps that return such hidden states will come, of any rows: they are due. Nothing changes if they were."""
+        ...
+
+    @property
+    def due(self) -> int:
+        """Number of steps to capture. Until then they run uncaptured."""
+        ...
+
+    def capture_next(self) -> None:
+        """Capture one of them, which takes longer than many steps. No step may be in flight."""
         ...
 
 

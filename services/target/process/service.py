@@ -174,7 +174,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             if spec is None:
                 raise InvalidRequest("the first message must have the specification", param="spec")
             wanted, name, content = feature_spec_from_pb(spec), spec.spec_id, bytes(fusion)
-            made = await asyncio.wrap_future(self._loop.call(lambda: engine.features.configure(name, wanted, content)))
+            made = await asyncio.wrap_future(self._loop.call(lambda: engine.configure_features(name, wanted, content)))
             return target_pb2.ConfigureFeaturesResponse(layers=made.layers, width=made.width, row_bytes=made.row_bytes)
         raise AssertionError("an aborted call does not go on")
 

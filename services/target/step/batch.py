@@ -100,7 +100,7 @@ class DeferredRoots:
 
     def put(self, ids: Tensor) -> None:
         """Write the roots into the ids of a batch, [T] int64, in place."""
-        runs = _run(self.rows), _run(self.sources)
+        runs = consecutive(self.rows), consecutive(self.sources)
         if runs[0] and runs[1]:  # in most steps: no indices must be uploaded
             ids[runs[0]] = self.tokens[runs[1]].clamp(min=0)
             return
@@ -108,8 +108,8 @@ class DeferredRoots:
         ids.index_copy_(0, rows, self.tokens.index_select(0, sources).clamp(min=0))
 
 
-def _run(numbers: NDArray[np.int64]) -> slice | None:
-    """Consecutive numbers as a slice; None for others."""
+def consecutive(numbers: NDArray[np.int64]) -> slice | None:
+    """Consecutive numbers, at least one, as a slice; None for others."""
     first, count = int(numbers[0]), len(numbers)
     return slice(first, first + count) if (numbers == np.arange(first, first + count)).all() else None
 

@@ -11,7 +11,7 @@ F32 = FeatureFormat.FLOAT32
 
 
 def configured(engine, spec, fusion=b""):
-    engine.features.configure(spec.id(fusion), spec, fusion)
+    engine.configure_features(spec.id(fusion), spec, fusion)
     return spec.id(fusion)
 
 

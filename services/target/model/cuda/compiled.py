@@ -42,7 +42,9 @@ class CompiledRunner(ModuleRunner):
             torch._dynamo.config.accumulated_recompile_limit, _PROGRAMS
         )
         for layer in lists[0]:
-            layer.compile(dynamic=False)
+            # Only the function, not the call of the module: hooks that take hidden states stay outside of the program,
+            # which is then the same for steps with and without them.
+            layer.forward = torch.compile(layer.forward, dynamic=False)
 
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
         """As `Runner.forward`."""
@@ -51,7 +53,7 @@ class CompiledRunner(ModuleRunner):
 
     def run(self, batch: Batch, cache: KVCache, planner: Planner) -> Outputs:
         """As `ModuleRunner.run`; compiled for each number of rows that it is called with."""
-        if batch.capture is None and len(batch) <= self._most_rows:
+        if len(batch) <= self._most_rows:
             return super().run(batch, cache, planner)
         with torch.compiler.set_stance("force_eager"):
             return super().run(batch, cache, planner)

@@ -3,6 +3,10 @@
 A step is padded to the next captured size with rows that belong to no session: they write NULL_PAGE, see no session's
 keys, and their results are not read. Padding does not depend on the device: captured or called directly, a step has the
 same inputs at the same addresses, so it is tested without a GPU at every size.
+
+Plain steps are captured during the warm-up. Steps that return hidden states are captured once it is known which states
+a draft wants (`expect`): one at a time (`capture_next`), when the engine has time for it. Until then they run directly,
+because a capture takes longer than many steps.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from services.target.kernels.grouped import GroupedAttention
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Outputs, Runner
 from services.target.model.modules import ModuleRunner
-from services.target.step.batch import Batch, Capture, TokenArrays, pad
+from services.target.step.batch import Batch, Capture, TokenArrays, consecutive, pad
 from services.target.step.layout import SHORT, Extent, Layout
 from services.target.step.upload import DeviceArrays, upload
 
@@ -36,6 +40,8 @@ if TYPE_CHECKING:  # Triton may be missing
 log = logging.getLogger(__name__)
 
 _MOST_PAGES = 1 << 18
+_NO_STATES: tuple[tuple[int, ...], bool] = ((), False)  # of plain steps
+_MOST_STATES = 2  # kinds of hidden states whose steps are kept; one draft needs one
 
 Replay = Callable[[], Outputs]
 # Captures the device work of a function; the result replays it.
@@ -101,7 +107,7 @@ class _Step:
         if batch.capture is not None:
             assert features is not None, "captured steps return what a batch captures"
             if batch.capture.rows is not None:
-                features = features.index_select(0, upload([batch.capture.rows], features.device)[0])
+                features = _copied(features, batch.capture.rows)
         return Outputs(outputs.logits[: len(batch.rows.sampled)], features)
 
     def _fill(self, batch: Batch) -> bool:
@@ -144,13 +150,33 @@ class _Step:
         return StaticAttention(self.size, pages, kinds, batch.device, ordered=ordered, extent=self._extent)
 
 
+def _copied(features: Tensor, rows: NDArray[np.int64]) -> Tensor:
+    """A copy of some rows, because the next replay overwrites them, and features may be fused later."""
+    if (run := consecutive(rows)) is not None:  # as in most steps: no indices must be uploaded
+        return features[run].clone()
+    return features.index_select(0, upload([rows], features.device)[0])
+
+
 class _Key(NamedTuple):
-    """The properties that distinguish captured steps. extent: of their batches, to which attention is fitted."""
+    """The properties that distinguish captured steps. extent: of their batches, to which attention is fitted.
+
+    layers, final: of the hidden states that they return, as of Capture
+    """
 
     size: int
     layers: tuple[int, ...]
     final: bool
     extent: Extent
+
+    @property
+    def states(self) -> tuple[tuple[int, ...], bool]:
+        """The hidden states that they return: layers, and final."""
+        return self.layers, self.final
+
+    @property
+    def capture(self) -> Capture | None:
+        """The states of all rows; None for plain steps."""
+        return None if self.states == _NO_STATES else Capture(self.layers, self.final, None)
 
 
 class GraphRunner:
@@ -163,30 +189,83 @@ class GraphRunner:
         self._capturer = capturer
         self._padding = padding
         self._steps: dict[_Key, _Step] = {}
+        self._due: dict[_Key, None] = {}  # steps to capture, the next one first
+        self._expected: list[tuple[tuple[int, ...], bool]] = []  # hidden states, layers and final, of captured steps
         self._works = True
         self._cache: KVCache | None = None
+        self._device = torch.device("cpu")
 
-    @torch.inference_mode()
     def capture(self, cache: KVCache, device: torch.device) -> None:
-        """Capture every size over a cache, the largest first, so that the others fit into its memory."""
-        self._cache = cache
-        for size in reversed(self._sizes):
-            for extent in self._extents(size):
-                if self._works:
-                    self._step(size, None, cache, device, extent=extent)
+        """Capture plain steps of every size over a cache, the largest first, so that the others fit into its memory."""
+        self._cache, self._device = cache, device
+        self._due = dict.fromkeys(self._keys(*_NO_STATES)) | self._due
+        while self.due and next(iter(self._due)).states == _NO_STATES:
+            self.capture_next()
         if self._works:
             log.info("captured steps of %s rows", ", ".join(map(str, self._sizes)))
+
+    def expect(self, capture: Capture) -> None:
+        """As `CapturesSteps.expect`. States that were expected long ago give way to new ones, as their draft did."""
+        states = capture.layers, capture.final
+        if states in self._expected:
+            return
+        self._expected.append(states)
+        for old in self._expected[:-_MOST_STATES]:
+            self._expected.remove(old)
+            self._due = {key: None for key in self._due if key.states != old}
+            self._steps = {key: step for key, step in self._steps.items() if key.states != old}
+        self._due |= dict.fromkeys(self._keys(*states))
+
+    @property
+    def due(self) -> int:
+        """As `CapturesSteps.due`."""
+        return len(self._due) if self._works and self._cache is not None else 0
+
+    @torch.inference_mode()
+    def capture_next(self) -> None:
+        """As `CapturesSteps.capture_next`."""
+        assert self._cache is not None, "steps are due once there is a cache"
+        key = next(iter(self._due))
+        del self._due[key]
+        nothing = np.zeros(0, np.int64)
+        layout = Layout.of([], [], [], nothing.astype(np.int32), nothing.astype(np.int32), self._cache.page_size)
+        rows = TokenArrays(nothing, nothing, nothing)
+        batch = pad(Batch(layout, rows, self._device, sample_count=0, capture=key.capture), key.size)
+        try:
+            self._steps[key] = _Step(self._runner, batch, self._cache, self._capturer, extent=key.extent)
+        except RuntimeError as error:  # some operation of the model cannot be captured
+            self._give_up(key, str(error).splitlines()[0])
+        if key.states != _NO_STATES and not self._due:
+            log.info("captured steps with hidden states, of %s rows", ", ".join(map(str, self._sizes)))
+
+    def _give_up(self, key: _Key, reason: str) -> None:
+        """Further steps with these states are not captured; where plain steps cannot be, none is."""
+        if key.states == _NO_STATES:
+            self._works = False
+            self._steps.clear()
+            log.warning("steps are not captured as CUDA graphs: %s", reason)
+        else:
+            self._due = {other: None for other in self._due if other.states != key.states}
+            log.warning("some steps with hidden states are not captured as CUDA graphs: %s", reason)
 
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
         """As `Runner.forward`. Logits and features last until the next call."""
         size = self.size_for(max(len(batch), len(batch.rows.sampled)))
         if size is not None and self._works and cache is self._cache:
-            extent = batch.layout.extent if self._knows_extents else Extent.LONG
-            step = self._step(size, batch.capture, cache, batch.device, extent=extent)
+            step = self._step(size, batch)
             outputs = step.forward(batch) if step else None
             if outputs is not None:
                 return outputs
         return self._runner.forward(batch, cache)
+
+    def _step(self, size: int, batch: Batch) -> _Step | None:
+        """The captured step for a batch. If it is not captured yet, it is the next one to be."""
+        extent = batch.layout.extent if self._knows_extents else Extent.LONG
+        capture = batch.capture
+        key = _Key(size, *((capture.layers, capture.final) if capture else _NO_STATES), extent)
+        if key in self._due:
+            self._due = {key: None} | self._due
+        return self._steps.get(key)
 
     def size_for(self, rows: int) -> int | None:
         """The size of the step for a number of rows; None if there is none."""
@@ -213,24 +292,9 @@ class GraphRunner:
             return [Extent.LONG]
         return [extent for extent, rows in ((Extent.LONG, SHORT), (Extent.SHORT, 1), (Extent.PLAIN, 0)) if size > rows]
 
-    def _step(
-        self, size: int, capture: Capture | None, cache: KVCache, device: torch.device, *, extent: Extent
-    ) -> _Step | None:
-        key = _Key(size, *((capture.layers, capture.final) if capture else ((), False)), extent)
-        if key not in self._steps:
-            every = replace(capture, rows=None) if capture else None
-            nothing = np.zeros(0, np.int64)
-            layout = Layout.of([], [], [], nothing.astype(np.int32), nothing.astype(np.int32), cache.page_size)
-            rows = TokenArrays(nothing, nothing, nothing)
-            batch = pad(Batch(layout, rows, device, sample_count=0, capture=every), size)
-            try:
-                self._steps[key] = _Step(self._runner, batch, cache, self._capturer, extent=extent)
-            except RuntimeError as error:  # some operation of the model cannot be captured
-                self._works = False
-                self._steps.clear()
-                log.warning("steps are not captured as CUDA graphs: %s", str(error).splitlines()[0])
-                return None
-        return self._steps[key]
+    def _keys(self, layers: tuple[int, ...], final: bool) -> list[_Key]:
+        """The steps that return some states, the largest first."""
+        return [_Key(size, layers, final, extent) for size in reversed(self._sizes) for extent in self._extents(size)]
 
 
 def wrap(runner: ModuleRunner, config: TargetConfig, device: torch.device) -> Runner:

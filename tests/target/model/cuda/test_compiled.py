@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch._inductor.config
@@ -10,10 +11,12 @@ from torch._dynamo.utils import counters
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
+from outrider.serving.features import FeatureSpec
 from services.target.model.cuda.compiled import CompiledRunner, compiled
 from services.target.model.cuda.graphs import GraphRunner, direct
 from services.target.model.loading.load import load
 from tests.support.target.driving import engine_of, opening, run
+from tests.support.target.features import F32, Reader, configured
 from tests.support.target.graphs import modules
 from tests.support.tiny import write_model
 
@@ -23,12 +26,12 @@ pytestmark = [
 ]
 
 
-def test_compiled_steps_give_the_same_text(tmp_path, monkeypatch):
+def test_compiled_steps_give_the_same_text_and_states(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     folder = write_model(tmp_path / "model")
     requests = [opening(i, [5 + i, 6, 7, 5 + i, 6], max_tokens=8) for i in range(2)]
     plain = load(folder, TargetConfig(device="cpu", dtype="float32"))
-    expected = run(engine_of(plain), requests).new
+    expected, states = run(engine_of(plain), requests).new, sent(engine_of(plain), requests)
     torch._dynamo.reset()
     counters.clear()
     runner = GraphRunner(compiled(modules(folder), 2), [2, 5], direct)
@@ -37,8 +40,24 @@ def test_compiled_steps_give_the_same_text(tmp_path, monkeypatch):
     with torch._inductor.config.patch({"cpp.vec_isa_ok": True, "compile_threads": 1}):
         runner.capture(engine.cache, engine.model.device)
         assert run(engine, requests).new == expected
-    assert counters["stats"]["unique_graphs"] == 1  # for the size that is to be compiled, and for both layers
+        found = sent(engine, requests)
+    assert {key.size for key in runner._steps if key.final} == {2, 5}
+    for one, other in zip(found, states, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+    assert counters["stats"]["unique_graphs"] == 1  # for the size that is to be compiled, both layers, and any states
     assert not counters["graph_break"]
+
+
+def sent(engine, requests):
+    """The hidden states that sessions are sent."""
+    spec = configured(engine, FeatureSpec((0, 2), final=True, format=F32))
+    reader = Reader(engine)
+    while not engine.idle:
+        reader.step()  # captures
+    for request in requests:
+        reader.open(replace(request, feature_spec=spec))
+    reader.run()
+    return [reader.states(request.session_id) for request in requests]
 
 
 def test_flags_compile_steps_of_some_sizes(tmp_path):

@@ -94,15 +94,25 @@ def test_steps_may_have_more_rows_than_the_cache_has_room_for(tmp_path, page_siz
     assert run(engine, requests).new == expected
 
 
-def test_hidden_states_come_from_captured_steps_too(inner):
+@pytest.mark.parametrize("rows", [[5, 0, 3], [2, 3, 4]])
+def test_hidden_states_come_from_captured_steps_too(inner, rows):
+    """From others until these are captured. They last, because they may be fused later."""
     works = decoding(6)
-    capture = Capture((0, 1), True, np.array([5, 0, 3]))
+    capture = Capture((0, 1), True, np.array(rows))
     batch = replace(build(works, CPU), capture=capture)
     expected = outcome(inner, batch, history(works))[1]
     cache = history(works)
     runner = GraphRunner(inner, SIZES, direct)
     runner.capture(cache, CPU)
     torch.testing.assert_close(outcome(runner, batch, cache)[1], expected, atol=1e-5, rtol=1e-4)
+    runner.expect(capture)
+    assert runner.due == len(SIZES)
+    while runner.due:
+        runner.capture_next()
+    found = outcome(runner, batch, cache)[1]
+    assert {key.size for key in runner._steps if key.final} == set(SIZES)
+    outcome(runner, replace(build(decoding(4), CPU), capture=replace(capture, rows=np.array([0]))), cache)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_steps_that_cannot_be_captured_run_directly(inner, caplog):
