@@ -78,6 +78,7 @@ gpu: install  ## tests that need a GPU, then the benchmark of it
 	$(BIN)/python -m bench gpu || status=1; \
 	if $(BIN)/python -c 'import jax; jax.devices("gpu")' 2>/dev/null; then \
 		$(BIN)/python -m bench draft --kinds plain/bfloat16 auto/bfloat16 --name draft-steps-gpu || status=1; \
+		$(BIN)/python -m bench trees --models 'head of Llama-8B' --name draft-trees-gpu || status=1; \
 		$(BIN)/python -m bench draft-kernels || status=1; \
 	else echo "JAX has no GPU here; with jax[cuda12] installed, the draft is tested and measured, too."; fi; \
 	exit $$status

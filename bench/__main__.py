@@ -30,7 +30,7 @@ BENCHMARKS = {
     "self-speculation": ("bench.services.self_speculation", "self-speculation of the target against plain decoding"),
     "kernels": ("bench.services.target_kernels", "matrix products and attention of the target on a CPU"),
     "draft": ("bench.services.draft", "expansion steps of the draft service against their floor"),
-    "trees": ("bench.services.draft_trees", "explicit draft trees: one fused program against one program per level"),
+    "trees": ("bench.services.draft_trees", "draft trees: several levels in one program against one program per level"),
     "draft-kernels": ("bench.services.draft_kernels", "attention of the draft service on an accelerator"),
     "quality": ("bench.services.quality", "loss of quality by quantized weights and KV caches"),
     "deterministic": ("bench.services.deterministic", "cost of --deterministic"),

@@ -66,6 +66,11 @@ class PageTable:
         self._allocator.release(self.pages.tolist())
         self._count = 0
 
+    def slot(self, position: int) -> int:
+        """Slot of a position."""
+        page, offset = divmod(position, self._allocator.page_size)
+        return int(self._pages[page]) * self._allocator.page_size + offset
+
     def slots(self, start: int, stop: int) -> NDArray[np.int64]:
         """Slots of the positions start .. stop - 1. [stop - start] int64."""
         positions = np.arange(start, stop)

@@ -58,7 +58,8 @@ class SpeculationTree:
     """Nodes below the root, as parallel lists; index i is a node, ROOT is the last committed token.
 
     token, parent: ints; hash: 64-bit path hash; log_score: of the edge, at most 0; path_score: sum of log_scores from
-    the root; depth: 1 for the root's children. Parents precede their children.
+    the root; depth: 1 for the root's children. Parents precede their children. rescored: number of times that scores of
+    present nodes have risen
     """
 
     def __init__(self, committed: NDArray[np.integer], capacity: int = 256) -> None:
@@ -67,6 +68,7 @@ class SpeculationTree:
         self._hashes = np.empty(max(64, 2 * len(committed)) + 1, dtype=np.uint64)
         self._hashes[: len(committed) + 1] = path_hashes(committed)
         self.length = len(committed)
+        self.rescored = 0
         self.clear()
 
     def clear(self) -> None:
@@ -152,6 +154,7 @@ class SpeculationTree:
     def _rescore(self, node: int, log_score: float) -> None:
         gain = log_score - self.log_score[node]
         self.log_score[node] = log_score
+        self.rescored += 1
         pending = [node]
         while pending:
             node = pending.pop()

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from operator import add
 
+import numpy as np
+
 from outrider.errors import InvalidRequest
 from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec
 from outrider.wire.arrays import U8, U32, U64, numbers_of, pack, split, unpack
@@ -41,7 +43,7 @@ def features_to_pb(blocks: Sequence[FeatureBlock]) -> common_pb2.FeatureBatch:
         first_positions=pack((b.first for b in blocks), U32),
         row_counts=pack((len(b.rows) for b in blocks), U32),
         block_bytes=pack((b.rows.nbytes for b in blocks), U32),
-        rows=b"".join(b.rows.tobytes() for b in blocks),
+        rows=b"".join(np.ascontiguousarray(b.rows).data for b in blocks),
         spec_ids=pack((b.spec_id for b in blocks), U64),
     )
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from services.draft.drafters.feature import GROWTHS
 from services.draft.formats.decoders import load_params, read_config
 from services.draft.kernels.base import Paging
 from services.draft.kernels.plain import plain_attention
@@ -15,12 +16,15 @@ from services.draft.model.layers.backend import attention, choose
 from services.draft.model.layers.config import Attention
 from services.draft.model.layers.pallas_backend import with_cache_for
 from services.draft.model.layers.rope import Rope
-from services.draft.sessions.batch import StepShape
+from services.draft.sessions.batch import Growth, StepShape
+from tests.support.checkpoints.heads import write_pair
+from tests.support.draft.fed_sessions import FedSession
+from tests.support.draft.helpers import GREEDY, feature_engine, settle, standalone
 from tests.support.draft.helpers import request as opening
-from tests.support.draft.helpers import settle, standalone
 from tests.support.draft.lowering import check_in_place, head_of, step_of
 from tests.support.draft.ragged import Batch, draw
 from tests.support.draft.stepping import PAGE, Stepper
+from tests.support.draft.trees import check_same_tree, tree_of
 from tests.support.tiny import VOCAB, write_model
 
 # What libraries warn of on a GPU is theirs.
@@ -95,6 +99,32 @@ def test_a_model_drafts_the_same_with_either_kernel(backend, tmp_path):
         plain = run(config, Paging(PAGE))
         found = run(with_cache_for(config, backend), Paging(PAGE, backend))
     np.testing.assert_allclose(found, plain, atol=2e-3)
+
+
+@pytest.mark.parametrize("shape", GROWTHS, ids=str)
+def test_several_levels_in_one_program_update_their_pools_in_place(backend, shape):
+    config = with_cache_for(head_of(Attention(256, 32, 8, 128, Rope(1e4))), backend)
+    trace, pool_bytes = step_of(config, Paging(16, backend), shape, jnp.bfloat16)
+    check_in_place(trace.lower().compile(), pool_bytes)
+
+
+def test_adaptive_trees_of_one_program_equal_those_of_rounds(backend, tmp_path):
+    """On accelerators engines grow several levels in one program by themselves."""
+    target, folder, _ = write_pair(tmp_path, "EAGLE3", max_position_embeddings=256)
+    trees = []
+    for fused in (True, False):
+        engine = feature_engine("EAGLE3", folder, target)
+        assert any(isinstance(shape.tree, Growth) for shape in engine.drafter.shapes)
+        engine.drafter.set_expansion_shapes([StepShape(1, 4, 4)])
+        if not fused:
+            engine.drafter.grow_by_levels()
+        session = FedSession(engine, 1, 12, GREEDY)
+        session.feed(0)
+        settle(engine)
+        floor = engine.limits.log_floor + 1e-2
+        trees.append({path: score for path, score in tree_of(engine, 1).items() if score > floor})
+    assert len(trees[1]) > 10
+    check_same_tree(trees[0], trees[1])
 
 
 def test_an_engine_takes_the_kernel_by_itself(backend, tmp_path):

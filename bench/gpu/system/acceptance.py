@@ -60,7 +60,7 @@ class SimulatedAcceptance:
         """An expansion with simulated tokens and claims; its size stays."""
         if not len(expansion.tokens):
             return expansion
-        return self._whole(expansion) if expansion.whole else self._children(expansion)
+        return self._children(expansion) if not (expansion.whole or expansion.places) else self._grown(expansion)
 
     def _children(self, expansion: Expansion) -> Expansion:
         session, node = expansion.session, expansion.node
@@ -73,11 +73,13 @@ class SimulatedAcceptance:
             tokens = [first, *(self._wrong(token, taken | {first}) for token in tokens[1:])]
         return expansion._replace(tokens=tokens, log_scores=self._claims(session, len(tokens)))
 
-    def _whole(self, expansion: Expansion) -> Expansion:
-        """A tree that one program grew, with the same number of nodes: a chain, and candidates beside it."""
+    def _grown(self, expansion: Expansion) -> Expansion:
+        """What one program grew, with the same number of nodes: a chain, and candidates beside it.
+
+        Where nodes keep their rows for further growth, those of the chain do, without its last one.
+        """
         session, tokens = expansion.session, list(expansion.tokens)
-        deepest = session.grower.limits.shape
-        chain = min(len(tokens), deepest.steps if deepest is not None else session.grower.max_depth)
+        chain = self._levels(expansion)
         right, root = True, int(session.tokens[-1])
         for depth in range(chain):
             token = self._text.after(root, depth + 1)
@@ -90,7 +92,20 @@ class SimulatedAcceptance:
             siblings.add(tokens[i])
         parents = [i - 1 for i in range(chain)] + [i % chain - 1 for i in range(chain, len(tokens))]
         first, *others = self._claims(session, len(tokens) - chain + 1)
-        return expansion._replace(tokens=tokens, parents=parents, log_scores=[first] * chain + others)
+        places = sorted(place for place in expansion.places if place >= 0)[: chain - 1]
+        if expansion.places:
+            places += [-1] * (len(tokens) - len(places))
+        return expansion._replace(tokens=tokens, parents=parents, log_scores=[first] * chain + others, places=places)
+
+    def _levels(self, expansion: Expansion) -> int:
+        """Length of the chain: of an explicit tree its steps, of another one as deep as it has grown."""
+        shape = expansion.session.grower.limits.shape
+        if shape is not None:
+            return min(len(expansion.tokens), shape.steps)
+        depths: list[int] = []
+        for parent in expansion.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return max(depths)
 
     def _is_right(self, session: DraftSession, node: int) -> bool:
         """True if a node's path is the target's text."""

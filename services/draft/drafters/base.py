@@ -36,6 +36,7 @@ class Expansion(NamedTuple):
     """N scored nodes below a node. parents: index among them, or -1 for the node itself.
 
     whole: they are all nodes of an explicit tree, to be proposed as they are
+    places: by node, where the drafter keeps the row of one that it has expanded, or -1; empty if it expanded none
     """
 
     session: DraftSession
@@ -44,6 +45,7 @@ class Expansion(NamedTuple):
     parents: Sequence[int]
     log_scores: Sequence[float]
     whole: bool = False
+    places: Sequence[int] = ()
 
 
 class Drafter(ABC):
@@ -99,6 +101,9 @@ class Drafter(ABC):
     @abstractmethod
     def expand(self, requests: Sequence[ExpandRequest]) -> list[Expansion]:
         """Expand the nodes that pay in one round. requests: best first, at least one."""
+
+    def placed(self, session: DraftSession, nodes: Sequence[int | None], places: Sequence[int]) -> None:  # noqa: B027
+        """The nodes of an expansion with places are in the tree. nodes: their indices, None for those left out."""
 
     def flush(self) -> None:  # noqa: B027  (a drafter may keep nothing)
         """Drop what is kept of texts for later sessions. Open sessions go on."""

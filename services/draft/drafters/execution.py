@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outrider.speculation.tree import ROOT
 from services.draft.drafters.base import Expansion
 from services.draft.model.programs.runner import ModelRunner
 from services.draft.sessions.batch import SessionWork, StepShape, build_inputs
-from services.draft.sessions.session import DraftSession
 
 _MIN_EDGE = math.log(2e-3)
 
@@ -39,17 +37,19 @@ class StepExecutor:
         inputs = build_inputs(self.runner.step_buffer(shape), works, moves)
         self.step_tokens = sum(work.feed or len(work.nodes) for work in works)
         if shape.tree is not None:
-            tokens, parents, scores = (part.tolist() for part in self.runner.run_tree(shape, inputs))
-            found = zip(works, tokens, parents, scores, strict=False)
+            tokens, parents, edges, *places = self.runner.run_tree(shape, inputs)
+            likely = np.where(edges > self.min_edge, edges, -math.inf)
+            tokens, parents, scores, *places = (part.tolist() for part in (tokens, parents, likely, *places))
+            found = zip(works, zip(tokens, parents, scores, strict=True), strict=False)
             return [
-                Expansion(work.session, ROOT, own_tokens, own_parents, own_scores, whole=True)
-                for work, own_tokens, own_parents, own_scores in found
+                Expansion(work.session, ROOT, *nodes, whole=not places, places=places[0][row] if places else ())
+                for row, (work, nodes) in enumerate(found)
                 if self._reaches_root(work)
             ]
-        ids, log_scores = self.runner.run(shape, inputs)
+        ids, log_scores = (part.tolist() for part in self.runner.run(shape, inputs))
         expansions: list[Expansion] = []
-        for row, work in enumerate(works):
-            expansions += self._expansions(work, ids[row], log_scores[row])
+        for work, tokens, scores in zip(works, ids, log_scores, strict=False):
+            expansions += self._expansions(work, tokens, scores)
         return expansions
 
     def _due_moves(self, works: list[SessionWork]) -> list[tuple[int, int]]:
@@ -71,16 +71,15 @@ class StepExecutor:
         prefix_kv.publish(work.session.tokens)
         return prefix_kv.settled == work.session.length - prefix_kv.shift
 
-    def _expansions(
-        self, work: SessionWork, ids: NDArray[np.int32], log_scores: NDArray[np.float32]
-    ) -> list[Expansion]:
+    def _expansions(self, work: SessionWork, tokens: list[list[int]], log_scores: list[list[float]]) -> list[Expansion]:
+        """tokens, log_scores: candidates of each row, best first."""
         if work.feed and not self._reaches_root(work):
             return []
-        nodes = (ROOT,) if work.feed else work.nodes
-        found = zip(nodes, ids.tolist(), log_scores.tolist(), strict=False)
-        return [self._expansion(work.session, node, tokens, scores) for node, tokens, scores in found]
-
-    def _expansion(self, session: DraftSession, node: int, tokens: list[int], scores: list[float]) -> Expansion:
-        """tokens, scores: candidates, best first."""
-        count = sum(score > self.min_edge for score in scores)
-        return Expansion(session, node, tokens[:count], [-1] * count, scores[:count])
+        session, least = work.session, self.min_edge
+        expansions: list[Expansion] = []
+        for node, children, scores in zip((ROOT,) if work.feed else work.nodes, tokens, log_scores, strict=False):
+            count = len(scores)
+            while count and scores[count - 1] <= least:
+                count -= 1
+            expansions.append(Expansion(session, node, children[:count], [-1] * count, scores[:count]))
+        return expansions

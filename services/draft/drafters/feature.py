@@ -6,7 +6,8 @@ length - 2, and are known only after the feature of the token before the root ha
     own features    until the target's features arrive, the tree grows on the states that the head passes on. Rows of
                     accepted nodes move into the prefix KV, where they are provisional.
     true features   after those of all committed rows have arrived, the provisional rows are computed again from them,
-                    and a new tree grows. Nodes that the target knows are not sent again.
+                    and a new tree grows, on accelerators several levels in one program. Nodes that the target knows are
+                    not sent again.
 
 The head processes a prompt while the target computes it: features arrive chunk by chunk, and each row's token is known.
 A session is blocked until its features arrive; the gateway opens a session that has lost some again, and requests all
@@ -16,24 +17,36 @@ of them from the target.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from operator import not_
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import Unavailable
 from outrider.paging.prefix import PrefixCache
-from outrider.serving.features import FeatureSpec, decode, row_bytes
+from outrider.serving.features import FeatureSpec, row_bytes
 from outrider.speculation.shape import TreeShape
 from services.draft.drafters.model import ModelDrafter, PendingWork
 from services.draft.model.programs.runner import ModelRunner
-from services.draft.sessions.batch import SessionWork, StepShape
+from services.draft.sessions.batch import Growth, SessionWork, StepShape
+from services.draft.sessions.features import numbers_of
 from services.draft.sessions.prefix_kv import SCRATCH_SLOTS, PrefixKV
 from services.draft.sessions.session import DraftSession
 
 _SHIFT = 1
-_TREE_SESSIONS = (1, 4)  # sessions whose whole trees one program grows
 # Pending rows of a session in such a program, for commits along another drafter's nodes.
 _LONG_COMMIT = 16
+# What one program grows of adaptive trees. A program with many sessions expands fewer nodes of each, as the target then
+# verifies fewer.
+GROWTHS = (
+    StepShape(1, 8, 1, Growth(rounds=4, width=4)),
+    StepShape(4, 8, 1, Growth(rounds=3, width=4)),
+    StepShape(16, 8, 1, Growth(rounds=3, width=2)),
+)
+# Rounds that other work may wait while programs grow trees.
+_PATIENCE = 4
 # Bytes of rows that may wait while drafting is paused, shared evenly by the sessions. Beyond that rows are computed, so
 # that they do not accumulate; on shared cores that slows down the target's plain steps.
 _MAX_HELD_BYTES = 128 << 20
@@ -43,6 +56,8 @@ class FeatureDrafter(ModelDrafter):
     """Drafts with a head that reads the target's features. received_row_bytes: of a row as the target sends it."""
 
     features: FeatureSpec
+    tree_sessions: Sequence[int] = (1, 4)
+    """Numbers of sessions whose explicit trees one program grows; read by `set_tree_shape`."""
 
     def __init__(
         self, name: str, runner: ModelRunner, prefix: PrefixCache, max_running: int, chunk: int, features: FeatureSpec,
@@ -54,23 +69,29 @@ class FeatureDrafter(ModelDrafter):
         self.features = features
         self.fusion = fusion
         self.received_row_bytes = row_bytes(runner.feature_width, features.format)
-        self._tree: TreeShape | None = None  # of explicit trees that one program grows
-        self._tree_shapes: list[StepShape] = []
+        self._tree_shapes: list[StepShape] = []  # of programs that grow trees, or several levels of them
 
     def set_tree_shape(self, tree: TreeShape) -> None:
         """As of ModelDrafter; for few sessions one program grows a whole tree."""
         super().set_tree_shape(tree)
         if not self.runner.stacked and tree.expansions <= SCRATCH_SLOTS and self.runner.children == tree.topk:
-            self._tree = tree
-            sizes = [size for size in _TREE_SESSIONS if size <= self._max_running]
+            sizes = [size for size in self.tree_sessions if size <= self._max_running]
             rows = tree.steps + 1  # pending after a commit along its own nodes
             self._tree_shapes = [StepShape(size, rows, 1, tree) for size in sizes]
             if rows < _LONG_COMMIT:
                 self._tree_shapes.append(StepShape(1, _LONG_COMMIT, 1, tree))
 
+    def set_growth(self, shapes: Sequence[StepShape] = GROWTHS) -> None:
+        """Grow several levels of adaptive trees in one program, which returns once they are there: for devices that a
+        program keeps busy for less time than the host needs between two. Called before the warm-up."""
+        for shape in shapes:
+            fits = shape.sessions <= self._max_running and shape.tree is not None and not self.runner.stacked
+            if fits and isinstance(shape.tree, Growth) and shape.tree.width <= self.runner.children:
+                self._tree_shapes.append(shape)
+
     def grow_by_levels(self) -> None:
-        """Never grow a whole tree in one program."""
-        self._tree = None
+        """Never grow several levels in one program."""
+        self._tree_shapes = []
 
     @property
     def shapes(self) -> list[StepShape]:
@@ -124,34 +145,46 @@ class FeatureDrafter(ModelDrafter):
         return count
 
     def best_round(self, works: list[PendingWork]) -> tuple[StepShape, list[PendingWork]]:
-        """As of ModelDrafter, or whole trees for the sessions that have waited longest, where these cost less."""
+        """As of ModelDrafter, or several levels for the sessions that have waited longest, where these cost less."""
         shape, chosen = super().best_round(works)
-        if self._tree is None:
+        if not self._tree_shapes or not any(work.pending for work in works):
             return shape, chosen
         works = sorted(works, key=lambda work: -work.session.rounds_waited)
         trees = [(shape, self._tree_works(works, shape)) for shape in self._tree_shapes]
-        costs = [(self.runner.cost(shape) / len(fitting), i) for i, (shape, fitting) in enumerate(trees) if fitting]
+        costs = [(self._level_cost(*tree), i) for i, tree in enumerate(trees) if tree[1]]
         if not costs:
             return shape, chosen
         cost, best = min(costs)
         if not self.fits_level(works[0]):  # only a whole tree can serve the session that has waited longest
             return trees[best]
-        levels = self._tree.steps * self.runner.cost(shape) / len(chosen)  # a round each
-        return (shape, chosen) if cost > levels else trees[best]
+        return (shape, chosen) if cost > self._level_cost(shape, chosen) else trees[best]
+
+    def _level_cost(self, shape: StepShape, works: list[PendingWork]) -> float:
+        """What a level of a session costs."""
+        return self.runner.cost(shape) / (len(works) * (1 if shape.tree is None else shape.tree.steps))
 
     def _tree_works(self, works: list[PendingWork], shape: StepShape) -> list[PendingWork]:
-        """The first sessions, as far as one program can grow their whole trees."""
-        fitting = itertools.takewhile(lambda work: self._takes_tree(work, shape.rows), works)
-        return list(itertools.islice(fitting, shape.sessions))
+        """Sessions whose trees one program can grow, if no other one has waited too long. works: the longest first."""
+        takes = [self._takes_tree(work, shape) for work in works]
+        if not isinstance(shape.tree, Growth):
+            takes = list(itertools.takewhile(bool, takes))
+        elif any(work.session.rounds_waited > _PATIENCE for work in itertools.compress(works, map(not_, takes))):
+            return []
+        return list(itertools.islice(itertools.compress(works, takes), shape.sessions))
 
-    def _takes_tree(self, work: PendingWork, rows: int) -> bool:
-        assert self._tree is not None
-        reaches_root = work.prefix_kv.settled + work.pending == work.session.length - _SHIFT
-        return reaches_root and 0 < work.pending <= rows and work.session.grower.accepts_whole_tree(self._tree)
+    def _takes_tree(self, work: PendingWork, shape: StepShape) -> bool:
+        session, prefix_kv, tree = work.session, work.prefix_kv, shape.tree
+        reaches_root = prefix_kv.settled + work.pending == session.length - _SHIFT
+        if tree is None or not reaches_root or not 0 < work.pending <= shape.rows:
+            return False
+        if not isinstance(tree, Growth):
+            return session.grower.accepts_whole_tree(tree)
+        unused = prefix_kv.free_slots == SCRATCH_SLOTS
+        return unused and session.draft_budget >= tree.steps and session.grower.accepts_growth(tree.steps)
 
     def fits_round(self, work: PendingWork) -> bool:
         """As of ModelDrafter; the rows of a long commit fit as well, if a whole tree grows from them."""
-        return self.fits_level(work) or (self._tree is not None and self._takes_tree(work, _LONG_COMMIT))
+        return self.fits_level(work) or any(self._takes_tree(work, shape) for shape in self._tree_shapes)
 
     def session_work(self, work: PendingWork, rows: int) -> SessionWork:
         """As of ModelDrafter; rows of the prefix KV come with their features."""
@@ -162,6 +195,6 @@ class FeatureDrafter(ModelDrafter):
         work.session.set_urgent(self._exceeds_share(work.session))
         return SessionWork(work.session, work.prefix_kv, feed=feed, features=features)
 
-    def features_of(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+    def features_of(self, rows: NDArray[np.uint8]) -> NDArray[Any]:
         """Received rows as the model's features. rows: [n, row bytes]. Returns [n, width]."""
-        return decode(rows, self.features.format)
+        return numbers_of(rows, self.features.format)

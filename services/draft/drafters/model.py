@@ -100,7 +100,8 @@ class ModelDrafter(Drafter):
     def set_expansion_shapes(self, shapes: list[StepShape]) -> None:
         """Set the shapes of rounds of expansion. Called before the warm-up."""
         self._expansion_shapes = shapes
-        self._max_rows = max(shape.rows for shape in shapes if shape.sessions == 1)
+        fewest = min(shape.sessions for shape in shapes)
+        self._max_rows = max(shape.rows for shape in shapes if shape.sessions == fewest)
 
     def warm_up(self, report: Progress = no_progress) -> None:
         """Compile and measure every shape."""
@@ -142,6 +143,12 @@ class ModelDrafter(Drafter):
     def did_commit(self, session: DraftSession, kept: list[int]) -> None:
         """Free the scratch slots of nodes that are gone, or no longer expanded."""
         self.prefix_kvs[session.id].renumber(kept, session.frontiers[-1].expanded)
+
+    def placed(self, session: DraftSession, nodes: Sequence[int | None], places: Sequence[int]) -> None:
+        """The slots of expanded nodes that one program has grown."""
+        expanded, parents = session.frontiers[-1].expanded, session.tree.parent
+        found = [(node, place) for node, place in zip(nodes, places, strict=True) if node in expanded and place >= 0]
+        self.prefix_kvs[session.id].place([(node, parents[node], place) for node, place in found if node is not None])
 
     def load(self) -> EngineLoad:
         """Pages, and tokens of the last round."""

@@ -73,6 +73,11 @@ class BeamFrontier(Frontier):
         """True if trees do not survive commits, and the present one is empty."""
         return not self._lasting and not self.root_expanded
 
+    @property
+    def accepts_growth(self) -> bool:
+        """False: the shape decides which nodes are expanded."""
+        return False
+
     def mark_complete(self) -> None:
         """A whole tree was added."""
         super().mark_complete()

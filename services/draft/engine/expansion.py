@@ -61,9 +61,12 @@ def expand(drafter: Drafter, requests: Sequence[ExpandRequest], index: int) -> i
     expansions = drafter.expand(requests)
     for expansion in expansions:
         session = expansion.session
+        nodes = expansion.tokens, expansion.parents, expansion.log_scores
         if expansion.whole:
-            session.grower.add_whole_tree(expansion.tokens, expansion.parents, expansion.log_scores, index)
+            session.grower.add_whole_tree(*nodes, index)
+        elif expansion.places:
+            drafter.placed(session, session.grower.add_grown(*nodes, expansion.places, index), expansion.places)
         else:
-            session.grower.add(expansion.node, expansion.tokens, expansion.parents, expansion.log_scores, index)
+            session.grower.add(expansion.node, *nodes, index)
         session.frontiers[index].rounds_waited = 0
     return len(expansions) or drafter.expansions_per_step

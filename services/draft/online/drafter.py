@@ -15,6 +15,7 @@ sessions. Cached prefixes are dropped, so that no new session starts with them.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -110,9 +111,9 @@ class OnlineDrafter(FeatureDrafter):
         self._ended.clear()
         self._buffer.clear()
 
-    def features_of(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+    def features_of(self, rows: NDArray[np.uint8]) -> NDArray[Any]:
         """All states but the last, which is only a training target."""
-        return decode(rows, self.features.format)[:, : self.runner.feature_width]
+        return super().features_of(rows)[:, : self.runner.feature_width]
 
     # --- between two rounds ---
 

@@ -34,6 +34,7 @@ from services.draft.online.options import options_of
 from services.draft.online.swap import WeightFormat
 from services.draft.process.checkpoints import describe_model, draft_folder, read_draft, vocab_limit, with_map_of
 from services.draft.process.weights import choose_backend, chosen_quantization, place_weights
+from services.draft.sessions.features import dtype_of_rows
 
 if TYPE_CHECKING:
     from services.draft.online.setup import OnlineSetup
@@ -47,6 +48,8 @@ _FEATURES = {
 # Prompt tokens of a step: on CPUs its cost grows with every token, and short steps let other sessions wait less.
 _CHUNK = {"cpu": 64}
 _DEFAULT_CHUNK = 256
+# Sessions whose explicit trees one program grows on an accelerator.
+_TREE_SESSIONS = (1, 4, 16)
 
 
 def load_model_drafter(
@@ -68,6 +71,10 @@ def load_model_drafter(
         drafter.shared_weights = _shared_weights(drafter, origin, config, devices)
     if config.precompile_bs_paddings is not None:
         drafter.set_batch_sizes(config.precompile_bs_paddings)
+    if isinstance(drafter, FeatureDrafter) and devices[0].platform != "cpu":
+        drafter.tree_sessions = _TREE_SESSIONS
+        if shape is None:
+            drafter.set_growth()
     if shape is not None:
         drafter.set_tree_shape(shape)
     allocator = prefix.allocator
@@ -168,6 +175,7 @@ def _runner(
         placement=placement,
         fusion=fusion,
         fusion_params=fusion_params,
+        feature_dtype=dtype_of_rows(_FEATURES[config.draft_feature_dtype]),
     )
     return runner, PrefixCache(PageAllocator(total_pages, page_size), enabled=not config.disable_radix_cache)
 

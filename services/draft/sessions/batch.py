@@ -14,23 +14,42 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.speculation.shape import TreeShape
-from outrider.speculation.tree import ROOT
 from services.draft.sessions.prefix_kv import SCRATCH_SLOTS, PrefixKV
 from services.draft.sessions.session import DraftSession
 
 MASK_WORDS = SCRATCH_SLOTS // 32
 
 
+class Growth(NamedTuple):
+    """Rounds of growth of adaptive trees in one program, after the root was expanded.
+
+    width: nodes of a session that a round expands, at most as many as the root has children
+    """
+
+    rounds: int
+    width: int
+
+    @property
+    def steps(self) -> int:
+        """Levels, at most."""
+        return self.rounds + 1
+
+    @property
+    def expansions(self) -> int:
+        """Number of expanded nodes, without the root."""
+        return self.rounds * self.width
+
+
 class StepShape(NamedTuple):
     """A compiled shape of steps. heads: rows a session with candidates, either all rows or the last one.
 
-    tree: explicit tree that grows from the last row in the same program
+    tree: explicit tree, or growth of an adaptive one, that begins at the last row in the same program
     """
 
     sessions: int
     rows: int
     heads: int
-    tree: TreeShape | None = None
+    tree: TreeShape | Growth | None = None
 
     @property
     def moves(self) -> int:
@@ -41,7 +60,7 @@ class StepShape(NamedTuple):
 class FeatureInputs(NamedTuple):
     """Inputs of models with features, int32 except `rows`. S sessions, Q rows, W width of a feature.
 
-    rows:    [S, Q, W] float32, the target's features
+    rows:    [S, Q, W], the target's features; rows without one hold any numbers
     given:   [S, Q], 1 for rows with a feature of the target
     sources: [S, Q], slots of the rows whose own features the other rows read; for n stacked layers [S, Q, n], slots of
              the target's features; for chained ones, behind the first, the slot of the row before
@@ -66,7 +85,7 @@ class StepInputs(NamedTuple):
     moves:         [2, M], source and target slots
     temperature, top_p, min_p: [S] float32; top_k: [S]
     keys:          [S, R, 2] uint32, noise keys
-    level_keys:    [S, L, 2] uint32, noise keys of the levels of a whole tree below the first
+    level_keys:    [S, L, 2] uint32, noise keys of the levels below the first that a tree in one program may have
     features:      None for models without features
 
     On the host all inputs but the target's features are views of one array of words, because a program call takes long
@@ -95,7 +114,7 @@ class InputLayout(NamedTuple):
     """The order of the inputs of a shape among the words of a step.
 
     table_pages: width of the page tables; feature_width: 0 for models without features; stacked: number of stacked
-    layers; chained: they read one another's states
+    layers; chained: they read one another's states; feature_dtype: number format of the target's features
     """
 
     shape: StepShape
@@ -103,6 +122,7 @@ class InputLayout(NamedTuple):
     feature_width: int = 0
     stacked: int = 0
     chained: bool = False
+    feature_dtype: Any = np.dtype(np.float32)
 
     def fields(self) -> list[tuple[tuple[int, ...], type]]:
         """Shape and number format of each input, those of features behind the others."""
@@ -148,21 +168,21 @@ class InputLayout(NamedTuple):
 class SessionWork:
     """The work of a step for one session: the next `feed` rows of the prefix KV, or the expansion of nodes.
 
-    features: [feed, W] float32, of the fed rows, for models with features
+    features: [feed, W], of the fed rows, for models with features
     """
 
     session: DraftSession
     prefix_kv: PrefixKV
     feed: int = 0
     nodes: tuple[int, ...] = ()
-    features: NDArray[np.float32] | None = None
+    features: NDArray[Any] | None = None
 
 
 def empty_inputs(layout: InputLayout) -> StepInputs:
     """Inputs with padding alone."""
     shape = layout.shape
     words = np.zeros(layout.words(), np.int32)
-    rows = np.zeros((shape.sessions, shape.rows, layout.feature_width), np.float32)
+    rows = np.zeros((shape.sessions, shape.rows, layout.feature_width), layout.feature_dtype)
     inputs = layout.inputs(words, rows, lambda part, kind: part.view(kind))
     inputs.head_rows[:] = np.arange(shape.heads)
     inputs.top_p[:] = 1.0
@@ -184,7 +204,7 @@ class StepBuffer:
     def cleared(self) -> StepInputs:
         """The inputs, reset to padding."""
         self._words[:] = self._padding
-        if self._inputs.features is not None:
+        if self._inputs.features is not None and self.layout.stacked:  # these keep the rows of padding, too
             self._inputs.features.rows[:] = 0
         return self._inputs
 
@@ -194,19 +214,65 @@ def build_inputs(step_buffer: StepBuffer, works: list[SessionWork], moves: list[
     inputs, stacked = step_buffer.cleared(), step_buffer.layout.stacked
     if moves:
         inputs.moves[:, : len(moves)] = np.array(moves, dtype=np.int32).T
+    leaves = _Leaves()
     for row, work in enumerate(works):
         _describe_session(inputs, row, work)
         if work.feed:
             _feed_prefix(inputs, row, work)
         else:
-            _expand_nodes(inputs, row, work)
-            if inputs.features is not None and not stacked:
-                inputs.features.sources[row, : len(work.nodes)] = _parents(inputs, row, work, moves)
-        if stacked:
+            leaves.expand(row, work)
+    leaves.put(inputs, moves)
+    if stacked:
+        for row, work in enumerate(works):
             _point_at_features(inputs, row, work, stacked)
             if step_buffer.layout.chained:
                 _point_at_rows_before(inputs, row, work)
     return inputs
+
+
+class _Leaves:
+    """Nodes to expand, of all sessions, as lists: a conversion for each of thousands of rounds a second takes longer
+    than collecting some hundred numbers."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._columns: list[int] = []
+        self._numbers: list[tuple[int, int, int, int, int]] = []  # token, position, slot, visible rows, parent's slot
+        self._masks: list[int] = []
+        self._keys: list[list[int]] = []
+
+    def expand(self, row: int, work: SessionWork) -> None:
+        """Take the nodes of a session, and give them their scratch slots."""
+        session, prefix_kv = work.session, work.prefix_kv
+        tree, length = session.tree, session.length
+        rows = length - prefix_kv.shift  # of the prefix KV
+        for column, node in enumerate(work.nodes):
+            parent, depth = tree.parent[node], tree.depth[node]
+            prefix_kv.expand(node, parent)
+            self._rows.append(row)
+            self._columns.append(column)
+            self._numbers.append(
+                (tree.token[node], rows - 1 + depth, prefix_kv.pool_slot(node), rows, prefix_kv.pool_slot(parent))
+            )
+            self._masks.append(prefix_kv.mask(node))
+            self._keys.append(session.noise_keys.at(length + depth))
+
+    def put(self, inputs: StepInputs, moves: list[tuple[int, int]]) -> None:
+        """Write the nodes into the inputs. moves: of this step; parents are read before them."""
+        if not self._rows:
+            return
+        where = np.array(self._rows), np.array(self._columns)
+        # Through int64: a session may contain ids that the model lacks, and n-grams repeat them.
+        tokens, positions, slots, visible, above = np.array(self._numbers).T
+        inputs.tokens[where] = tokens.astype(np.uint32).view(np.int32)
+        inputs.positions[where] = positions
+        inputs.slots[where] = slots
+        inputs.visible[where] = visible
+        inputs.scratch_bits[where] = np.array(self._masks, np.uint64).view(np.uint32).reshape(-1, MASK_WORDS)
+        inputs.keys[where] = np.array(self._keys, np.uint32)
+        if inputs.features is not None and inputs.features.layers is None:
+            moved = {target: source for source, target in moves}
+            inputs.features.sources[where] = [moved.get(slot, slot) for slot in above.tolist()] if moved else above
 
 
 def _point_at_features(inputs: StepInputs, row: int, work: SessionWork, stacked: int) -> None:
@@ -225,22 +291,13 @@ def _point_at_rows_before(inputs: StepInputs, row: int, work: SessionWork) -> No
     """Chained layers but the first read the state of the row before, after the moves of this step."""
     assert inputs.features is not None
     if not work.feed:
-        before = np.array(_parents(inputs, row, work, []))
+        parents = work.session.tree.parent
+        before = np.array([work.prefix_kv.pool_slot(parents[node]) for node in work.nodes])
     else:
         wanted = inputs.positions[row, : work.feed] - 1
         slots = work.prefix_kv.table.slots(0, work.prefix_kv.settled + work.feed)
         before = np.where(wanted >= 0, slots[np.maximum(wanted, 0)], 0)
     inputs.features.sources[row, : len(before), 1:] = before[:, None]
-
-
-def _parents(inputs: StepInputs, row: int, work: SessionWork, moves: list[tuple[int, int]]) -> list[int]:
-    """The slots of the nodes' parents, before the moves of this step."""
-    moved = {target: source for source, target in moves}
-    last = work.session.length - work.prefix_kv.shift
-    root = int(work.prefix_kv.table.slots(last - 1, last)[0])
-    above = [work.session.tree.parent[node] for node in work.nodes]
-    slots = [root if node == ROOT else int(inputs.scratch_slots[row, work.prefix_kv.slot(node)]) for node in above]
-    return [moved.get(slot, slot) for slot in slots]
 
 
 def _describe_session(inputs: StepInputs, row: int, work: SessionWork) -> None:
@@ -271,20 +328,3 @@ def _feed_prefix(inputs: StepInputs, row: int, work: SessionWork) -> None:
         assert work.features is not None, "rows of the prefix KV are computed from the target's features"
         inputs.features.rows[row, : work.feed] = work.features
         inputs.features.given[row, : work.feed] = True
-
-
-def _expand_nodes(inputs: StepInputs, row: int, work: SessionWork) -> None:
-    tree, count = work.session.tree, len(work.nodes)
-    length = work.session.length
-    rows = length - work.prefix_kv.shift  # of the prefix KV
-    slots = [work.prefix_kv.expand(node, tree.parent[node]) for node in work.nodes]
-    depths = np.array([tree.depth[node] for node in work.nodes])
-    # Through uint32, as in `_feed_prefix`: a session may contain ids that the model lacks, and n-grams repeat them.
-    inputs.tokens[row, :count] = np.array([tree.token[node] for node in work.nodes], np.uint32)
-    inputs.positions[row, :count] = rows - 1 + depths
-    inputs.slots[row, :count] = inputs.scratch_slots[row, slots]
-    inputs.visible[row, :count] = rows
-    for i, node in enumerate(work.nodes):
-        mask = work.prefix_kv.mask(node)
-        inputs.scratch_bits[row, i] = [mask >> 32 * word & 0xFFFFFFFF for word in range(MASK_WORDS)]
-    inputs.keys[row, :count] = work.session.noise_keys(length + depths)

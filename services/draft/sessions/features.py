@@ -3,13 +3,30 @@
 positions   0 ........ first | first ............ end |
             used             | held, contiguous       | not received
 
-Rows are kept as received bytes.
+Rows are kept as received bytes. In bfloat16 they stay so until the device reads them.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+
+from outrider.serving.features import FeatureFormat, decode
+
+
+def dtype_of_rows(layout: FeatureFormat) -> Any:
+    """The number format in which a drafter hands rows to its model: their own, if programs know it."""
+    return ml_dtypes.bfloat16 if layout is FeatureFormat.BFLOAT16 else np.float32
+
+
+def numbers_of(rows: NDArray[np.uint8], layout: FeatureFormat) -> NDArray[Any]:
+    """The numbers of received rows, [n, row bytes] to [n, width], in the format of `dtype_of_rows`."""
+    if layout is FeatureFormat.BFLOAT16:
+        return np.ascontiguousarray(rows).view(ml_dtypes.bfloat16)
+    return decode(rows, layout)
 
 
 class FeatureRows:

@@ -9,6 +9,7 @@ A drafter that computes a node from its parent's state (`from_parents`) can only
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,6 +59,8 @@ class Frontier:
         self.rounds_waited = 0
         self.expanded: set[int] = set()
         self._open: set[int] = set()
+        self._ranked: list[tuple[float, int]] = []  # the open nodes behind their negated scores, best first
+        self._rescored = 0  # `rescored` of the tree when they were ranked
         self._expansions = expansions
         self._log_floor = math.log(floor)
         self._from_parents = from_parents
@@ -67,6 +70,7 @@ class Frontier:
         self.root_expanded = self.blocked = self.urgent = False
         self.expanded.clear()
         self._open.clear()
+        self._ranked.clear()
 
     @property
     def complete(self) -> bool:
@@ -86,15 +90,21 @@ class Frontier:
             return []
         if not self.root_expanded:
             return [(0.0, ROOT)]
+        if self._rescored != tree.rescored:
+            self._ranked = sorted((-tree.path_score[node], node) for node in self._open)
+            self._rescored = tree.rescored
         count = min(count, self._expansions - len(self.expanded))
-        score = tree.path_score
-        best = sorted((-score[node], node) for node in self._open)[:count]
-        return [(-cost, node) for cost, node in best]
+        return [(-cost, node) for cost, node in self._ranked[:count]]
 
     @property
     def accepts_whole_tree(self) -> bool:
         """True if a whole tree may be added at once."""
         return False
+
+    @property
+    def accepts_growth(self) -> bool:
+        """True if several levels may be added at once, because none is there."""
+        return not self.root_expanded
 
     def mark_complete(self) -> None:
         """A whole tree was added."""
@@ -106,16 +116,26 @@ class Frontier:
             self.root_expanded = True
         else:
             self.expanded.add(node)
-            self._open.discard(node)
+            if node in self._open:
+                self._close(tree, node)
         return tree.children_of(node) if self._from_parents else []
 
     def offer(self, tree: SpeculationTree, node: int) -> None:
         """Open a node, if this drafter can expand it and it is likely enough."""
-        if node in self.expanded or tree.path_score[node] < self._log_floor:
+        score = tree.path_score[node]
+        if score < self._log_floor or node in self.expanded or node in self._open:
             return
         parent = tree.parent[node]
         if not self._from_parents or (self.root_expanded if parent == ROOT else parent in self.expanded):
             self._open.add(node)
+            insort(self._ranked, (-score, node))
+
+    def _close(self, tree: SpeculationTree, node: int) -> None:
+        self._open.remove(node)
+        entry = -tree.path_score[node], node
+        place = bisect_left(self._ranked, entry)
+        if place < len(self._ranked) and self._ranked[place] == entry:  # otherwise scores have changed since
+            del self._ranked[place]
 
     def renumber(self, kept: list[int], *, root_expanded: bool) -> None:
         """The root has moved down. kept: old index of each surviving node; open nodes must be offered again."""
@@ -123,6 +143,7 @@ class Frontier:
         known = root_expanded or not self._from_parents  # otherwise expansion restarts at the root
         self.expanded = {new for new, old in enumerate(kept) if old in self.expanded} if known else set()
         self._open = set()
+        self._ranked = []
 
     def refresh(self, tree: SpeculationTree, max_depth: int) -> None:
         """The tree has changed. max_depth: deepest useful level."""

@@ -22,6 +22,8 @@ class ProposalOutbox:
         self._tree = tree
         self._sent: list[float] = []  # by node: the log-score that the target knows; -inf if it was not sent
         self._sent_before: dict[int, float] = {}  # log-scores that were sent before the tree was regrown, by path hash
+        self._done = 0  # nodes before this one were sent, or are too unlikely, as long as the scores stay
+        self._rescored = 0  # `rescored` of the tree then
 
     def enter_nodes(self) -> None:
         """Take up nodes that were added to the tree. Called before a commit renumbers them."""
@@ -39,23 +41,30 @@ class ProposalOutbox:
     def renumber(self, kept: list[int]) -> None:
         """After a commit. kept: old index of each surviving node."""
         self._sent = [self._sent[old] for old in kept]
-        self._sent_before = {}
+        self._sent_before, self._done = {}, 0
 
     def clear(self) -> None:
         """The tree was emptied, or is proposed again as a whole."""
-        self._sent, self._sent_before = [], {}
+        self._sent, self._sent_before, self._done = [], {}, 0
 
     def regrow(self) -> None:
         """A better tree will replace the present one. Nodes with scores that the target knows are not sent again."""
         self.enter_nodes()
         before = {self._tree.hash[node]: sent for node, sent in enumerate(self._sent) if sent > -math.inf}
-        self._sent, self._sent_before = [], before
+        self._sent, self._sent_before, self._done = [], before, 0
 
     def take(self, nodes: Sequence[int], log_floor: float, budget: int) -> list[Proposal]:
-        """Proposals of the unsent nodes, up to a budget, which then count as sent. log_floor: least path score."""
+        """Proposals of the unsent nodes, up to a budget, which then count as sent. log_floor: least path score.
+
+        nodes: all of the tree as a range, or those that may be proposed
+        """
         self.enter_nodes()
         tree, sent = self._tree, self._sent
+        if isinstance(nodes, range) and self._rescored == tree.rescored:
+            nodes = nodes[self._done :]
         fresh = [i for i in nodes if tree.log_score[i] > sent[i] + _MIN_CHANGE and tree.path_score[i] >= log_floor]
+        everything = isinstance(nodes, range) and len(fresh) <= budget
+        self._done, self._rescored = len(tree) if everything else 0, tree.rescored
         if len(fresh) > budget:  # the best ones; parents are among them, because no child has a higher path score
             fresh = sorted(sorted(fresh, key=lambda i: -tree.path_score[i])[:budget])
         groups: dict[int, list[int]] = {}  # by anchor, in the tree's order: parents first

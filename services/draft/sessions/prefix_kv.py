@@ -49,11 +49,13 @@ class PrefixKV:
         self._mask: list[int] = []  # by node: bits of its own and its ancestors' slots
         self._free = list(range(SCRATCH_SLOTS - 1, -1, -1))
         self._scratch_slots = np.empty(0, np.int64)
+        self._slots: list[int] = []  # the same
         self._vacated = 0  # bits of the slots whose rows move into the prefix KV with the present commit
         try:
             self.attach(tokens)
             self.scratch.reserve(SCRATCH_SLOTS)
             self._scratch_slots = self.scratch.slots(0, SCRATCH_SLOTS)
+            self._slots = self._scratch_slots.tolist()
             self.table.reserve(len(tokens))
         except Exception:
             self.release()
@@ -103,6 +105,12 @@ class PrefixKV:
         """Index of an expanded node's slot in the scratch."""
         return self._slot[node]
 
+    def pool_slot(self, node: int) -> int:
+        """Slot of the pool with the row of an expanded node, or of the root."""
+        if node == ROOT:
+            return self.table.slot(self.computed - 1)
+        return self._slots[self._slot[node]]
+
     def mask(self, node: int) -> int:
         """Slots of an expanded node and its ancestors, as bits; 0 for the root."""
         return 0 if node == ROOT else self._mask[node]
@@ -119,6 +127,21 @@ class PrefixKV:
         self._mask[node] = self.mask(parent) | 1 << slot
         return slot
 
+    def place(self, expanded: Sequence[tuple[int, int, int]]) -> None:
+        """A program has expanded nodes into free slots that it chose.
+
+        expanded: node, parent and slot of each, parents before children
+        """
+        missing = max((node for node, *_ in expanded), default=-1) + 1 - len(self._slot)
+        self._slot += [-1] * missing
+        self._mask += [0] * missing
+        for node, parent, slot in expanded:
+            assert self._slot[node] < 0, "a node is expanded once"
+            self._slot[node] = slot
+            self._mask[node] = self.mask(parent) | 1 << slot
+        taken = {slot for *_, slot in expanded}
+        self._free = [slot for slot in self._free if slot not in taken]
+
     def accept(self, length: int, count: int, path: list[int]) -> list[tuple[int, int]]:
         """Tokens are about to be committed, of which `path` are nodes. length: committed tokens before.
 
@@ -126,14 +149,12 @@ class PrefixKV:
         """
         self.table.reserve(length + count)
         moves: list[tuple[int, int]] = []
-        scratch = self._scratch_slots
         for node in path:
             if node >= len(self._slot) or self._slot[node] < 0:
                 break
             complete = self.computed == length - self.shift + len(moves)
             assert complete, "nodes are expanded only once the prefix KV is complete"
-            target = self.table.slots(self.computed, self.computed + 1)
-            moves.append((int(scratch[self._slot[node]]), int(target[0])))
+            moves.append((self.pool_slot(node), self.table.slot(self.computed)))
             self._vacated |= 1 << self._slot[node]
             self.computed += 1
         if not self.shift:

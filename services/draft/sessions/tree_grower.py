@@ -57,7 +57,7 @@ class TreeGrower:
         The node and all inner nodes of the expansion count as expanded by the drafter.
         """
         self._mark_expanded(node, drafter)
-        if not any(parent >= 0 for parent in parents) and not self._tree.children_of(node):
+        if max(parents, default=-1) < 0 and not self._tree.children_of(node):
             self._add_leaves(node, tokens, log_scores, drafter)
             self._refresh()
             return
@@ -73,8 +73,15 @@ class TreeGrower:
 
     def accepts_whole_tree(self, tree: TreeShape) -> bool:
         """True if the main drafter may add an explicit tree at once, and all of its nodes would be of use."""
+        return self._frontiers[-1].accepts_whole_tree and self._takes_levels(tree.steps)
+
+    def accepts_growth(self, levels: int) -> bool:
+        """True if the main drafter may add this many levels of an adaptive tree at once, and all would be of use."""
+        return self._frontiers[-1].accepts_growth and self._takes_levels(levels)
+
+    def _takes_levels(self, levels: int) -> bool:
         banned = self._new_tokens < self._stop.min_tokens and bool(self._stop_ids)
-        return self._frontiers[-1].accepts_whole_tree and self.max_depth >= tree.steps and not banned
+        return self.max_depth >= levels and not banned
 
     def add_whole_tree(
         self, tokens: Sequence[int], parents: Sequence[int], log_scores: Sequence[float], drafter: int = -1
@@ -83,6 +90,33 @@ class TreeGrower:
         self._add_below(ROOT, tokens, parents, log_scores, drafter)
         self._frontiers[drafter].mark_complete()
         self._refresh()
+
+    def add_grown(
+        self, tokens: Sequence[int], parents: Sequence[int], log_scores: Sequence[float], places: Sequence[int],
+        drafter: int = -1,
+    ) -> list[int | None]:  # fmt: skip
+        """Add nodes that several rounds have grown below the root; the tree grows on from them.
+
+        places: -1 for nodes that were not expanded; others as of `add`. What the host would not have expanded, because
+        it is too unlikely or ends the text, does not count as expanded. Returns the nodes' indices; None for those left
+        out.
+        """
+        floor = self.limits.log_floor
+        paths: list[float] = []  # of nodes that count as expanded; others are -inf
+        known: list[float] = []  # log-scores of nodes to add
+        for token, parent, score, place in zip(tokens, parents, log_scores, places, strict=True):
+            path = score + (0.0 if parent < 0 else paths[parent])
+            known.append(score if path > -math.inf else path)
+            paths.append(path if place >= 0 and path >= floor and token not in self._stop_ids else -math.inf)
+        self._mark_expanded(ROOT, drafter)
+        added = self._add_below(ROOT, tokens, parents, known, drafter)
+        for node, path in zip(added, paths, strict=True):
+            if node is not None:
+                if path > -math.inf:
+                    self._mark_expanded(node, drafter)
+                self._offer(node)
+        self._refresh()
+        return added
 
     def _add_below(
         self, node: int, tokens: Sequence[int], parents: Sequence[int], log_scores: Sequence[float], drafter: int

@@ -13,11 +13,12 @@ from services.draft.drafters.model import ModelDrafter
 from services.draft.drafters.ngram import NgramDrafter
 from services.draft.model.programs.runner import ModelRunner
 from tests.support.checkpoints.heads import write_pair
-from tests.support.draft.helpers import GREEDY, feature_engine, request, settle
+from tests.support.draft.fed_sessions import FEATURES
+from tests.support.draft.fed_sessions import FedSession as Session
+from tests.support.draft.helpers import GREEDY, feature_engine, settle
 from tests.support.tiny import VOCAB
 
-RNG = np.random.default_rng(3)
-FEATURES = RNG.standard_normal((200, 48)).astype(np.float32)
+RNG = np.random.default_rng(4)
 SHAPES = [(3, 3, 10), (4, 1, 5), (1, 4, 4), (2, 8, 40)]
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=5)
 
@@ -34,34 +35,6 @@ def make(request, tmp_path_factory):
         return engine
 
     return make
-
-
-class Session:
-    """One session of an engine, with features from the test; the target accepts any path."""
-
-    def __init__(self, engine, number, length, sampling, **options):
-        self.engine, self.number = engine, number
-        self.rng = np.random.default_rng([length, number])
-        self.tokens = self.rng.integers(4, VOCAB, length).tolist()
-        engine.open(request(number, self.tokens, sampling, **({"max_tokens": 100} | options)))
-
-    def feed(self, first):
-        rows = FEATURES[first : len(self.tokens)].view(np.uint8)
-        self.engine.receive_features([FeatureBlock(self.number, first, rows)])
-
-    def go_on(self, proposal):
-        """Commit along a path of the proposal, and a token that it does not have."""
-        path = []
-        if proposal is not None:
-            node = int(self.rng.integers(len(proposal.tokens)))
-            while node >= 0:
-                path.append(int(proposal.tokens[node]))
-                node = int(proposal.parents[node])
-        before = len(self.tokens)
-        self.tokens += [*path[::-1], 5]
-        new = np.array(self.tokens[before:], np.uint32)
-        self.engine.receive([], [Commit(self.number, before, new, path_hash(np.array(self.tokens)))])
-        self.feed(before)
 
 
 def proposals_of(engine):

@@ -41,7 +41,7 @@ def step_of(config, paging, shape, dtype, sharding=None):
     inputs = spec((layout.words(),), jnp.int32), spec((shape.sessions, shape.rows, hidden), jnp.float32)
     constants = program.Constants(config, paging, 4, 1000)
     pool_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pools))
-    return program.compiled_step(paging.backend).trace(constants, layout, params, pools, *inputs), pool_bytes
+    return program.compiled_step(constants, layout).trace(params, pools, *inputs), pool_bytes
 
 
 def check_in_place(compiled, pool_bytes):

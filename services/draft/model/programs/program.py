@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from outrider.speculation.shape import TreeShape
-from services.draft.kernels.base import Backend, Context, Paging
+from services.draft.kernels.base import Context, Paging
 from services.draft.kernels.cpu.candidates import cpu_candidates
 from services.draft.model.layers.config import ModelConfig
 from services.draft.model.layers.decoder import Features, Forward, Rows, all_logits, head, hidden_states
@@ -18,9 +18,10 @@ from services.draft.model.layers.kv_cache import Pools, move_rows
 from services.draft.model.layers.stacked import stacked_states
 from services.draft.model.parallel.mesh import MeshPlacement
 from services.draft.model.params import Params
+from services.draft.model.programs.best_first import grow_best_first
 from services.draft.model.programs.sampling import Sampling, candidates
-from services.draft.model.programs.whole_tree import Nodes, grow_tree
-from services.draft.sessions.batch import InputLayout, StepInputs
+from services.draft.model.programs.whole_tree import grow_tree
+from services.draft.sessions.batch import Growth, InputLayout, StepInputs
 
 
 class Constants(NamedTuple):
@@ -37,7 +38,7 @@ class Constants(NamedTuple):
     placement: MeshPlacement | None = None
 
 
-# Of parameters, pools and inputs: ids, perhaps parents, and log-scores; and the pools.
+# Of parameters, pools and inputs: ids, perhaps parents and places, and log-scores; and the pools.
 Compute = Callable[[Params, Pools, StepInputs], tuple[Iterable[jax.Array], Pools]]
 
 
@@ -46,12 +47,12 @@ def step(
 ) -> tuple[jax.Array, Pools]:
     """One step. DONATES pools. words: inputs in the layout's order; features: the target's.
 
-    Returns candidates and the bits of their log-scores, [2, S, R, children] int32, and the pools; where whole trees are
-    grown, tokens, parents and the bits of log-scores, [3, S, nodes] int32.
+    Returns candidates and the bits of their log-scores, [2, S, R, children] int32, and the pools. With trees: tokens,
+    parents, of adaptive trees places in the scratch, and the bits of log-scores, [3 or 4, S, nodes] int32.
     """
     inputs = layout.inputs(words, features, jax.lax.bitcast_convert_type)
     tree = layout.shape.tree
-    compute: Compute = partial(_step, constants) if tree is None else partial(_whole, constants, tree)
+    compute: Compute = partial(_step, constants) if tree is None else partial(_grown, constants, tree)
     if constants.placement is None:
         results, pools = compute(params, pools, inputs)
     else:
@@ -60,17 +61,15 @@ def step(
     return jnp.stack([*ids, jax.lax.bitcast_convert_type(log_scores, jnp.int32)]), pools
 
 
-def compiled_step(backend: Backend) -> Any:
-    """`step`, compiled for each value of its first two arguments and each shape."""
-    return _STEPS["cpu" if backend == "cpu" else "other"]
+@cache
+def compiled_step(constants: Constants, layout: InputLayout) -> Any:
+    """`step` of these static arguments as a compiled function of the others.
 
-
-_jit = partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-_STEPS = {
-    "other": _jit(step),
-    # The compiled kernels do nearly all of the work; XLA's own threads are not worth waking.
-    "cpu": _jit(step, compiler_options={"xla_cpu_multi_thread_eigen": False}),
-}
+    A function of its own for each, because hashing the arguments at every call takes longer than its dispatch.
+    """
+    # The compiled kernels do nearly all of the work on CPUs; XLA's own threads are not worth waking.
+    options = {"xla_cpu_multi_thread_eigen": False} if constants.paging.backend == "cpu" else None
+    return jax.jit(partial(step, constants, layout), donate_argnums=1, compiler_options=options)
 
 
 def _step(
@@ -87,10 +86,13 @@ def _step(
     return candidates(logits, sampling, constants.children, params.get("ids")), pools
 
 
-def _whole(
-    constants: Constants, tree: TreeShape, params: Params, pools: Pools, inputs: StepInputs
-) -> tuple[Nodes, Pools]:
-    return grow_tree(tree, partial(_step, constants, params), pools, inputs)
+def _grown(
+    constants: Constants, tree: TreeShape | Growth, params: Params, pools: Pools, inputs: StepInputs
+) -> tuple[Iterable[jax.Array], Pools]:
+    compute = partial(_step, constants, params)
+    if isinstance(tree, Growth):
+        return grow_best_first(tree, compute, pools, inputs)
+    return grow_tree(tree, compute, pools, inputs)
 
 
 def states(constants: Constants, params: Params, pools: Pools, inputs: StepInputs) -> tuple[jax.Array, Pools]:

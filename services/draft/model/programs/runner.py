@@ -49,9 +49,10 @@ class ModelRunner:
         placement: MeshPlacement | None = None,
         fusion: Fusion | None = None,
         fusion_params: Params | None = None,
+        feature_dtype: Any = np.float32,
     ) -> None:
         """table_pages: pages of the longest session. children: candidates a row. vocab_limit: ids from there on are
-        padding.
+        padding. feature_dtype: in which the target's features, or the states that the fusion reads, are handed over
 
         spread: placement of the parameters on several devices, or None; config is then a device's part of the model
         fusion, fusion_params: the layer that makes features from the target's states, if the target does not apply it
@@ -62,9 +63,10 @@ class ModelRunner:
         self.table_pages = table_pages
         self.compilations = Compilations()
         self.constants = program.Constants(config, paging, children, vocab_limit, placement)
-        self._step = program.compiled_step(paging.backend)
+        self._steps: dict[StepShape, Any] = {}  # compiled functions
         self._fuse = compiled_fusion(paging.backend)
         self._fusion, self._fusion_params = fusion, fusion_params or {}
+        self.feature_dtype = np.dtype(feature_dtype)
         self.params = params
         make = make_pools if placement is None else placement.make_pools
         self.pools = make(config, total_pages, paging.page_size, dtype)
@@ -139,15 +141,14 @@ class ModelRunner:
         ids, log_scores = self._run(shape, inputs)
         return ids, log_scores.view(np.float32)
 
-    def run_tree(
-        self, shape: StepShape, inputs: StepInputs
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
-        """One step and the whole tree below it. Returns tokens, parents and log-scores of its nodes, [S, nodes] each.
+    def run_tree(self, shape: StepShape, inputs: StepInputs) -> list[NDArray[Any]]:
+        """One step and the tree below it. Returns tokens, parents and log-scores of its nodes, [S, nodes] each; of an
+        adaptive tree, also their places in the scratch.
 
         parents: index among the nodes; -1 is the root
         """
-        tokens, parents, log_scores = self._run(shape, inputs)
-        return tokens, parents, log_scores.view(np.float32)
+        tokens, parents, *places, log_scores = self._run(shape, inputs)
+        return [tokens, parents, log_scores.view(np.float32), *places]
 
     def _run(self, shape: StepShape, inputs: StepInputs) -> NDArray[np.int32]:
         assert inputs.tokens.shape == shape[:2]
@@ -158,12 +159,18 @@ class ModelRunner:
             if self._fusion is not None:
                 features = self._fuse(self._fusion, self._dtype, self._fusion_params, features)
         words = inputs.tokens.base  # all inputs are views of it
-        result, self.pools = self._step(self.constants, self.layout(shape), self.params, self.pools, words, features)
+        result, self.pools = self._step(shape)(self.params, self.pools, words, features)
         return np.asarray(result)
+
+    def _step(self, shape: StepShape) -> Any:
+        if shape not in self._steps:
+            self._steps[shape] = program.compiled_step(self.constants, self.layout(shape))
+        return self._steps[shape]
 
     def layout(self, shape: StepShape) -> InputLayout:
         """The layout of the inputs of a shape."""
-        return InputLayout(shape, self.table_pages, self.feature_width, self.stacked, self.config.chained)
+        chained = self.config.chained
+        return InputLayout(shape, self.table_pages, self.feature_width, self.stacked, chained, self.feature_dtype)
 
     def step_buffer(self, shape: StepShape) -> StepBuffer:
         """The reusable inputs of a shape."""
@@ -175,7 +182,8 @@ class ModelRunner:
         """Zeros in place of the target's features, kept on the device, for steps without any."""
         if shape not in self._zeros:
             width = self.config.hidden_size if self.feature_width else 0
-            self._zeros[shape] = jnp.zeros((shape.sessions, shape.rows, width), jnp.float32)
+            dtype = self.feature_dtype if self._fusion is None else jnp.float32  # as the fusion makes them
+            self._zeros[shape] = jnp.zeros((shape.sessions, shape.rows, width), dtype)
         return self._zeros[shape]
 
     def move(self, moves: list[tuple[int, int]]) -> None:

@@ -36,17 +36,23 @@ class Nodes(NamedTuple):
     edges: jax.Array
 
 
-class _Beam(NamedTuple):
-    """The nodes to expand next, best first, [S, K] each, except bits [S, K, words].
+class Leaves(NamedTuple):
+    """The nodes to expand next, best first, [S, k] each, except bits [S, k, words].
 
-    flat: numbers of the nodes; above: slots of their parents' rows; bits: their ancestors in the scratch
+    above: slots of their parents' rows; bits: their ancestors in the scratch
     """
 
     tokens: jax.Array
-    flat: jax.Array
-    scores: jax.Array
     above: jax.Array
     bits: jax.Array
+
+
+class _Beam(NamedTuple):
+    """The nodes to expand next, with their flat numbers and path scores, [S, K] each."""
+
+    leaves: Leaves
+    flat: jax.Array
+    scores: jax.Array
 
 
 def grow_tree(tree: TreeShape, compute: Compute, pools: Pools, inputs: StepInputs) -> tuple[Nodes, Pools]:
@@ -59,59 +65,65 @@ def grow_tree(tree: TreeShape, compute: Compute, pools: Pools, inputs: StepInput
     levels = [Nodes(ids[:, 0], jnp.full((count, k), -1, jnp.int32), edges[:, 0])]
     scores = [edges[:, 0]]
     root = jnp.take_along_axis(inputs.slots, inputs.head_rows, axis=1)
-    beam = _Beam(
-        ids[:, 0], jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (count, k)), edges[:, 0],
-        jnp.broadcast_to(root, (count, k)), jnp.zeros((count, k, MASK_WORDS), jnp.uint32),
-    )  # fmt: skip
+    leaves = Leaves(ids[:, 0], jnp.broadcast_to(root, (count, k)), jnp.zeros((count, k, MASK_WORDS), jnp.uint32))
+    beam = _Beam(leaves, jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (count, k)), edges[:, 0])
     for level in range(1, tree.steps):
-        rows = _rows(inputs, beam, level)
+        keys = jnp.broadcast_to(inputs.level_keys[:, level - 1 : level], (count, k, 2))
+        rows = expansion_rows(inputs, beam.leaves, (level - 1) * k, level, keys)
         (ids, edges), pools = compute(pools, rows)
         nodes = Nodes(ids.reshape(count, -1), jnp.repeat(beam.flat, k, axis=1), edges.reshape(count, -1))
         levels.append(nodes)
         scores.append((beam.scores[..., None] + edges).reshape(count, -1))
-        beam = _next(beam, rows, nodes.tokens, scores[-1], first=k + (level - 1) * k * k)
+        beam = _next(rows, nodes.tokens, scores[-1], first=k + (level - 1) * k * k)
     everything = Nodes(*(jnp.concatenate(parts, axis=1) for parts in zip(*levels, strict=True)))
     return _chosen(everything, jnp.concatenate(scores, axis=1), tree.rows - 1), pools
 
 
-def _rows(inputs: StepInputs, beam: _Beam, level: int) -> StepInputs:
-    """Inputs of the step that expands a beam. level: depth of its nodes, from 1."""
-    count, k = beam.tokens.shape
+def expansion_rows(
+    inputs: StepInputs, leaves: Leaves, first: int, depths: jax.Array | int, keys: jax.Array
+) -> StepInputs:
+    """Inputs of the step that expands leaves. first: their first place in the scratch.
+
+    depths: of the leaves, from 1, [S, k] or the same for all. keys: [S, k, 2], noise keys of their children
+    """
+    count, k = leaves.tokens.shape
     last = jnp.take_along_axis(inputs.positions, inputs.head_rows, axis=1)  # of the prefix KV, [S, 1]
-    places = np.arange((level - 1) * k, level * k)  # in the scratch
+    places = np.arange(first, first + k)
     own = np.zeros((k, MASK_WORDS), np.uint32)
     own[np.arange(k), places // 32] = np.uint32(1) << (places % 32).astype(np.uint32)
     features = inputs.features
     if features is not None:
         none = jnp.zeros((count, k), jnp.int32)
         features = features._replace(
-            rows=jnp.zeros((count, k, features.rows.shape[-1]), features.rows.dtype), given=none, sources=beam.above
+            rows=jnp.zeros((count, k, features.rows.shape[-1]), features.rows.dtype), given=none, sources=leaves.above
         )
     return inputs._replace(
-        tokens=beam.tokens,
-        positions=jnp.broadcast_to(last + level, (count, k)),
+        tokens=leaves.tokens,
+        positions=jnp.broadcast_to(last + depths, (count, k)),
         slots=inputs.scratch_slots[:, places],
         visible=jnp.broadcast_to(last + 1, (count, k)),
         head_rows=jnp.broadcast_to(jnp.arange(k), (count, k)),
-        scratch_bits=beam.bits | own,
+        scratch_bits=leaves.bits | own,
         moves=jnp.zeros((2, 1), jnp.int32),
-        keys=jnp.broadcast_to(inputs.level_keys[:, level - 1 : level], (count, k, 2)),
+        keys=keys,
         features=features,
     )
 
 
-def _next(beam: _Beam, rows: StepInputs, tokens: jax.Array, scores: jax.Array, first: int) -> _Beam:
-    """The beam of the next level. tokens, scores: of candidates, [S, K * K]; first: flat number of the first."""
-    k = beam.tokens.shape[1]
+def _next(rows: StepInputs, tokens: jax.Array, scores: jax.Array, first: int) -> _Beam:
+    """The beam of the next level.
+
+    rows: that made the candidates. tokens, scores: of candidates, [S, K * K]; first: flat number of the first
+    """
+    k = rows.tokens.shape[1]
     best, places = lax.top_k(scores, k)
     above = places // k
-    return _Beam(
+    leaves = Leaves(
         jnp.take_along_axis(tokens, places, axis=1),
-        first + places,
-        best,
         jnp.take_along_axis(rows.slots, above, axis=1),
         jnp.take_along_axis(rows.scratch_bits, above[..., None], axis=1),
     )
+    return _Beam(leaves, first + places, best)
 
 
 def _chosen(nodes: Nodes, scores: jax.Array, count: int) -> Nodes:

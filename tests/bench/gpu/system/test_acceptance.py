@@ -56,7 +56,25 @@ def grown_at_once(simulated, length, seed):
     return session
 
 
-@pytest.mark.parametrize("grown", [grown_by_levels, grown_at_once])
+def grown_for_further_rounds(simulated, length, seed):
+    """An adaptive tree of which one program has grown all levels, two nodes a round; the head found short paths."""
+    session = session_at(length, seed)
+    parents = [-1] * 4 + [node for level in range(DEPTH - 1) for node in (4 * level, 4 * level + 1) for _ in range(2)]
+    places = [-1] * len(parents)
+    for place, node in enumerate(dict.fromkeys(parents[4:])):
+        places[node] = place
+    drafted = [DRAFTED[i % 4] for i in range(len(parents))]
+    grown = Expansion(session, ROOT, drafted, parents, [-0.1] * len(parents), places=places)
+    expansion = simulated.replaced(grown)
+    session.grower.add_grown(expansion.tokens, expansion.parents, expansion.log_scores, expansion.places)
+    assert len(session.tree) == len(parents)
+    expanded = [place for place in expansion.places if place >= 0]
+    assert len(expanded) == len(set(expanded)) == DEPTH - 1
+    assert set(expanded) <= set(places)
+    return session
+
+
+@pytest.mark.parametrize("grown", [grown_by_levels, grown_at_once, grown_for_further_rounds])
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_accept_lengths_are_those_asked_for(grown, index):
     lengths = (2.0, 3.0, 4.0)
