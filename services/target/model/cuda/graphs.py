@@ -189,7 +189,7 @@ class GraphRunner:
         self._capturer = capturer
         self._padding = padding
         self._steps: dict[_Key, _Step] = {}
-        self._due: dict[_Key, None] = {}  # steps to capture, the next one first
+        self._due: list[_Key] = []  # steps to capture, the next one first
         self._expected: list[tuple[tuple[int, ...], bool]] = []  # hidden states, layers and final, of captured steps
         self._works = True
         self._cache: KVCache | None = None
@@ -198,8 +198,8 @@ class GraphRunner:
     def capture(self, cache: KVCache, device: torch.device) -> None:
         """Capture plain steps of every size over a cache, the largest first, so that the others fit into its memory."""
         self._cache, self._device = cache, device
-        self._due = dict.fromkeys(self._keys(*_NO_STATES)) | self._due
-        while self.due and next(iter(self._due)).states == _NO_STATES:
+        self._due = self._keys(*_NO_STATES) + self._due
+        while self.due and self._due[0].states == _NO_STATES:
             self.capture_next()
         if self._works:
             log.info("captured steps of %s rows", ", ".join(map(str, self._sizes)))
@@ -212,9 +212,9 @@ class GraphRunner:
         self._expected.append(states)
         for old in self._expected[:-_MOST_STATES]:
             self._expected.remove(old)
-            self._due = {key: None for key in self._due if key.states != old}
+            self._due = [key for key in self._due if key.states != old]
             self._steps = {key: step for key, step in self._steps.items() if key.states != old}
-        self._due |= dict.fromkeys(self._keys(*states))
+        self._due += self._keys(*states)
 
     @property
     def due(self) -> int:
@@ -225,8 +225,7 @@ class GraphRunner:
     def capture_next(self) -> None:
         """As `CapturesSteps.capture_next`."""
         assert self._cache is not None, "steps are due once there is a cache"
-        key = next(iter(self._due))
-        del self._due[key]
+        key = self._due.pop(0)
         nothing = np.zeros(0, np.int64)
         layout = Layout.of([], [], [], nothing.astype(np.int32), nothing.astype(np.int32), self._cache.page_size)
         rows = TokenArrays(nothing, nothing, nothing)
@@ -245,7 +244,7 @@ class GraphRunner:
             self._steps.clear()
             log.warning("steps are not captured as CUDA graphs: %s", reason)
         else:
-            self._due = {other: None for other in self._due if other.states != key.states}
+            self._due = [other for other in self._due if other.states != key.states]
             log.warning("some steps with hidden states are not captured as CUDA graphs: %s", reason)
 
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
@@ -264,7 +263,7 @@ class GraphRunner:
         capture = batch.capture
         key = _Key(size, *((capture.layers, capture.final) if capture else _NO_STATES), extent)
         if key in self._due:
-            self._due = {key: None} | self._due
+            self._due.insert(0, self._due.pop(self._due.index(key)))
         return self._steps.get(key)
 
     def size_for(self, rows: int) -> int | None:
