@@ -154,7 +154,8 @@ def engine_of(model: BenchModel, shape: TreeShape | Growth, sessions: int, *, fu
         limits = TreeLimits(max(256, shape.candidates), shape.steps, shape.topk, floor=0.0, shape=shape)
     else:
         drafter.set_expansion_shapes([StepShape(size, shape.width, shape.width) for size in sorted({1, sessions})])
-        drafter.set_growth([StepShape(sessions, 8, 1, shape)])
+        model.runner.preferred = StepShape(sessions, 8, 1, shape)  # on CPUs the choice would differ
+        drafter.set_growth([model.runner.preferred])
         limits = TreeLimits(floor=1e-30)
     if not fused:
         drafter.grow_by_levels()
