@@ -57,15 +57,19 @@ def test_containers_share_no_sockets():
         assert not any("sock" in volume for volume in service.get("volumes", ())), name
 
 
-@pytest.mark.parametrize(("name", "specification"), [("target", "TORCH_SPEC"), ("draft", "JAX_SPEC")])
-def test_a_container_has_a_gpu_where_its_image_is_built_for_one(name, specification):
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_a_container_has_a_gpu_where_its_image_is_built_for_one(name):
     services = yaml.safe_load(COMPOSE)["services"]
     plain, gpu = services[name], services[f"{name}-gpu"]
     assert "deploy" not in plain
     assert "gpu" in gpu["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"]
     assert gpu["profiles"] == ["gpu"]
-    assert plain["build"]["args"][specification].startswith(f"${{{specification}:-")
-    assert gpu["build"]["args"][specification].startswith(f"${{{specification}_GPU:-")
+    assert plain["build"]["args"]["ACCELERATOR"] == "${ACCELERATOR:-cpu}"
+    assert gpu["build"]["args"]["ACCELERATOR"] == "${ACCELERATOR_GPU:-cuda13}"
+    for service, variable in ((plain, "TORCH_INDEX"), (gpu, "TORCH_INDEX_GPU")):
+        assert service["build"]["args"].get("TORCH_INDEX") == (f"${{{variable}:-}}" if name == "target" else None)
+    (device,) = gpu["deploy"]["resources"]["reservations"]["devices"]
+    assert device["device_ids"] == [f"${{{name.upper()}_GPU:-0}}"]
     assert plain["image"] != gpu["image"]
     assert (plain["command"], plain["volumes"]) == (gpu["command"], gpu["volumes"])
 
