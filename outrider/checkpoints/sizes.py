@@ -7,6 +7,7 @@ services measure what they have loaded.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,29 +58,18 @@ class StoredTensor:
         return self.numbers * (itemsize if floats and itemsize is not None else _STORED.get(self.kind, 1))
 
 
-@dataclass(frozen=True)
-class CheckpointSizes:
-    """Sizes of a folder with config.json and safetensors or pickled weights."""
+class ModelSizes(ABC):
+    """Sizes of a model, from its configuration and the shapes of its tensors."""
 
-    folder: Path
-
-    @cached_property
+    @property
+    @abstractmethod
     def config(self) -> dict[str, Any]:
         """config.json, of the text model."""
-        raw = load_config(self.folder)
-        text: dict[str, Any] = raw.get("text_config") or raw
-        return {"torch_dtype": raw.get("torch_dtype"), "dtype": raw.get("dtype")} | text
 
-    @cached_property
+    @property
+    @abstractmethod
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """All tensors by name; a pickled file counts as one tensor of 16-bit numbers with the file's name."""
-        found: dict[str, StoredTensor] = {}
-        for file in checkpoint.weight_files(self.folder, torch_files=True):
-            if file.suffix == ".safetensors":
-                found |= _header(file)
-            else:
-                found[file.name] = StoredTensor("F16", (file.stat().st_size // 2, 1))
-        return found
+        """All tensors by name."""
 
     @property
     def itemsize(self) -> int | None:
@@ -147,6 +137,31 @@ class CheckpointSizes:
                 kept = _EMBEDDING.search(name) or _HEAD.search(name)  # quantization leaves them as they are
                 total += tensor.loaded_bytes(itemsize, None if kept else quantization)
         return total
+
+
+@dataclass(frozen=True)
+class CheckpointSizes(ModelSizes):
+    """Sizes of a folder with config.json and safetensors or pickled weights."""
+
+    folder: Path
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json, of the text model."""
+        raw = load_config(self.folder)
+        text: dict[str, Any] = raw.get("text_config") or raw
+        return {"torch_dtype": raw.get("torch_dtype"), "dtype": raw.get("dtype")} | text
+
+    @cached_property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """All tensors by name; a pickled file counts as one tensor of 16-bit numbers with the file's name."""
+        found: dict[str, StoredTensor] = {}
+        for file in checkpoint.weight_files(self.folder, torch_files=True):
+            if file.suffix == ".safetensors":
+                found |= _header(file)
+            else:
+                found[file.name] = StoredTensor("F16", (file.stat().st_size // 2, 1))
+        return found
 
 
 def _header(file: Path) -> dict[str, StoredTensor]:

@@ -56,7 +56,7 @@ def load_model_drafter(
 
     shape: of explicit trees; children: candidates a node of adaptive ones
     """
-    devices = choose_devices(config.draft_device, config.draft_tp_size)
+    devices = choose_devices(config.draft_device, config.draft_tp_size, share=config.draft_memory_bytes)
     _cache_programs()
     origin = draft_folder(config)
     folder, draft, vocabulary, online = _read(origin, config)
