@@ -15,7 +15,7 @@ from outrider.config import format_cores
 from outrider.doctor.findings import Finding, note, ok, problem
 from outrider.native import vectors
 from outrider.placement.accelerators import CUDA12_DRIVER, CUDA13_DRIVER
-from outrider.placement.devices import Gpu, free_host_memory, gpus, host_memory, nvidia_devices, tpu_chips
+from outrider.placement.devices import Gpu, free_host_memory, gpus, has_gpu, host_memory, nvidia_devices, tpu_chips
 from outrider.placement.memory import GIB
 
 TOPIC = "machine"
@@ -27,15 +27,21 @@ _DOCKER_SECONDS = 10.0
 
 def findings(found: Sequence[Gpu]) -> Iterator[Finding]:
     """Everything about the machine. found: the GPUs that programs see."""
-    yield from accelerators(found, hidden=gpus(hidden=True), on_bus=nvidia_devices(), tpus=tpu_chips())
+    known = gpus(hidden=True)
+    yield from accelerators(found, known, on_bus=nvidia_devices(), tpus=tpu_chips(), driver=has_gpu())
     yield _processor()
     yield _memory()
     yield _disk(cache_folder())
     yield docker(bool(found))
 
 
-def accelerators(found: Sequence[Gpu], hidden: Sequence[Gpu], on_bus: int, tpus: int) -> Iterator[Finding]:
-    """GPUs and TPUs. hidden: all GPUs, also those that CUDA_VISIBLE_DEVICES hides. on_bus: those on the PCI bus."""
+def accelerators(
+    found: Sequence[Gpu], hidden: Sequence[Gpu], *, on_bus: int = 0, tpus: int = 0, driver: bool = False
+) -> Iterator[Finding]:
+    """GPUs and TPUs. hidden: all GPUs, also those that CUDA_VISIBLE_DEVICES hides.
+
+    on_bus: NVIDIA GPUs on the PCI bus. driver: a driver is loaded, whether its tool answers or not
+    """
     for gpu in found:
         yield _gpu(gpu)
     if len(hidden) > len(found):
@@ -44,7 +50,12 @@ def accelerators(found: Sequence[Gpu], hidden: Sequence[Gpu], on_bus: int, tpus:
             TOPIC, "GPUs", f'CUDA_VISIBLE_DEVICES is "{visible}", which leaves {len(found)} of {len(hidden)} GPUs',
             "unset it to use all of them",
         )  # fmt: skip
-    if on_bus and not hidden:
+    if driver and not hidden:
+        yield note(
+            TOPIC, "GPUs", "a driver is loaded, but nvidia-smi does not answer: `serve` does not know the GPU's memory "
+            "beforehand, and plans no share for a draft", "install nvidia-smi; in a container, allow its utilities",
+        )  # fmt: skip
+    elif on_bus and not hidden:
         yield problem(
             TOPIC, "GPUs", f"{on_bus} NVIDIA GPU{'s' if on_bus > 1 else ''} on the PCI bus, but no driver that answers "
             "(/dev/nvidiactl, nvidia-smi)",

@@ -105,7 +105,7 @@ def target_device(target: TargetConfig, found: Sequence[Gpu], torch: Facts, core
         why = "--device cpu" if target.device != "auto" else "there is no NVIDIA GPU (--device auto)"
         return ok(SYSTEM, "target", f"{where}, because {why}")
     names = ", ".join(f"cuda:{i}" for i in used)
-    if missing := [i for i in used if i >= len(found)]:
+    if missing := [i for i in used if found and i >= len(found)]:
         text = f"{names}: there is no GPU {missing[0]}; this machine has {len(found)}"
         return problem(SYSTEM, "target", text, "name other devices with --device, or lower --tp-size")
     if not torch.get("available"):
@@ -113,7 +113,7 @@ def target_device(target: TargetConfig, found: Sequence[Gpu], torch: Facts, core
         if target.device == "auto":
             return note(SYSTEM, "target", f"{where}, because {text}")
         return problem(SYSTEM, "target", f"--device {target.device}: {text}", "mend PyTorch, or leave --device out")
-    models = ", ".join(dict.fromkeys(found[i].name for i in used))
+    models = ", ".join(dict.fromkeys(found[i].name if found else "its memory is not known" for i in used))
     why = f"--device {target.device}" if target.device != "auto" else "--device auto takes a GPU where there is one"
     return ok(SYSTEM, "target", f"{names} ({models}), because {why}")
 

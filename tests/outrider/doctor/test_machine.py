@@ -22,12 +22,12 @@ AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl avx512_bf16 avx512_vnni"
         ([], [H100], {}, ["note"], "leaves 0 of 1 GPUs"),
         ([], [], {"on_bus": 2}, ["problem"], "2 NVIDIA GPUs on the PCI bus, but no driver"),
         ([], [], {}, ["ok"], "none of NVIDIA"),
+        ([], [], {"driver": True, "on_bus": 1}, ["note"], "nvidia-smi does not answer"),
         ([], [], {"tpus": 4}, ["ok", "ok"], "4 chips"),
     ],
 )
 def test_devices(cards, hidden, others, statuses, text):
-    given = {"on_bus": 0, "tpus": 0} | others
-    found = list(machine.accelerators(parse_gpus(smi(*cards)), parse_gpus(smi(*hidden)), **given))
+    found = list(machine.accelerators(parse_gpus(smi(*cards)), parse_gpus(smi(*hidden)), **others))
     assert [one.status for one in found] == statuses
     assert any(text in one.text for one in found)
     assert all(one.remedy for one in found if one.status == "problem")
@@ -35,7 +35,7 @@ def test_devices(cards, hidden, others, statuses, text):
 
 def test_memory_in_use_is_named():
     cards = parse_gpus(smi(H100.replace(" 0,", " 20480,")))
-    (found,) = machine.accelerators(cards, cards, 0, 0)
+    (found,) = machine.accelerators(cards, cards)
     assert "20.0 used now" in found.text
 
 

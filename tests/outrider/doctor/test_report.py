@@ -151,6 +151,14 @@ def test_libraries_that_cannot_use_the_gpu(gpus, answers, model):
     assert found["system target"].text.startswith("CPU, cores")
 
 
+def test_a_gpu_whose_memory_is_not_known(gpus, model):
+    gpus()
+    found, _ = examine("--model-path", model)
+    assert (found["machine GPUs"].status, found["system target"].status) == ("note", "ok")
+    assert found["system target"].text.startswith("cuda:0 (its memory is not known)")
+    assert "measured at the start" in found["memory target"].text
+
+
 def test_a_port_in_use_is_a_problem(answers, model):
     with socket.socket() as taken, socket.socket() as other:
         for one in (taken, other):
