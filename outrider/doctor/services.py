@@ -48,7 +48,7 @@ def _model(path: str) -> Finding:
     try:
         folder = checkpoint.local_folder(path)
         if folder is not None:
-            return ok(SYSTEM, "model", f"{name} in {folder}")
+            return ok(SYSTEM, "model", name if name == str(folder) else f"{name} in {folder}")
         if path == DEFAULT_MODEL:
             source = conversion.default_gguf()
             return ok(SYSTEM, "model", f"{name}, the default; the first start converts {source.name} in half a minute")

@@ -31,6 +31,7 @@ _LARGE = ("torch", "transformers", "jax")
 _PLUGINS = {12: "jax-cuda12-plugin", 13: "jax-cuda13-plugin"}
 _COMPILERS = ("g++", "clang++", "c++")
 _INSTALL = "make -B install"
+_UNINSTALL = f"`{sys.executable} -m pip uninstall torch`"  # else pip keeps the build that is there
 
 VersionOf = Callable[[str], str | None]
 
@@ -96,10 +97,10 @@ def torch(facts: Facts, found: Sequence[Gpu], *, wanted: bool, find: VersionOf =
         return ok(TOPIC, name, f"{text}, for the CPU")
     if not facts["cuda"]:
         found_problem = f"{text}: the target computes on the CPU beside an unused GPU"
-        remedy = f"run `pip uninstall torch` in the environment, then `{_INSTALL}`"
+        remedy = f"run {_UNINSTALL}, then `{_INSTALL}`"
     else:
         found_problem = f"{text} cannot use the GPU{f': {said}' if said else ''}"
-        remedy = f"install driver {CUDA13_DRIVER} or later, or run `{_INSTALL} ACCELERATOR=cuda12`"
+        remedy = f"install driver {CUDA13_DRIVER} or later; or run {_UNINSTALL}, then `{_INSTALL}`"
     return problem(TOPIC, name, found_problem, remedy) if wanted else note(TOPIC, name, found_problem, remedy)
 
 
