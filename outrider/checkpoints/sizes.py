@@ -124,6 +124,11 @@ class CheckpointSizes:
                     sizes[pattern] = tensor.numbers
         return itemsize * (sizes[_EMBEDDING] + (sizes[_HEAD] if head else 0))
 
+    @property
+    def latent(self) -> bool:
+        """True if the model has latent attention, whose cache all heads share."""
+        return bool(self.config.get("kv_lora_rank"))
+
     def token_bytes(self, itemsize: int, layers: int | None = None, *, latent: bool = True) -> int:
         """Bytes of a token in the KV cache. layers: default all. latent: latent attention caches the latents."""
         config, count = self.config, self.layers if layers is None else layers

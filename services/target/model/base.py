@@ -46,7 +46,7 @@ class Runner(Protocol):
         ...
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace some of `weights()`. The caller has checked names and shapes.
+        """Replace some of `weights()`. The caller has checked names and shapes. ConfigError: nothing has changed.
 
         tensors: of any float dtype, on the host. Updates tied weights and packed copies, too. Addresses of plain
         parameters do not change, so that captured programs read the new values.

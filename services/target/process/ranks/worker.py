@@ -1,6 +1,6 @@
-"""`python -m services.target.process.tensor_parallel_worker RANK PORT FLAGS...`: a rank other than 0.
+"""`python -m services.target.process.ranks.worker RANK HOST:PORT FLAGS...`: a rank other than 0.
 
-Rank 0 starts it and holds the other end of standard input; when that closes, for whatever reason, this process ends.
+Its parent holds the other end of standard input; when that closes, for whatever reason, this process ends.
 """
 
 from __future__ import annotations
@@ -23,28 +23,26 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     """Work until rank 0 ends. Returns the process's exit code."""
-    rank, port = int(argv[0]), int(argv[1])
+    rank, address = int(argv[0]), argv[1]
     config = tyro.cli(TargetConfig, args=argv[2:], prog=__name__)
-    threading.Thread(target=_end_with_first_rank, daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     setup_logging(f"target:{rank}", "warning")
 
-    import torch.distributed as dist
-
     from services.target.model.loading.load import load
-    from services.target.process import tensor_parallel as parallel
+    from services.target.process.ranks.following import Follower
+    from services.target.process.ranks.group import connect, join
 
-    store = dist.TCPStore(parallel.HOST, port, config.tp_size, is_master=False)
-    channel = parallel.join(store, rank, config)
     try:
+        channel = join(connect(address), rank, config)
         model = load(Path(config.model_path), config)
     except ConfigError as error:  # rank 0 reports the same error, unless only this rank has it
         log.error("%s", error.message)
         return 2
-    parallel.run_worker(model, channel)
+    Follower(model, channel).run()
     return 0
 
 
-def _end_with_first_rank() -> None:
+def _end_with_parent() -> None:
     sys.stdin.buffer.read()
     os._exit(0)
 
