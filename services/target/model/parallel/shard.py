@@ -24,7 +24,7 @@ class Shard:
 
     def part(self, whole: Tensor) -> Tensor:
         """The part of a tensor; a view, if there is one group."""
-        groups = whole.unflatten(self.dim, (self.groups, -1))
+        groups: Tensor = whole.unflatten(self.dim, (self.groups, -1))
         return groups.narrow(self.dim + 1, self.start, self.stop - self.start).flatten(self.dim, self.dim + 1)
 
     def whole_shape(self, part: tuple[int, ...]) -> tuple[int, ...]:

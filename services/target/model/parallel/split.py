@@ -145,7 +145,7 @@ def _keep_one_bias(name: str, child: Any) -> None:
     """The results of a layer are summed, its bias must be added once: the first rank keeps it."""
     if isinstance(child, nn.Linear):
         if dist.get_rank() > 0 and child.bias is not None:
-            child.bias = None
+            child.register_parameter("bias", None)
     elif any(part.endswith("bias") for part, _ in child.named_parameters()):
         raise ConfigError(f"{name} has biases that each rank would add; start without --tp-size")
 

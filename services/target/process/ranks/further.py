@@ -11,7 +11,7 @@ from outrider.config import TargetConfig
 from outrider.config.ranks import check_ranks, rank_places
 from services.target.model.loading.shards import check_devices
 from services.target.process.ranks.machines import MachineWatch
-from services.target.process.ranks.processes import RankProcesses
+from services.target.process.ranks.processes import EXIT_SECONDS, RankProcesses
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +41,12 @@ async def serve_ranks(config: TargetConfig) -> int:
              ", ".join(map(str, places.here)), config.dist_init_addr)  # fmt: skip
     await ended.wait()
     watch.stop()
-    codes = {process.poll() for process in ranks.processes}
+    codes = await asyncio.to_thread(ranks.codes, EXIT_SECONDS) if reasons else []
     ranks.stop()
-    if not reasons or (codes <= {None, 0} and 0 in codes):
+    if not reasons:  # a signal
+        return 0
+    if codes == [0] * len(places.here):
+        watch.leave()
         return 0
     log.error("%s", reasons[0])
     return 2 if 2 in codes else 1

@@ -44,6 +44,15 @@ class MachineWatch:
         """Stop watching."""
         self._stopping.set()
 
+    def leave(self) -> None:
+        """Tell machine 0 that this one has ended as it was told to."""
+        group.connect(self._address).set(_left(self._config.node_rank), "")
+
+    def wait_for_others(self, seconds: float) -> None:
+        """On machine 0: wait until the others have left, because the store ends with this process."""
+        keys = [_left(machine) for machine in range(1, self._config.nnodes)]
+        group.connect(self._address).wait(keys, timedelta(seconds=seconds))
+
     def _run(self) -> None:
         own, others = self._config.node_rank, range(1, self._config.nnodes)
         watched = others if own == 0 else [0]
@@ -75,3 +84,7 @@ class MachineWatch:
 
 def _key(machine: int) -> str:
     return f"outrider/beat/{machine}"
+
+
+def _left(machine: int) -> str:
+    return f"outrider/left/{machine}"

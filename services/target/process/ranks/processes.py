@@ -12,6 +12,7 @@ import logging
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from services.target.process.ranks.updates import slotted
 log = logging.getLogger(__name__)
 
 _WORKER_MODULE = "services.target.process.ranks.worker"
-_EXIT_SECONDS = 5.0  # seconds that a rank has to end
+EXIT_SECONDS = 5.0  # seconds that a rank has to end
 
 OnDeath = Callable[[str], None]
 
@@ -64,6 +65,8 @@ class LeadingRank:
         if self._channel is not None:
             with contextlib.suppress(RuntimeError):  # of a rank that has ended
                 self._channel.send(Kind.END)
+                if self._machines is not None:
+                    self._machines.wait_for_others(EXIT_SECONDS)
         self.processes.stop()
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
@@ -103,6 +106,14 @@ class RankProcesses:
             self.processes.append(process)
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank {rank}", daemon=True).start()
 
+    def codes(self, seconds: float) -> list[int]:
+        """The exit codes of those that end by themselves within a time."""
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        return [process.returncode for process in self.processes if process.returncode is not None]
+
     def stop(self) -> None:
         """End them."""
         self.stopping.set()
@@ -111,7 +122,7 @@ class RankProcesses:
                 process.stdin.close()
         for process in self.processes:
             try:
-                process.wait(_EXIT_SECONDS)
+                process.wait(EXIT_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
