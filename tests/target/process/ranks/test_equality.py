@@ -118,14 +118,14 @@ def test_features_are_those_of_one_rank(pair, tmp_path):
     np.testing.assert_allclose(states[1][1], states[0][1], atol=1e-3)
 
 
-@pytest.mark.parametrize("walks", [True, False])
-def test_sampled_texts_are_those_of_one_rank(walks, pair, tmp_path):
-    """walks: as on CUDA, where the device walks the trees and moves the rows of accepted nodes."""
+@pytest.mark.parametrize("as_on_cuda", [True, False])
+def test_sampled_texts_are_those_of_one_rank(as_on_cuda, pair, tmp_path):
+    """as_on_cuda: steps overlap, and the device walks the trees and moves the rows of accepted nodes."""
     folder = write_model(tmp_path / "model")
     requests = [opening(i, PROMPT[i:], SamplingParams(1.0, seed=i, top_p=0.9), max_tokens=NEW) for i in (1, 2, 3)]
     expected = run(engine_of(load_modules(folder)), requests).new
     engine = engine_of(pair.load(folder), page_size=4)
-    engine.sampler._walks, engine.sampler._compiled = walks, not walks
+    engine.overlap, engine.sampler._walks, engine.sampler._compiled = as_on_cuda, as_on_cuda, not as_on_cuda
 
     result = run(engine, requests, lambda i, path: ahead(i, path, expected))
     assert result.new == expected
