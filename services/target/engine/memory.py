@@ -49,7 +49,7 @@ def plan_memory(model: Model, config: TargetConfig) -> MemoryPlan:
             model.token_bytes,
             working=sizes.working_bytes(model.dtype.itemsize),
             draft=config.draft_headroom_bytes or 0,
-            taken=max(0, memory.total - memory.free - memory.weights - own),
+            taken=max(0, memory.total - memory.free - memory.weights - own) + model.shortage,
             **cache_flags(config),
         )
     log.info("memory of %s: %s", model.device, plan)

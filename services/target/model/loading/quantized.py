@@ -126,10 +126,16 @@ def _whole_blocks(text: Any, stored: Mapping[str, Any], ranks: int) -> bool:
     block = stored.get("weight_block_size")
     if not block:
         return True
-    heads, head = text.num_attention_heads, getattr(text, "head_dim", None) or 0
+
+    def number(name: str, otherwise: int = 0) -> int:
+        return getattr(text, name, None) or otherwise
+
+    heads, head, values = text.num_attention_heads, number("head_dim"), number("v_head_dim")
+    nope = number("qk_nope_head_dim")
     divided = [
-        getattr(text, "intermediate_size", 0), getattr(text, "moe_intermediate_size", None) or 0,
-        heads * head, (getattr(text, "num_key_value_heads", None) or heads) * head,
+        number("intermediate_size"), number("moe_intermediate_size"), heads * head,
+        number("num_key_value_heads", heads) * head,
+        heads * (nope + number("qk_rope_head_dim")), heads * (nope + values), heads * values,  # of latent attention
     ]  # fmt: skip
     return all(count % (ranks * max(block)) == 0 for count in divided)
 

@@ -37,9 +37,14 @@ def join_columns(part: Tensor, size: int) -> Tensor:
 
 def all_agree(yes: bool) -> bool:
     """True if this holds on all ranks; exchanged on the host."""
-    answer = torch.tensor([yes], dtype=torch.int32)
-    dist.all_reduce(answer, op=dist.ReduceOp.MIN)
-    return bool(answer)
+    return bool(least_of_ranks(int(yes)))
+
+
+def least_of_ranks(number: int) -> int:
+    """The smallest of all ranks' numbers; exchanged on the host."""
+    least = torch.tensor([number])
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return int(least)
 
 
 @torch.library.custom_op("outrider::sum_of_ranks", mutates_args=())

@@ -22,11 +22,11 @@ from outrider.config import TargetConfig, to_argv
 from outrider.config.ranks import check_ranks, rank_places
 from outrider.process.python_command import python_command
 from services.target.model.base import Model
-from services.target.model.loading.load import load
 from services.target.model.loading.shards import check_devices
 from services.target.process.ranks import group
 from services.target.process.ranks.channel import Channel, Kind
 from services.target.process.ranks.leading import LeadingRunner
+from services.target.process.ranks.loading import load_part
 from services.target.process.ranks.machines import MachineWatch
 from services.target.process.ranks.updates import slotted
 
@@ -54,7 +54,7 @@ class LeadingRank:
         """Join the ranks and load this one's part. Returns the model that computes on all of them."""
         here = dataclasses.replace(config, device=rank_places(config).device(0))
         self._channel = group.join(self._store, 0, here)
-        model = load(folder, here)
+        model = load_part(folder, here)
         return dataclasses.replace(model, runner=LeadingRunner(slotted(model.runner), self._channel, model.device))
 
     def stop(self) -> None:

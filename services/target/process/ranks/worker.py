@@ -28,13 +28,13 @@ def main(argv: Sequence[str]) -> int:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     setup_logging(f"target:{rank}", "warning")
 
-    from services.target.model.loading.load import load
     from services.target.process.ranks.following import Follower
     from services.target.process.ranks.group import connect, join
+    from services.target.process.ranks.loading import load_part
 
     try:
         channel = join(connect(address), rank, config)
-        model = load(Path(config.model_path), config)
+        model = load_part(Path(config.model_path), config)
     except ConfigError as error:  # rank 0 reports the same error, unless only this rank has it
         log.error("%s", error.message)
         return 2
