@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks: messages, which are arrays of integers on the host, and tensors on the device."""
+"""What rank 0 sends the other ranks: messages, which are arrays of integers on the host, and tensors on the device."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class MachineWatch:
         self._stopping.set()
 
     def leave(self) -> None:
-        """Tell machine 0 that this one has ended as it was told to."""
+        """Report to machine 0 that this one's ranks have ended in order."""
         group.connect(self._address).set(_left(self._config.node_rank), "")
 
     def wait_for_others(self, seconds: float) -> None:
