@@ -26,7 +26,7 @@ from services.target.sampling.step_sampler import StepSampler
 from services.target.step.batch import DeferredRoots, SessionWork, build
 from services.target.step.download import Download
 from services.target.step.upload import DeviceArrays
-from tests.support.target.driving import engine_of, opening, random_tree
+from tests.support.target.driving import chain, engine_of, opening, preparing_engine, random_tree
 
 DEVICE = torch.device("meta")
 VOCAB = 5000  # more tokens than the sampler sorts at first
@@ -107,7 +107,7 @@ def test_a_step_has_two_uploads_and_one_download(crossings, name, nodes):
     crossings.up = crossings.down = 0
     launched = step_sampler.launch(build(works, DEVICE), works, entries)
     assert (crossings.up, crossings.down) == (2, 1)
-    assert launched.moved == (nodes > 0 and name != "filtered")
+    assert launched.moved == (nodes > 0)
     assert not launched.read().tokens.any()
     assert (crossings.up, crossings.down) == (2, 1)
 
@@ -137,6 +137,32 @@ def test_overlap_launches_a_step_before_the_last_is_read(crossings, monkeypatch)
     assert commits == 4 * 20
     assert events == ["launch", *["launch", "read"] * 19, "read"]
     assert counts == [(2, 1)] * 20 + [(0, 0)]
+
+
+def test_a_prepared_step_is_launched_before_the_last_is_read(crossings, monkeypatch):
+    """Its uploads: the batch, the trees and keys that the device chooses from, and sampling arrays."""
+    events = []
+    forward, read = Runner.forward, Download.read
+    monkeypatch.setattr(Runner, "forward", lambda *arguments: events.append("launch") or forward(*arguments))
+    monkeypatch.setattr(Download, "read", lambda self: events.append("read") or read(self))
+    engine = preparing_engine(model_of(), max_running_requests=4)
+    texts = {i: [5, 6, 7 + i] for i in range(4)}
+    for i, text in texts.items():
+        engine.open(opening(i, text, SAMPLING["sampled"], max_tokens=20))
+    counts, accepted = [], 0
+    while not engine.idle:
+        for i, text in texts.items():
+            engine.receive([chain(i, text, [0] * 40)], ())  # what arrives from this device is zeros
+        crossings.up = crossings.down = 0
+        for commit in engine.step().commits:
+            texts[commit.session_id] += commit.tokens.tolist()
+            accepted += commit.accepted
+        counts.append((crossings.up, crossings.down))
+    assert accepted > 30
+    steps = len(counts) - 1
+    assert events == ["launch", *["launch", "read"] * (steps - 1), "read"]
+    assert engine.prepared == steps - 1
+    assert set(counts[1:-1]) == {(3, 1)}
 
 
 def test_log_probabilities_need_no_further_download(crossings):

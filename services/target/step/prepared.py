@@ -1,0 +1,258 @@
+"""A step that the device prepares: which draft tokens it verifies follows from samples that the host has not read.
+
+    in flight   step n, whose samples lie on the device
+    tables      the trees below the roots of n, as the host knows them when it launches n + 1
+    walk        along the samples of n: accepted nodes, the bonus token, and the nodes that survive below it
+    spans       rows of n + 1: the bonus token as root, then the best surviving nodes of each session, then filler
+
+The host fixes the number of rows of each session, and pages for the longest accepted path. Everything else follows on
+the device by integer operations of fixed shapes, so the host gets the same numbers when it repeats them later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.speculation.tree import ROOT, TreeSlice
+from services.target.step.upload import upload
+
+MAX_NODES = 64
+"""Nodes of a session's table; also the entry that stands for its root."""
+MAX_DEPTH = 32
+"""Most levels below the root of a table: the walk covers so many."""
+MAX_DRAFT = 31
+"""Most draft tokens of a session in a prepared step: the bits of a word of the tree mask, but the sign."""
+NO_TOKEN = -3  # of unused entries and filler; no sample equals it
+_LEVELS = (MAX_DEPTH - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class TreeTables:
+    """The trees of S sessions below the roots of the step in flight. On the host.
+
+    nodes:    [4, S, MAX_NODES] int64: token; parent, an entry of the table or MAX_NODES for the root; depth, from 1;
+              row among the samples of the step in flight, or -1 for a node that it does not verify. Parents first,
+              verified nodes first, then the others from the best to the worst
+    sessions: [4, S] int64: row of the root among the samples; position of the root; last position that a node may
+              have; draft tokens that the prepared step has room for
+    scores:   [S, MAX_NODES] float64, path scores below the root of the step in flight
+    """
+
+    nodes: NDArray[np.int64]
+    sessions: NDArray[np.int64]
+    scores: NDArray[np.float64]
+
+    @property
+    def width(self) -> int:
+        """Most draft tokens of a session in the prepared step."""
+        return int(self.sessions[3].max(initial=0))
+
+
+class Spans(NamedTuple):
+    """Rows of the prepared step, of S sessions with up to K draft tokens each. All int64.
+
+    bonus:    [S], the roots' tokens; negative where none could be sampled
+    accepted: [S], draft tokens of the step in flight
+    position: [S], of the roots
+    nodes:    [S, K], entries of the table, best first; MAX_NODES for filler
+    tokens:   [S, K], NO_TOKEN for filler
+    parents:  [S, K], an earlier draft token of the session; K for the root and of filler
+    depths:   [S, K], from 1; 0 for filler
+    """
+
+    bonus: Tensor
+    accepted: Tensor
+    position: Tensor
+    nodes: Tensor
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+
+
+def walk(samples: Tensor, nodes: Tensor, sessions: Tensor, width: int) -> Spans:
+    """Walk the trees along the samples of the step in flight, and choose the draft tokens of the prepared step.
+
+    samples: [R] int64; nodes, sessions: as of TreeTables, on the samples' device; width: K
+    """
+    token, parent, depth, row = nodes.unbind(0)
+    root_row, root_position, last, room = sessions.unbind(0)
+    count = len(root_row)
+    none = parent.new_full((count, 1), MAX_NODES)
+    rows = torch.cat([row, root_row[:, None]], 1)
+    parent_row = rows.gather(1, parent)
+    judged = parent_row >= 0  # a token was sampled after the parent
+    good = ~judged | (samples[parent_row.clamp(min=0)] == token)
+    # Nodes that agree with the samples, and so do their ancestors: accepted, or the bonus token, or below it.
+    good = torch.cat([good, torch.ones_like(none, dtype=torch.bool)], 1)
+    above = torch.cat([parent, none], 1)
+    for _ in range(_LEVELS):
+        good = good & good.gather(1, above)
+        above = above.gather(1, above)
+    good = good[:, :MAX_NODES]
+    accepted_depths = torch.where(good & (row >= 0), depth, 0)
+    accepted, deepest = accepted_depths.max(1)
+    end = torch.where(accepted > 0, row.gather(1, deepest[:, None])[:, 0], root_row)
+    position = torch.minimum(root_position + accepted + 1, last)  # a session may have ended before that
+    alive = good & ~judged & (root_position[:, None] + depth <= last[:, None])
+    rank = alive.cumsum(1) - 1
+    place = torch.where(alive & (rank < room[:, None]), rank, width)
+    entries = torch.arange(MAX_NODES, device=samples.device).expand(count, -1)
+    chosen = parent.new_full((count, width + 1), MAX_NODES).scatter_(1, place, entries)[:, :width]
+    token, depth, parent = (
+        torch.cat([column, torch.full_like(none, filler)], 1).gather(1, chosen)
+        for column, filler in ((token, NO_TOKEN), (depth, 0), (parent, MAX_NODES))
+    )
+    place = torch.cat([place, torch.full_like(none, width)], 1)
+    depth = torch.where(chosen < MAX_NODES, depth - accepted[:, None] - 1, 0)
+    return Spans(samples[end], accepted, position, chosen, token, place.gather(1, parent), depth)
+
+
+class Resolved(NamedTuple):
+    """What a session's span turned out to be, on the host. bonus, accepted, position: as of Spans."""
+
+    bonus: int
+    accepted: int
+    position: int
+    draft: TreeSlice
+
+
+def resolve(samples: NDArray[np.int64], tables: TreeTables) -> list[Resolved]:
+    """Repeat the walk on the host, once the samples have arrived there. Returns each session's span."""
+    nodes, sessions = torch.from_numpy(tables.nodes), torch.from_numpy(tables.sessions)
+    spans = Spans(*(column.numpy() for column in walk(torch.from_numpy(samples), nodes, sessions, tables.width)))
+    found: list[Resolved] = []
+    for one, (bonus, accepted, position) in enumerate(zip(*(c.tolist() for c in spans[:3]), strict=True)):
+        chosen = spans.nodes[one]
+        chosen = chosen[chosen < MAX_NODES]
+        count = len(chosen)
+        scores = tables.scores[one, chosen]
+        if count:  # below the bonus token, which is the parent of the first of them
+            scores = scores - tables.scores[one, tables.nodes[1, one, chosen[0]]]
+        parents = spans.parents[one, :count]
+        draft = TreeSlice(
+            spans.tokens[one, :count].astype(np.uint32),
+            np.where(parents == tables.width, ROOT, parents).astype(np.int32),
+            spans.depths[one, :count].astype(np.int32),
+            scores.astype(np.float32),
+        )
+        found.append(Resolved(bonus, accepted, position, draft))
+    return found
+
+
+@dataclass(frozen=True)
+class RowMaps:
+    """Where the spans stand in the batch of the prepared step. On the host; all int64.
+
+    rows:  [3, n], for each row of a span: its cell, session * (K + 1) + place; its row in the batch; its sampled row
+    nodes: [2, m], for each draft token: its cell, session * K + place; its index among the draft tokens of the batch
+    pages: [S, P + 1], index of the first page, and pages from there on that the spans may reach
+    keys:  [S, N, 2], noise keys of the positions behind the root of the step in flight, from the second one on; no
+           sessions if all are greedy
+    """
+
+    rows: NDArray[np.int64]
+    nodes: NDArray[np.int64]
+    pages: NDArray[np.int64]
+    keys: NDArray[np.int64]
+
+
+class PreparedSpans:
+    """The spans of a prepared step on the device, and their places in its batch.
+
+    tables, maps: what the host has uploaded for it; spans: what follows from the samples
+    slots: [S, K + 1], of the spans' rows
+    """
+
+    def __init__(self, samples: Tensor, tables: TreeTables, maps: RowMaps, page_size: int) -> None:
+        """samples: [R] int64, of the step in flight, on its device. Waits for nothing."""
+        self.tables, self.maps, self._page_size = tables, maps, page_size
+        arrays = [tables.nodes, tables.sessions, maps.rows, maps.nodes, maps.pages, maps.keys]
+        nodes, self._sessions, self._rows, self._nodes, self._pages, self._keys = upload(arrays, samples.device)
+        self.spans = walk(samples, nodes, self._sessions, tables.width)
+        spans = self.spans
+        root = torch.zeros_like(spans.bonus)[:, None]
+        self._tokens = torch.cat([spans.bonus[:, None], spans.tokens], 1)  # [S, K + 1] each
+        self._depths = torch.cat([root, spans.depths], 1)
+        self.slots = self._slots_of(spans.position)
+
+    @property
+    def width(self) -> int:
+        """Most draft tokens of a session."""
+        return self.tables.width
+
+    @property
+    def cells(self) -> Tensor:
+        """The cell of each row of the spans. [n]."""
+        return self._rows[0]
+
+    @property
+    def samples(self) -> Tensor:
+        """The sampled row of each row of the spans. [n]."""
+        return self._rows[2]
+
+    def _slots_of(self, position: Tensor) -> Tensor:
+        """Slots of the rows of each span, which lie one after the other. [S, K + 1]."""
+        places = position[:, None] + torch.arange(self.width + 1, device=position.device)
+        pages = self._pages[:, 1:].gather(1, places // self._page_size - self._pages[:, :1])
+        return pages * self._page_size + places % self._page_size
+
+    def _in_batch(self, cells: Tensor) -> Tensor:
+        """Numbers of cells, [S, K + 1], row by row of the spans. [n]."""
+        return cells.reshape(-1).index_select(0, self._rows[0])
+
+    def put(self, ids: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Write the spans into the inputs of the batch, [T] int64 each, in place."""
+        rows = self._rows[1]
+        ids.index_copy_(0, rows, self._in_batch(self._tokens.clamp(min=0)))
+        positions.index_copy_(0, rows, self._in_batch(self.spans.position[:, None] + self._depths))
+        slots.index_copy_(0, rows, self._in_batch(self.slots))
+
+    def shift(self, firsts: Tensor, starts: Tensor) -> None:
+        """Move the beginnings of spans to where they are, in place: they were laid out behind no accepted token.
+
+        firsts: [n] int, a row of the batch for each; starts: [n, ...] int, positions in the session
+        """
+        moved = self.spans.position - self._sessions[1] - 1
+        size = int(self.maps.rows[1].max()) + 2  # further rows are not the spans'
+        shifts = moved.new_zeros(size).index_copy_(0, self._rows[1], self._in_batch(moved[:, None].expand_as(self.slots)))
+        by = shifts.index_select(0, firsts.to(torch.int64).clamp(max=size - 1))
+        starts += by.view(-1, *[1] * (starts.dim() - 1)).to(starts.dtype)
+
+    def parents(self, parents: Tensor, root: int) -> None:
+        """Write the parents of the spans' draft tokens among those of the batch, [N] int, in place.
+
+        root: stands for the root
+        """
+        if self.width:
+            own = self.spans.parents
+            own = torch.where(own == self.width, root, own).reshape(-1).index_select(0, self._nodes[0])
+            parents.index_copy_(0, self._nodes[1], own.to(parents.dtype))
+
+    def words(self, words: Tensor) -> None:
+        """Write the tree mask's bits of the spans' draft tokens, [N, words] int32, in place. Further words are 0."""
+        width = self.width
+        if not width:
+            return
+        bits = (1 << torch.arange(width + 1, device=words.device)).expand(len(self.spans.bonus), -1).clone()
+        bits[:, width] = 0  # the root is seen without a bit
+        above = torch.cat([self.spans.parents, torch.full_like(self.spans.bonus[:, None], width)], 1)
+        for _ in range((width - 1).bit_length()):
+            bits = bits | bits.gather(1, above)
+            above = above.gather(1, above)
+        own = bits[:, :width].reshape(-1).index_select(0, self._nodes[0])
+        words.select(1, 0).index_copy_(0, self._nodes[1], own.to(words.dtype))
+
+    def keys(self, keys: Tensor) -> None:
+        """Write the noise keys of the spans' rows among those of the samples, [R, 2] int64, in place."""
+        if not len(self._keys):
+            return
+        behind = self.spans.position - self._sessions[1] - 1
+        at = (behind[:, None] + self._depths)[:, :, None].expand(-1, -1, 2)
+        own = self._keys.gather(1, at).reshape(-1, 2).index_select(0, self._rows[0])
+        keys.index_copy_(0, self._rows[2], own)
