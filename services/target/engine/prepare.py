@@ -41,27 +41,37 @@ def prepare(
         *_places(batch, works, sessions, tables.width), _pages(sessions, longest, tables.width),
         _keys(sessions, max(longest) + tables.width + 1),
     )  # fmt: skip
-    prepared = PreparedSpans(samples, tables, maps, batch.layout.page_size)
+    prepared = _spans_of(batch)(samples, tables, maps, batch.layout.page_size)
     if batch.device.type == "cpu" and not follows:
         return batch.settled(prepared), prepared
     return replace(batch, prepared=prepared), prepared
 
 
+def _spans_of(batch: Batch) -> type[PreparedSpans]:
+    if batch.device.type != "cuda":
+        return PreparedSpans
+    from services.target.kernels.cuda.prepared_spans import FusedSpans
+
+    return FusedSpans
+
+
 def _places(
     batch: Batch, works: Sequence[SessionWork], sessions: Sequence[Session], width: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The rows and the nodes of RowMaps."""
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The first three of RowMaps."""
     order = {session.id: one for one, session in enumerate(sessions)}
     cells: list[int] = []
     rows: list[int] = []
     samples: list[int] = []
     node_cells: list[int] = []
     nodes: list[int] = []
+    firsts = np.zeros((3, len(sessions)), np.int64)
     sample = node = 0
     for work, first in zip(works, batch.layout.first.tolist(), strict=False):
         count = len(work.draft)
         if work.reach is not None:
             one = order[work.chunk.session.id]
+            firsts[:, one] = first, sample, node
             cells += range(one * (width + 1), one * (width + 1) + count + 1)
             rows += range(first, first + count + 1)
             samples += range(sample, sample + count + 1)
@@ -69,7 +79,7 @@ def _places(
             nodes += range(node, node + count)
         sample += count + 1 if work.chunk.last else 0
         node += count
-    return np.array([cells, rows, samples], np.int64), np.array([node_cells, nodes], np.int64)
+    return firsts, np.array([cells, rows, samples], np.int64), np.array([node_cells, nodes], np.int64)
 
 
 def _pages(sessions: Sequence[Session], reaches: Sequence[int], width: int) -> NDArray[np.int64]:

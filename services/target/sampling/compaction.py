@@ -81,22 +81,8 @@ class Trees:
 
 def of_spans(prepared: PreparedSpans, samples: int) -> Trees:
     """The trees of prepared spans, in a step of some samples. There must be room for draft tokens."""
-    width, spans, count = prepared.width, prepared.spans, len(prepared.tables.scores)
-    nowhere = count * width
-    cells = torch.arange(width + 1, device=spans.bonus.device).expand(count, -1)
-    session = torch.arange(count, device=spans.bonus.device)[:, None]
-    root = torch.zeros_like(spans.bonus)[:, None]
-    above = torch.cat([root, torch.where(spans.parents == width, 0, spans.parents + 1)], 1) - cells
-    depths = torch.cat([root, spans.depths], 1)
-    places = torch.cat([root + nowhere, session * width + (spans.depths - 1).clamp(min=0)], 1)
-    tokens = torch.cat([root, spans.tokens], 1)
-    slots = prepared.slots
-    cells = torch.stack([above, tokens, places, slots, slots.gather(1, depths)]).flatten(1)
-    columns = slots.new_zeros(5, samples)
-    columns[2] = nowhere
-    columns.index_copy_(1, prepared.samples, cells.index_select(1, prepared.cells))
-    parents = columns[0] + torch.arange(samples, device=slots.device)
-    return Trees(parents, columns[1], columns[2], columns[3:], count, width)
+    columns = prepared.tree_columns(samples)
+    return Trees(columns[0], columns[1], columns[2], columns[3:], len(prepared), prepared.width)
 
 
 def lay_out(works: Sequence[SessionWork], batch: Batch, uploads: UploadBatch) -> Callable[[], Trees]:

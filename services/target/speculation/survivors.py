@@ -14,9 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.speculation.tree import ROOT, SpeculationTree, TreeSlice
-from services.target.step.prepared import MAX_DEPTH, MAX_NODES, NO_TOKEN, TreeTables
-
-_LEVELS = (MAX_DEPTH - 1).bit_length()
+from services.target.step.prepared import MAX_NODES, NO_TOKEN, TreeTables
 
 
 def tree_tables(
@@ -27,19 +25,32 @@ def tree_tables(
     drafts: what the step in flight verifies of each; roots: rows of the roots among its samples; lasts: last positions
     that a draft token may have
     """
-    nodes = np.empty((4, len(trees), MAX_NODES), np.int64)
+    nodes = np.empty((5, len(trees), MAX_NODES), np.int64)
     nodes[0], nodes[1], nodes[2], nodes[3] = NO_TOKEN, MAX_NODES, 0, -1
     scores = np.zeros((len(trees), MAX_NODES))
     for one, (tree, draft, root) in enumerate(zip(trees, drafts, roots, strict=True)):
         _fill(nodes[:, one], scores[one], tree, draft, root)
+    nodes[4] = _ancestors(nodes[1])
     positions = [tree.length - 1 for tree in trees]
     return TreeTables(nodes, np.array([roots, positions, lasts, [0] * len(trees)], np.int64), scores)
+
+
+def _ancestors(parents: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Each entry and its ancestors, as bits. parents: [S, MAX_NODES]."""
+    count = len(parents)
+    none = np.full((count, 1), MAX_NODES)
+    bits = np.append(np.uint64(1) << np.arange(MAX_NODES, dtype=np.uint64), np.uint64(0))
+    seen, above = np.tile(bits, (count, 1)), np.concatenate([parents, none], 1)
+    for _ in range(MAX_NODES.bit_length() - 1):  # ancestors within 1, 2, 4, ... levels
+        seen |= np.take_along_axis(seen, above, 1)
+        above = np.take_along_axis(above, above, 1)
+    return seen[:, :MAX_NODES].view(np.int64)
 
 
 def _fill(
     nodes: NDArray[np.int64], scores: NDArray[np.float64], tree: SpeculationTree, draft: TreeSlice, root: int
 ) -> None:
-    """One session's part. nodes: [4, MAX_NODES]; scores: [MAX_NODES]."""
+    """One session's part, but the ancestors. nodes: [5, MAX_NODES]; scores: [MAX_NODES]."""
     count = len(draft)
     if count:
         nodes[0, :count] = draft.tokens
@@ -53,14 +64,14 @@ def _fill(
     verified = np.array(tree.find(draft), np.int64)
     known = verified >= 0
     place[verified[known]] = np.flatnonzero(known)
-    depths, path_scores = np.array(tree.depth), np.array(tree.path_score)
+    path_scores = np.array(tree.path_score)
     order = np.argsort(-path_scores, kind="stable")  # parents first, because their scores are not lower
-    others = order[(place[order] == MAX_NODES) & (depths[order] <= MAX_DEPTH)][: MAX_NODES - count]
+    others = order[place[order] == MAX_NODES][: MAX_NODES - count]
     part = slice(count, count + len(others))
     place[others] = np.arange(part.start, part.stop)
     nodes[0, part] = np.array(tree.token)[others]
     nodes[1, part] = place[np.array(tree.parent)[others]]
-    nodes[2, part] = depths[others]
+    nodes[2, part] = np.array(tree.depth)[others]
     scores[part] = path_scores[others]
 
 
@@ -69,18 +80,15 @@ def expected_gains(tables: TreeTables, most: int) -> list[TreeSlice]:
 
     most: places of a session
     """
-    tokens, parents, _, rows = tables.nodes
-    count = len(tokens)
+    tokens, parents, _, rows, ancestors = tables.nodes
+    count, entries = len(tokens), np.arange(MAX_NODES)
     parent_rows = np.take_along_axis(np.concatenate([rows, tables.sessions[0][:, None]], 1), parents, 1)
     unverified = (rows < 0) & (tokens != NO_TOKEN)
     survives = unverified & (parent_rows < 0)
-    # The possible bonus token above each node: its highest ancestor that is not verified.
-    bonus = np.where(survives, parents, np.arange(MAX_NODES))
-    for _ in range(_LEVELS):
-        bonus = np.take_along_axis(bonus, bonus, 1)
+    possible = np.where(unverified & ~survives, np.int64(1) << entries, 0).sum(1, keepdims=True)
+    bonus = ancestors & possible  # the possible bonus token above each node that survives
     beside = (bonus[:, :, None] == bonus[:, None, :]) & survives[:, None, :]
-    places = np.tril(beside, -1).sum(2)
-    places = np.where(survives, places, most)
+    places = np.where(survives, np.tril(beside, -1).sum(2), most)
     gains = np.zeros((count, most + 1))
     np.add.at(gains, (np.arange(count)[:, None], np.minimum(places, most)), np.exp(tables.scores))
     return [_slice(row[:most][row[:most] > 0.0]) for row in gains]

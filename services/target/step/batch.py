@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outrider.paging.allocator import NULL_PAGE
 from outrider.serving.scheduler import Chunk
-from outrider.speculation.tree import EMPTY_SLICE, ROOT, TreeSlice
+from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
 from services.target.step.layout import Layout, Span
 from services.target.step.prepared import PreparedSpans
 from services.target.step.programs import StepProgram
@@ -194,14 +194,11 @@ class Batch:
         """The batch with its prepared spans on the host: for a CPU, where a launch has ended when it returns."""
         layout = self.layout
         start, parents = layout.start.copy(), layout.parents.copy()
+        slots = torch.zeros(len(self), dtype=torch.int64)
+        prepared.put(torch.from_numpy(self.rows.ids), torch.from_numpy(self.rows.positions), slots)
         prepared.shift(torch.from_numpy(layout.first[:-1]), torch.from_numpy(start))
-        prepared.parents(torch.from_numpy(parents), ROOT)
-        batch = replace(self, layout=replace(layout, start=start, parents=parents, slack=None))
-        slots = torch.from_numpy(batch.layout.slots)
-        laid = slots.clone()
-        prepared.put(torch.from_numpy(batch.rows.ids), torch.from_numpy(batch.rows.positions), slots)
-        assert torch.equal(laid, slots), "slots of prepared spans follow from their positions"
-        return batch
+        prepared.parents(torch.from_numpy(parents))
+        return replace(self, layout=replace(layout, start=start, parents=parents, slack=None))
 
 
 def build(

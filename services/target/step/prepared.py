@@ -23,22 +23,19 @@ from outrider.speculation.tree import ROOT, TreeSlice
 from services.target.step.upload import upload
 
 MAX_NODES = 64
-"""Nodes of a session's table; also the entry that stands for its root."""
-MAX_DEPTH = 32
-"""Most levels below the root of a table: the walk covers so many."""
+"""Nodes of a session's table, as many as a word has bits; also the entry that stands for its root."""
 MAX_DRAFT = 31
 """Most draft tokens of a session in a prepared step: the bits of a word of the tree mask, but the sign."""
 NO_TOKEN = -3  # of unused entries and filler; no sample equals it
-_LEVELS = (MAX_DEPTH - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class TreeTables:
     """The trees of S sessions below the roots of the step in flight. On the host.
 
-    nodes:    [4, S, MAX_NODES] int64: token; parent, an entry of the table or MAX_NODES for the root; depth, from 1;
-              row among the samples of the step in flight, or -1 for a node that it does not verify. Parents first,
-              verified nodes first, then the others from the best to the worst
+    nodes:    [5, S, MAX_NODES] int64: token; parent, an entry of the table or MAX_NODES for the root; depth, from 1;
+              row among the samples of the step in flight, or -1 for a node that it does not verify; ancestors and the
+              node itself, as bits. Parents first, verified nodes first, then the others from the best to the worst
     sessions: [4, S] int64: row of the root among the samples; position of the root; last position that a node may
               have; draft tokens that the prepared step has room for
     scores:   [S, MAX_NODES] float64, path scores below the root of the step in flight
@@ -80,29 +77,22 @@ def walk(samples: Tensor, nodes: Tensor, sessions: Tensor, width: int) -> Spans:
 
     samples: [R] int64; nodes, sessions: as of TreeTables, on the samples' device; width: K
     """
-    token, parent, depth, row = nodes.unbind(0)
+    token, parent, depth, row, ancestors = nodes.unbind(0)
     root_row, root_position, last, room = sessions.unbind(0)
     count = len(root_row)
     none = parent.new_full((count, 1), MAX_NODES)
-    rows = torch.cat([row, root_row[:, None]], 1)
-    parent_row = rows.gather(1, parent)
+    entries = torch.arange(MAX_NODES, device=samples.device).expand(count, -1)
+    parent_row = torch.cat([row, root_row[:, None]], 1).gather(1, parent)
     judged = parent_row >= 0  # a token was sampled after the parent
-    good = ~judged | (samples[parent_row.clamp(min=0)] == token)
+    wrong = judged & (samples[parent_row.clamp(min=0)] != token)
     # Nodes that agree with the samples, and so do their ancestors: accepted, or the bonus token, or below it.
-    good = torch.cat([good, torch.ones_like(none, dtype=torch.bool)], 1)
-    above = torch.cat([parent, none], 1)
-    for _ in range(_LEVELS):
-        good = good & good.gather(1, above)
-        above = above.gather(1, above)
-    good = good[:, :MAX_NODES]
-    accepted_depths = torch.where(good & (row >= 0), depth, 0)
-    accepted, deepest = accepted_depths.max(1)
+    good = (ancestors & torch.where(wrong, 1 << entries, 0).sum(1, keepdim=True)) == 0
+    accepted, deepest = torch.where(good & (row >= 0), depth, 0).max(1)
     end = torch.where(accepted > 0, row.gather(1, deepest[:, None])[:, 0], root_row)
     position = torch.minimum(root_position + accepted + 1, last)  # a session may have ended before that
     alive = good & ~judged & (root_position[:, None] + depth <= last[:, None])
     rank = alive.cumsum(1) - 1
     place = torch.where(alive & (rank < room[:, None]), rank, width)
-    entries = torch.arange(MAX_NODES, device=samples.device).expand(count, -1)
     chosen = parent.new_full((count, width + 1), MAX_NODES).scatter_(1, place, entries)[:, :width]
     token, depth, parent = (
         torch.cat([column, torch.full_like(none, filler)], 1).gather(1, chosen)
@@ -149,13 +139,16 @@ def resolve(samples: NDArray[np.int64], tables: TreeTables) -> list[Resolved]:
 class RowMaps:
     """Where the spans stand in the batch of the prepared step. On the host; all int64.
 
-    rows:  [3, n], for each row of a span: its cell, session * (K + 1) + place; its row in the batch; its sampled row
-    nodes: [2, m], for each draft token: its cell, session * K + place; its index among the draft tokens of the batch
-    pages: [S, P + 1], index of the first page, and pages from there on that the spans may reach
-    keys:  [S, N, 2], noise keys of the positions behind the root of the step in flight, from the second one on; no
-           sessions if all are greedy
+    firsts: [3, S], of each span: its first row in the batch, its first sampled row, and the index of its first draft
+            token among those of the batch
+    rows:   [3, n], for each row of a span: its cell, session * (K + 1) + place; its row in the batch; its sampled row
+    nodes:  [2, m], for each draft token: its cell, session * K + place; its index among the draft tokens of the batch
+    pages:  [S, P + 1], index of the first page, and pages from there on that the spans may reach
+    keys:   [S, N, 2], noise keys of the positions behind the root of the step in flight, from the second one on; no
+            sessions if all are greedy
     """
 
+    firsts: NDArray[np.int64]
     rows: NDArray[np.int64]
     nodes: NDArray[np.int64]
     pages: NDArray[np.int64]
@@ -165,94 +158,103 @@ class RowMaps:
 class PreparedSpans:
     """The spans of a prepared step on the device, and their places in its batch.
 
-    tables, maps: what the host has uploaded for it; spans: what follows from the samples
-    slots: [S, K + 1], of the spans' rows
+    tables, maps: of the host. First of all, `put` must be called, once the samples are being computed.
     """
 
     def __init__(self, samples: Tensor, tables: TreeTables, maps: RowMaps, page_size: int) -> None:
         """samples: [R] int64, of the step in flight, on its device. Waits for nothing."""
-        self.tables, self.maps, self._page_size = tables, maps, page_size
-        arrays = [tables.nodes, tables.sessions, maps.rows, maps.nodes, maps.pages, maps.keys]
-        nodes, self._sessions, self._rows, self._nodes, self._pages, self._keys = upload(arrays, samples.device)
-        self.spans = walk(samples, nodes, self._sessions, tables.width)
-        spans = self.spans
-        root = torch.zeros_like(spans.bonus)[:, None]
-        self._tokens = torch.cat([spans.bonus[:, None], spans.tokens], 1)  # [S, K + 1] each
-        self._depths = torch.cat([root, spans.depths], 1)
-        self.slots = self._slots_of(spans.position)
+        self.tables, self.maps, self.page_size, self._taken = tables, maps, page_size, samples
+        arrays = [tables.nodes, tables.sessions, maps.firsts, maps.rows, maps.nodes, maps.pages, maps.keys]
+        placed = upload(arrays, samples.device)
+        self._tree, self._sessions, self._firsts, self._rows, self._nodes, self._pages, self._keys = placed
+
+    def __len__(self) -> int:
+        return len(self.tables.scores)
 
     @property
     def width(self) -> int:
         """Most draft tokens of a session."""
         return self.tables.width
 
-    @property
-    def cells(self) -> Tensor:
-        """The cell of each row of the spans. [n]."""
-        return self._rows[0]
-
-    @property
-    def samples(self) -> Tensor:
-        """The sampled row of each row of the spans. [n]."""
-        return self._rows[2]
+    def put(self, ids: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Choose the draft tokens, and write the spans into the inputs of the batch, [T] int64 each, in place."""
+        self.spans = spans = walk(self._taken, self._tree, self._sessions, self.width)
+        root = torch.zeros_like(spans.bonus)[:, None]
+        self._tokens = torch.cat([spans.bonus[:, None], spans.tokens], 1)  # [S, K + 1] each
+        self._depths = torch.cat([root, spans.depths], 1)
+        self._slots = self._slots_of(spans.position)
+        self._moved = (spans.position - self._sessions[1] - 1)[:, None]
+        rows = self._rows[1]
+        ids.index_copy_(0, rows, self._by_row(self._tokens.clamp(min=0)))
+        positions.index_copy_(0, rows, self._by_row(spans.position[:, None] + self._depths))
+        slots.index_copy_(0, rows, self._by_row(self._slots))
 
     def _slots_of(self, position: Tensor) -> Tensor:
         """Slots of the rows of each span, which lie one after the other. [S, K + 1]."""
         places = position[:, None] + torch.arange(self.width + 1, device=position.device)
-        pages = self._pages[:, 1:].gather(1, places // self._page_size - self._pages[:, :1])
-        return pages * self._page_size + places % self._page_size
+        pages = self._pages[:, 1:].gather(1, places // self.page_size - self._pages[:, :1])
+        return pages * self.page_size + places % self.page_size
 
-    def _in_batch(self, cells: Tensor) -> Tensor:
+    def _by_row(self, cells: Tensor) -> Tensor:
         """Numbers of cells, [S, K + 1], row by row of the spans. [n]."""
         return cells.reshape(-1).index_select(0, self._rows[0])
-
-    def put(self, ids: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Write the spans into the inputs of the batch, [T] int64 each, in place."""
-        rows = self._rows[1]
-        ids.index_copy_(0, rows, self._in_batch(self._tokens.clamp(min=0)))
-        positions.index_copy_(0, rows, self._in_batch(self.spans.position[:, None] + self._depths))
-        slots.index_copy_(0, rows, self._in_batch(self.slots))
 
     def shift(self, firsts: Tensor, starts: Tensor) -> None:
         """Move the beginnings of spans to where they are, in place: they were laid out behind no accepted token.
 
         firsts: [n] int, a row of the batch for each; starts: [n, ...] int, positions in the session
         """
-        moved = self.spans.position - self._sessions[1] - 1
         size = int(self.maps.rows[1].max()) + 2  # further rows are not the spans'
-        shifts = moved.new_zeros(size).index_copy_(0, self._rows[1], self._in_batch(moved[:, None].expand_as(self.slots)))
-        by = shifts.index_select(0, firsts.to(torch.int64).clamp(max=size - 1))
+        moved = self._moved.new_zeros(size)
+        moved.index_copy_(0, self._rows[1], self._by_row(self._moved.expand(-1, self.width + 1)))
+        by = moved.index_select(0, firsts.to(torch.int64).clamp(max=size - 1))
         starts += by.view(-1, *[1] * (starts.dim() - 1)).to(starts.dtype)
 
-    def parents(self, parents: Tensor, root: int) -> None:
-        """Write the parents of the spans' draft tokens among those of the batch, [N] int, in place.
-
-        root: stands for the root
-        """
+    def parents(self, parents: Tensor) -> None:
+        """Write the parents of the spans' draft tokens among those of the batch, [N] int32, in place."""
         if self.width:
-            own = self.spans.parents
-            own = torch.where(own == self.width, root, own).reshape(-1).index_select(0, self._nodes[0])
-            parents.index_copy_(0, self._nodes[1], own.to(parents.dtype))
+            own = torch.where(self.spans.parents == self.width, ROOT, self.spans.parents)
+            parents.index_copy_(0, self._nodes[1], own.reshape(-1).index_select(0, self._nodes[0]).to(parents.dtype))
 
     def words(self, words: Tensor) -> None:
         """Write the tree mask's bits of the spans' draft tokens, [N, words] int32, in place. Further words are 0."""
-        width = self.width
-        if not width:
+        if not self.width:
             return
-        bits = (1 << torch.arange(width + 1, device=words.device)).expand(len(self.spans.bonus), -1).clone()
-        bits[:, width] = 0  # the root is seen without a bit
-        above = torch.cat([self.spans.parents, torch.full_like(self.spans.bonus[:, None], width)], 1)
-        for _ in range((width - 1).bit_length()):
+        bits = (1 << torch.arange(self.width + 1, device=words.device)).expand(len(self), -1).clone()
+        bits[:, self.width] = 0  # the root is seen without a bit
+        above = torch.cat([self.spans.parents, torch.full_like(self.spans.bonus[:, None], self.width)], 1)
+        for _ in range((self.width - 1).bit_length()):
             bits = bits | bits.gather(1, above)
             above = above.gather(1, above)
-        own = bits[:, :width].reshape(-1).index_select(0, self._nodes[0])
+        own = bits[:, : self.width].reshape(-1).index_select(0, self._nodes[0])
         words.select(1, 0).index_copy_(0, self._nodes[1], own.to(words.dtype))
 
     def keys(self, keys: Tensor) -> None:
         """Write the noise keys of the spans' rows among those of the samples, [R, 2] int64, in place."""
-        if not len(self._keys):
-            return
-        behind = self.spans.position - self._sessions[1] - 1
-        at = (behind[:, None] + self._depths)[:, :, None].expand(-1, -1, 2)
-        own = self._keys.gather(1, at).reshape(-1, 2).index_select(0, self._rows[0])
-        keys.index_copy_(0, self._rows[2], own)
+        if len(self._keys):
+            at = (self._moved + self._depths)[:, :, None].expand(-1, -1, 2)
+            own = self._keys.gather(1, at).reshape(-1, 2).index_select(0, self._rows[0])
+            keys.index_copy_(0, self._rows[2], own)
+
+    def tree_columns(self, samples: int) -> Tensor:
+        """The trees of a step with some samples, as the columns of sampling.compaction.Trees, [5, R] int64.
+
+        Parents, tokens, places, slots, and slots of accepted draft tokens. There must be room for draft tokens.
+        """
+        columns = self._roots(samples)
+        spans, device = self.spans, self.spans.bonus.device
+        root, session = torch.zeros_like(spans.bonus)[:, None], torch.arange(len(self), device=device)[:, None]
+        own = self._firsts[1][:, None]
+        parents = torch.cat([own, own + torch.where(spans.parents == self.width, 0, spans.parents + 1)], 1)
+        places = session * self.width + (spans.depths - 1).clamp(min=0)
+        places = torch.cat([root + len(self) * self.width, places], 1)
+        cells = torch.stack([parents, self._tokens, places, self._slots, self._slots.gather(1, self._depths)])
+        return columns.index_copy_(1, self._rows[2], cells.flatten(1).index_select(1, self._rows[0]))
+
+    def _roots(self, samples: int) -> Tensor:
+        """The columns of a step without draft tokens."""
+        columns = self._taken.new_zeros(5, samples)
+        if samples > self.maps.rows.shape[1]:  # roots of other sessions
+            columns[0] = torch.arange(samples, device=columns.device)
+            columns[2] = len(self) * self.width
+        return columns
