@@ -5,6 +5,7 @@ from __future__ import annotations
 
 _WEIGHT = 0.2  # of the last step in averages
 _LAUNCHES = 2.0  # a launch begins so many usual launches before the device needs it ...
+_MAX_EXCESS = 2.0  # a step that takes longer than so many usual ones, as beside another process, counts as so many
 _MARGIN = 3e-4  # ... and so many seconds, for a host that wakes up late
 
 
@@ -21,7 +22,7 @@ class LaunchClock:
 
     def collected(self, seconds: float, expected: float) -> None:
         """A step that was launched behind another was read. seconds: since the other was."""
-        self._ratio += _WEIGHT * (min(seconds / expected, 2.0) - self._ratio)
+        self._ratio += _WEIGHT * (min(seconds / expected, _MAX_EXCESS * self._ratio) - self._ratio)
 
     def due(self, began: float, expected: float) -> float:
         """When to launch the step behind one. began: when the device began with it; expected: its seconds.
