@@ -89,7 +89,7 @@ def walk(samples: Tensor, nodes: Tensor, sessions: Tensor, width: int) -> Spans:
     good = (ancestors & torch.where(wrong, 1 << entries, 0).sum(1, keepdim=True)) == 0
     accepted, deepest = torch.where(good & (row >= 0), depth, 0).max(1)
     end = torch.where(accepted > 0, row.gather(1, deepest[:, None])[:, 0], root_row)
-    position = torch.minimum(root_position + accepted + 1, last)  # a session may have ended before that
+    position = root_position + accepted + 1
     alive = good & ~judged & (root_position[:, None] + depth <= last[:, None])
     rank = alive.cumsum(1) - 1
     place = torch.where(alive & (rank < room[:, None]), rank, width)
@@ -183,7 +183,7 @@ class PreparedSpans:
         self._tokens = torch.cat([spans.bonus[:, None], spans.tokens], 1)  # [S, K + 1] each
         self._depths = torch.cat([root, spans.depths], 1)
         self._slots = self._slots_of(spans.position)
-        self._moved = (spans.position - self._sessions[1] - 1)[:, None]
+        self._moved = spans.accepted[:, None]
         rows = self._rows[1]
         ids.index_copy_(0, rows, self._by_row(self._tokens.clamp(min=0)))
         positions.index_copy_(0, rows, self._by_row(spans.position[:, None] + self._depths))

@@ -54,7 +54,7 @@ def choose(
     accepted = tl.max(tl.where(good & (row >= 0), depth, 0), 0)
     end = tl.max(tl.where(good & (row >= 0) & (depth == accepted), row, -1), 0)
     bonus = tl.load(samples + tl.where(accepted > 0, end, root_row))
-    position = tl.minimum(root_position + accepted + 1, last)
+    position = root_position + accepted + 1
     alive = good & (parent_row < 0) & (root_position + depth <= last)
     rank = tl.cumsum(alive.to(tl.int32), 0).to(tl.int64) - 1
     chosen = alive & (rank < room)
@@ -71,7 +71,6 @@ def choose(
     first_row, first_sample = tl.load(firsts + one), tl.load(firsts + count + one)
     first_node = tl.load(firsts + 2 * count + one)
     nowhere = count * width
-    shift = position - root_position - 1
 
     # Rows of the span: lane 0 the root, lane i the draft token of place i - 1, of which those behind are filler.
     lane = tl.arange(0, FILLER).to(tl.int64)
@@ -83,7 +82,7 @@ def choose(
     tl.store(ids + first_row + lane, tl.maximum(own, 0), mask=plain)
     tl.store(positions + first_row + lane, position + 0 * lane, mask=plain)
     tl.store(slots + first_row + lane, slot, mask=plain)
-    tl.store(moved + first_row + lane, (shift + 0 * lane).to(tl.int32), mask=lane <= room)
+    tl.store(moved + first_row + lane, (accepted + 0 * lane).to(tl.int32), mask=lane <= room)
     filler = plain & (lane > 0)
     tl.store(words + first_node + lane - 1, (tl.full([FILLER], 1, tl.int64) << tl.maximum(lane - 1, 0)).to(tl.int32),
              mask=filler)  # fmt: skip
@@ -111,9 +110,9 @@ def choose(
 
     if KEYED:
         for word in tl.static_range(2):
-            key = tl.load(keys + (one * key_count + shift + 0 * lane) * 2 + word)
+            key = tl.load(keys + (one * key_count + accepted + 0 * lane) * 2 + word)
             tl.store(own_keys + (first_sample + lane) * 2 + word, key, mask=plain)
-            key = tl.load(keys + (one * key_count + shift + level) * 2 + word, mask=chosen, other=0)
+            key = tl.load(keys + (one * key_count + accepted + level) * 2 + word, mask=chosen, other=0)
             tl.store(own_keys + (first_sample + 1 + place) * 2 + word, key, mask=chosen)
 
 
