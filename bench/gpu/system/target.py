@@ -43,10 +43,12 @@ class LaunchClock:
         works: Sequence[SessionWork],
         entries: Mapping[int, TargetSession],
         prepared: PreparedSpans | None = None,
+        *,
+        ahead: bool = False,
     ) -> LaunchedStep:
         """As of `StepSampler`."""
         begin, start = self._event(), time.perf_counter()
-        step = self._launch(batch, works, entries, prepared)
+        step = self._launch(batch, works, entries, prepared, ahead=ahead)
         end, done = self._event(), time.perf_counter()
         self._pending.append((start, done, self._last, begin, end, sum(len(work.draft) for work in works)))
         self._last = end

@@ -32,10 +32,10 @@ from outrider.speculation.tree import SpeculationTree
 from outrider.tracing import Tracing
 from services.target.engine import commits, spans
 from services.target.engine.in_flight import InFlightStep, expecting, needs_only_length
-from services.target.engine.prepare import prepare, takes_prepared_spans
 from services.target.engine.launch_clock import LaunchClock
 from services.target.engine.limits import open_modes, scheduling, thresholds
 from services.target.engine.memory import plan_memory
+from services.target.engine.prepare import prepare, takes_prepared_spans
 from services.target.engine.sessions import OpenSessions
 from services.target.engine.settlement import Settlement
 from services.target.engine.step_log import StepLog
@@ -277,7 +277,8 @@ class TargetEngine(Engine):
             elif behind is not None:
                 batch = behind.roots(batch, works, sampled)
             self._step_tokens = len(batch)
-            launched = self.sampler.launch(batch, works, self.sessions.by_id, prepared)
+            ahead = self.prepares and self.speculation.prepares
+            launched = self.sampler.launch(batch, works, self.sessions.by_id, prepared, ahead=ahead)
             step = InFlightStep(plan, launched, started, prepared=None if tables is None else (tables, sampled))
         self.speculation.launched(works)
         for work in works:
@@ -300,6 +301,8 @@ class TargetEngine(Engine):
         """Launch the next step, whose draft tokens the device chooses; None if it cannot, or should not."""
         entries = self.sessions.by_id
         if not self.prepares or not self.speculation.prepares or not sampled:
+            return None
+        if not step.plain and not step.launched.moved:
             return None
         if any(session.lacking > 0 for session in sampled):  # which stop tokens are excluded depends on the length
             return None

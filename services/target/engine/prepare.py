@@ -86,9 +86,7 @@ def _pages(sessions: Sequence[Session], reaches: Sequence[int], width: int) -> N
     """The pages of RowMaps. Those that a session has not leased are 0: no row of its span lies there."""
     size = sessions[0].table.page_size
     firsts = [(session.length - 1) // size for session in sessions]
-    lasts = [
-        (session.length - 1 + reach + width) // size for session, reach in zip(sessions, reaches, strict=True)
-    ]
+    lasts = [(session.length - 1 + reach + width) // size for session, reach in zip(sessions, reaches, strict=True)]
     most = max(last - first for first, last in zip(firsts, lasts, strict=True)) + 1
     pages = np.zeros((len(sessions), most + 1), np.int64)
     for row, session, first in zip(pages, sessions, firsts, strict=True):

@@ -77,7 +77,9 @@ def lay_out(requests: Sequence[RowRequest], uploads: UploadBatch) -> Callable[[]
         return np.repeat(np.array(values, dtype=dtype), counts)
 
     keys = [
-        noise.position_keys(r.params.seed, np.array(r.positions)) if r.keyed else np.zeros((len(r.positions), 2), np.uint32)
+        noise.position_keys(r.params.seed, np.array(r.positions))
+        if r.keyed
+        else np.zeros((len(r.positions), 2), np.uint32)
         for r in requests
         if not r.params.greedy
     ]

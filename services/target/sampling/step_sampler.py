@@ -76,10 +76,13 @@ class StepSampler:
         works: Sequence[SessionWork],
         entries: Mapping[int, TargetSession],
         prepared: PreparedSpans | None = None,
+        *,
+        ahead: bool = False,
     ) -> LaunchedStep:
         """Launch a batch and the sampling after its roots and nodes, without waiting for the device.
 
         works: of the batch, in order. entries: the sessions by id. prepared: the batch's prepared spans, if it has any
+        ahead: accepted rows move at once, even if a row must be sampled again, so that a prepared step can follow
         """
         device = self._model.device
         use_device(device)
@@ -126,7 +129,7 @@ class StepSampler:
         trees = laid_trees() if laid_trees is not None else None
         if prepared is not None and prepared.width:
             trees = compaction.of_spans(prepared, batch.sample_count)
-        if trees is not None:
+        if trees is not None and (resample is None or ahead):
             self._cache.move_paths(trees.moves(picked))
             launched.moved = True
         return launched

@@ -14,8 +14,8 @@ from dataclasses import replace
 from outrider.config import TargetConfig
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import MessageWatch
-from outrider.speculation.draft_source import SourceKind
 from outrider.serving.session import Session
+from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.proposal import Commit, Proposal
 from outrider.speculation.tree import TreeSlice
 from services.target.features.features import Features

@@ -85,9 +85,7 @@ class ModePolicy:
         """True if no drafter is there, no session allows one, or drafting has been paused for some steps."""
         return not (self.wait.has_drafter and self._served) or (self.drafting_paused and self._steps >= 0)
 
-    def begin(
-        self, sessions: int = 0, *, served: bool = True, apart: bool = False, behind: bool = False
-    ) -> None:
+    def begin(self, sessions: int = 0, *, served: bool = True, apart: bool = False, behind: bool = False) -> None:
         """A step begins. sessions: that are present, those that still have prompts to read included.
 
         They will all want tokens soon, so it is their load that counts: their prompts are read in the better mode.

@@ -48,7 +48,7 @@ def test_texts_and_finish_reasons_equal_steps_in_turn(model, temperature, kind, 
     found = run(engine, requests, Drafts(kind, requests, expected.new))
     assert (found.new, found.reasons) == (expected.new, expected.reasons)
     assert set(found.reasons.values()) == {FinishReason.STOP, FinishReason.LENGTH}
-    assert engine.prepared > 10
+    assert engine.prepared > found.steps / 4
     assert (found.accepted > 20) == (kind != "wrong")
 
 
@@ -95,7 +95,7 @@ def test_pages_that_are_short_end_preparation_but_no_session(model):
     found = run(engine, requests, Drafts("right", requests, expected.new))
     assert found.new == expected.new
     assert engine.scheduler.preemptions > 0
-    assert engine.prepared > 3
+    assert engine.prepared > 2
 
 
 def test_draft_tokens_that_do_not_pay_get_no_room(model):
@@ -133,8 +133,8 @@ def test_sessions_that_need_the_host_between_go_step_by_step(model):
 @pytest.mark.parametrize("kind", ["right", "mixed"])
 def test_tokens_that_are_sampled_again_invalidate_what_was_prepared(model, kind, monkeypatch):
     """Asynchronous sampling may find, after the device has walked on, that it needs more of the vocabulary."""
-    monkeypatch.setattr(sampler, "_ORDERED", 2)
-    requests = [opening(i, [5 + i] * 4, SamplingParams(1.5, seed=i, top_p=0.95), max_tokens=24) for i in range(5)]
+    monkeypatch.setattr(sampler, "_ORDERED", 8)
+    requests = [opening(i, [5 + i] * 4, SamplingParams(1.0, seed=i, top_p=0.5), max_tokens=24) for i in range(5)]
     expected = run(engine_of(model), requests)
     engine = preparing_engine(model)
     spoiled = []

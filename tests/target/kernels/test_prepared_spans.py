@@ -1,5 +1,4 @@
-"""Prepared spans on CUDA, run by Triton's interpreter: one launch gives what its plain twin gives, and attention's tables
-follow them."""
+"""Prepared spans on CUDA, run by Triton's interpreter: one launch equals its plain twin, and attention follows."""
 
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ from services.target.model.cuda.graphs import GraphRunner, direct
 from services.target.step.batch import build
 from services.target.step.prepared import PreparedSpans
 from tests.support.target.driving import engine_of, load_model, opening, preparing_engine, run
-from tests.support.target.graphs import CPU, history, modules
+from tests.support.target.graphs import CPU, modules
 from tests.support.target.interpreter import need_interpreter
 from tests.support.target.prepared import Case, known_works, prepared_batch, real_rows
 from tests.support.target.proposals import Drafts
