@@ -181,14 +181,14 @@ class Speculation:
         demand = _demand(works)
         self.service.begin(demand)
         rooms = self.service.room(tables, sessions, demand)
-        drafts: dict[int, tuple[TreeSlice, int]] = {}
-        for one, (session, reach, room) in enumerate(zip(sessions, reaches, rooms, strict=True)):
-            tables.sessions[3, one] = count = self.planner.reserve_room(session, session.length + reach, room)
-            drafts[session.id] = room_for(count), reach
+        room: dict[int, tuple[TreeSlice, int]] = {}
+        for one, (session, reach, tokens) in enumerate(zip(sessions, reaches, rooms, strict=True)):
+            tables.sessions[3, one] = count = self.planner.reserve_room(session, session.length + reach, tokens)
+            room[session.id] = room_for(count), reach
         prepared = []
         for work in works:
-            draft, reach = drafts.get(work.chunk.session.id, (work.draft, None))
-            prepared.append(replace(work, draft=draft, reach=reach))
+            draft, most = room.get(work.chunk.session.id, (work.draft, None))
+            prepared.append(replace(work, draft=draft, reach=most))
         return ServiceStep(prepared, self.service, self.planner.budget)
 
     def _mixed(self, works: Sequence[SessionWork], listen: MessageWatch, chooser: SourceChooser) -> StepPlan:

@@ -1,4 +1,4 @@
-"""The trees that a prepared step (step/prepared.py) draws on, and how many draft tokens of each session it has room for.
+"""The trees that a prepared step (step/prepared.py) draws on, and for how many draft tokens it has room.
 
 What survives depends on the bonus token of the step in flight. A draft token that this step does not verify may be the
 bonus token, or lie below one that may be: then it is verified next. Its chance to be accepted there is its path score

@@ -115,20 +115,21 @@ class Resolved(NamedTuple):
 def resolve(samples: NDArray[np.int64], tables: TreeTables) -> list[Resolved]:
     """Repeat the walk on the host, once the samples have arrived there. Returns each session's span."""
     nodes, sessions = torch.from_numpy(tables.nodes), torch.from_numpy(tables.sessions)
-    spans = Spans(*(column.numpy() for column in walk(torch.from_numpy(samples), nodes, sessions, tables.width)))
+    spans = walk(torch.from_numpy(samples), nodes, sessions, tables.width)
+    entries, tokens, parent_places, depths = (column.numpy() for column in spans[3:])
     found: list[Resolved] = []
     for one, (bonus, accepted, position) in enumerate(zip(*(c.tolist() for c in spans[:3]), strict=True)):
-        chosen = spans.nodes[one]
+        chosen = entries[one]
         chosen = chosen[chosen < MAX_NODES]
         count = len(chosen)
         scores = tables.scores[one, chosen]
         if count:  # below the bonus token, which is the parent of the first of them
             scores = scores - tables.scores[one, tables.nodes[1, one, chosen[0]]]
-        parents = spans.parents[one, :count]
+        parents = parent_places[one, :count]
         draft = TreeSlice(
-            spans.tokens[one, :count].astype(np.uint32),
+            tokens[one, :count].astype(np.uint32),
             np.where(parents == tables.width, ROOT, parents).astype(np.int32),
-            spans.depths[one, :count].astype(np.int32),
+            depths[one, :count].astype(np.int32),
             scores.astype(np.float32),
         )
         found.append(Resolved(bonus, accepted, position, draft))
