@@ -1,15 +1,20 @@
 """Prepared steps on a GPU: the same texts, no wait for the device but the one for samples, and a busy device."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
 from outrider.config import TargetConfig
+from outrider.serving.features import FeatureSpec
 from outrider.speculation.sampling import SamplingParams
 from services.target.engine.engine import TargetEngine
 from services.target.model.loading.load import load
 from services.target.process.warmup import warm_up
 from services.target.speculation.mode_selector import SpeculationMode
 from tests.support.target.driving import opening, run
+from tests.support.target.features import F32, Reader, configured
 from tests.support.target.proposals import Drafts
 from tests.support.tiny import write_model
 
@@ -87,3 +92,25 @@ def test_a_prepared_step_waits_only_for_its_samples(folder, eager):
         engine.step()
     assert engine.prepared > 8
     engine.scheduler.allocator.check(expected_leased=0)
+
+
+def test_hidden_states_are_those_of_steps_in_turn(folder):
+    """A session's rows are sent once each and in order, though two steps are in flight."""
+    todo = requests(1.0, max_tokens=40)
+    texts = run(engine_of(folder, disable_overlap_schedule=True), todo).new
+    readers = []
+    for flags in ({"disable_overlap_schedule": True}, {}):
+        engine = engine_of(folder, **flags)
+        wanted = configured(engine, FeatureSpec((0, 1), format=F32))
+        reader = Reader(engine)
+        for request in todo:
+            reader.open(replace(request, feature_spec=wanted))
+        readers.append(reader.run(Drafts("mixed", todo, texts)))
+    plain, prepared = readers
+    assert prepared.engine.prepared > 5
+    assert prepared.tokens == plain.tokens
+    for request in todo:
+        mine, expected = prepared.states(request.session_id), plain.states(request.session_id)
+        count = min(len(mine), len(expected))
+        assert count > len(request.tokens)
+        np.testing.assert_allclose(mine[:count], expected[:count], rtol=2e-3, atol=2e-3)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from services.target.speculation.mode_selector import SpeculationMode
-from tests.support.invariance.engines import draft_engine, target_engine
+from tests.support.invariance.engines import as_on_cuda, draft_engine, target_engine
 from tests.support.invariance.pair import Faults, GarbageDraft, Pair, request
 from tests.support.tiny import VOCAB, write_model, write_tokenizer
 
@@ -29,14 +28,7 @@ def plain(folder):
 @pytest.fixture(scope="module", params=["waiting", "prepared"])
 def engine(request, folder):
     """An engine that works as on CUDA: steps with draft tokens one by one, or prepared by the device."""
-    engine = target_engine(folder, page_size=4)
-    engine.overlap = True
-    engine.sampler._compiled, engine.sampler._walks, engine.sampler._async = False, True, True
-    if request.param == "prepared":
-        engine.prepares = True
-        engine.speculation._modes = [SpeculationMode.DRAFT_IF_READY]
-        engine.speculation.forget()
-    return engine
+    return as_on_cuda(target_engine(folder, page_size=4), prepares=request.param == "prepared")
 
 
 @pytest.fixture(scope="module")

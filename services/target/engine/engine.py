@@ -279,7 +279,8 @@ class TargetEngine(Engine):
             self._step_tokens = len(batch)
             ahead = self.prepares and self.speculation.prepares
             launched = self.sampler.launch(batch, works, self.sessions.by_id, prepared, ahead=ahead)
-            step = InFlightStep(plan, launched, started, prepared=None if tables is None else (tables, sampled))
+            chosen = None if tables is None else (tables, sampled)
+            step = InFlightStep(plan, launched, started, prepared=chosen, features=self.features.step)
         self.speculation.launched(works)
         for work in works:
             work.chunk.session.computed = work.chunk.stop + step.launched.steps - 1
@@ -288,11 +289,11 @@ class TargetEngine(Engine):
     def _launch_behind(self, step: InFlightStep) -> InFlightStep | None:
         """Launch the next step before this one is read, unless the next one needs what this one samples."""
         entries = self.sessions.by_id.values()
-        if self.features.captures or not all(map(needs_only_length, entries)):
+        if not all(map(needs_only_length, entries)):
             return None
         room = self.speculation.planner.room
         sampled = [session for session in step.sampling(self.sessions.by_id) if room(session) > 1]
-        if not step.plain or any(map(self.speculation.wants_drafts, entries)):
+        if not step.plain or self.features.captures or any(map(self.speculation.wants_drafts, entries)):
             return self._launch_prepared(step, sampled)
         with expecting(sampled):
             return self._launch(self.plan(drafts=False), step, sampled) if self.scheduler.fits() else None
@@ -302,7 +303,7 @@ class TargetEngine(Engine):
         entries = self.sessions.by_id
         if not self.prepares or not self.speculation.prepares or not sampled:
             return None
-        if not step.plain and not step.launched.moved:
+        if step.features.deferred or not (step.plain or step.launched.moved):
             return None
         if any(session.lacking > 0 for session in sampled):  # which stop tokens are excluded depends on the length
             return None
@@ -326,6 +327,7 @@ class TargetEngine(Engine):
     def _collect(self, step: InFlightStep, output: StepOutput) -> None:
         behind = self._in_flight
         works, samples = step.read(self.sessions.by_id, behind)
+        self.features.step = step.features
         before = len(output.commits)
         leases = {} if behind is None else behind.leases
         accepted = self._settlement.settle(step.plan, works, samples, output, leases)

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
+from services.target.features.features import StepFeatures
 from services.target.sampling.samples import LaunchedStep, StepSamples
 from services.target.sampling.session import TargetSession
 from services.target.speculation.planner import Planner
@@ -46,6 +47,7 @@ class InFlightStep:
     rows:    tokens that are sampled for each of the works
     spoiled: sessions whose roots turned out to be others than the device took
     prepared: tables of a prepared step, and the sessions that they are of; None once it is resolved
+    features: what it captures
     """
 
     plan: StepPlan
@@ -54,6 +56,7 @@ class InFlightStep:
     rows: Sequence[int] = ()
     spoiled: set[int] = field(default_factory=set)
     prepared: tuple[TreeTables, Sequence[Session]] | None = None
+    features: StepFeatures = field(default_factory=StepFeatures)
 
     def __post_init__(self) -> None:
         self.rows = [len(work.draft.tokens) + 1 if work.chunk.last else 0 for work in self.works]
