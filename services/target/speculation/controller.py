@@ -8,7 +8,8 @@ settled    a step has ended: costs, acceptance and modes are updated
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from outrider.config import TargetConfig
@@ -75,6 +76,17 @@ class Speculation:
 
     def _trees_are_expensive(self) -> bool:
         return self._features.asked and self.planner.budget.trees_are_expensive
+
+    @contextmanager
+    def only(self, mode: SpeculationMode) -> Iterator[None]:
+        """All steps have this mode. Drops what was measured of modes."""
+        modes, self._modes = self._modes, [mode]
+        self._start_policy()
+        try:
+            yield
+        finally:
+            self._modes = modes
+            self._start_policy()
 
     def forget(self) -> None:
         """Drop all measurements but the cost model; those of the warm-up are no example."""

@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 
 from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
+from services.target.engine import engine as engine_module
 from services.target.process.warmup import warm_up
 from services.target.sampling import sampler
 from services.target.speculation.budget import Budget
@@ -154,8 +156,6 @@ def test_tokens_that_are_sampled_again_invalidate_what_was_prepared(model, kind,
 
 def test_broken_logits_end_one_session_while_the_prepared_step_runs(tmp_path):
     model = load_model(write_model(tmp_path, tie_word_embeddings=False))
-    import torch
-
     table = torch.randn(VOCAB, 48, generator=torch.Generator().manual_seed(0))
     table[300] = float("nan")
     model.runner.update({"model.embed_tokens.weight": table})
@@ -181,12 +181,21 @@ def test_broken_logits_end_one_session_while_the_prepared_step_runs(tmp_path):
     assert engine.prepared > 2
 
 
-def test_the_warm_up_goes_step_by_step(model):
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_warm_up_tries_prepared_steps(model, fails, monkeypatch, caplog):
+    """Where the device cannot prepare them, steps with draft tokens go one by one."""
     engine = preparing_engine(model)
+    if fails:
+        monkeypatch.setattr(engine_module, "prepare", lambda *_, **__: {}["no such kernel"])
     warm_up(engine)
-    assert engine.prepared == 0
-    assert engine.prepares
+    assert (engine.prepared, engine.prepares) == ((0, False) if fails else (engine.prepared, True))
+    assert fails or engine.prepared > 2
+    assert ("do not overlap: 'no such kernel'" in caplog.text) == fails
     assert engine.overlap
+    requests = list(sessions(3, 1.0))
+    expected = run(engine_of(model), requests)
+    found = run(engine, requests, Drafts("right", requests, expected.new))
+    assert found.new == expected.new
 
 
 def test_flags_that_shape_trees_and_the_overlap_flag_switch_it_off(model):

@@ -324,7 +324,7 @@ for kernel in (triton_kernels.attend, triton_kernels.fold, triton_cache.write_ro
                      options={"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False})
     print(kernel.__name__, len(binary.asm["cubin"]), binary.metadata.shared)
 
-constants = dict(NODES=64, FILLER=16, NO_TOKEN=-3, KEYED=True)
+constants = dict(NODES=64, FILLER=32, NO_TOKEN=-3, KEYED=True)
 numbers = ("count", "width", "sampled_rows", "page_columns", "key_count", "page_size")
 signature = {n: "constexpr" if n in constants else "i32" if n in numbers else
              "*i32" if n in ("moved", "words") else "*i64" for n in prepared_spans.choose.arg_names}

@@ -4,6 +4,7 @@ Meta tensors have no content: an operation that needs it, for which the host wou
 Copies between devices are counted.
 """
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +19,7 @@ from outrider.serving.session import Session
 from outrider.speculation.acceptance import Thresholds
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree
+from services.target.engine.launch_clock import LaunchClock
 from services.target.kernels.kv_cache import KVCache
 from services.target.kernels.pools import LayerShape
 from services.target.model.base import Model, Outputs
@@ -145,6 +147,7 @@ def test_a_prepared_step_is_launched_before_the_last_is_read(crossings, monkeypa
     forward, read = Runner.forward, Download.read
     monkeypatch.setattr(Runner, "forward", lambda *arguments: events.append("launch") or forward(*arguments))
     monkeypatch.setattr(Download, "read", lambda self: events.append("read") or read(self))
+    monkeypatch.setattr(LaunchClock, "due", lambda *_: time.perf_counter() + 5.0)  # proposals may arrive until then
     engine = preparing_engine(model_of(), max_running_requests=4)
     texts = {i: [5, 6, 7 + i] for i in range(4)}
     for i, text in texts.items():
@@ -158,6 +161,7 @@ def test_a_prepared_step_is_launched_before_the_last_is_read(crossings, monkeypa
             texts[commit.session_id] += commit.tokens.tolist()
             accepted += commit.accepted
         counts.append((crossings.up, crossings.down))
+        assert (engine.draft_wait > 4.0) == (len(counts) > 1 and engine.in_flight)
     assert accepted > 30
     steps = len(counts) - 1
     assert events == ["launch", *["launch", "read"] * (steps - 1), "read"]

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.target.step.prepared import MAX_NODES, NO_TOKEN, PreparedSpans
+from services.target.step.prepared import MAX_DRAFT, MAX_NODES, NO_TOKEN, PreparedSpans
 
 
 @triton.jit
@@ -130,8 +130,7 @@ class FusedSpans(PreparedSpans):
             self._taken, self._tree, self._sessions, self._firsts, self._pages, self._keys, ids, positions, slots,
             self._row_moves, self._bits, self._columns, self._own_keys,
             count, self.width, rows, self._pages.shape[1], self._keys.shape[1], self.page_size,
-            NODES=MAX_NODES, FILLER=triton.next_power_of_2(self.width + 1), NO_TOKEN=NO_TOKEN,
-            KEYED=len(self._keys) > 0, num_warps=4,
+            NODES=MAX_NODES, FILLER=MAX_DRAFT + 1, NO_TOKEN=NO_TOKEN, KEYED=len(self._keys) > 0, num_warps=4,
         )  # fmt: skip
 
     def shift(self, firsts: Tensor, starts: Tensor) -> None:
