@@ -21,6 +21,7 @@ BENCHMARKS = {
     "transports": ("bench.streams.transports", "a system with a draft service: frames over gRPC against a socket"),
     "system": ("bench.end_to_end.system", "throughput of the whole system against transformers generate"),
     "speculation": ("bench.speculation.run", "speedup of drafters and tree shapes over plain decoding; best flags"),
+    "sources": ("bench.speculation.sources", "the draft service beside own draft sources, by request in one system"),
     "serve": ("bench.serve.run", "load generator for any OpenAI-style server: throughput and latency"),
     "peers": ("bench.peers.run", "Outrider beside other inference systems, on equal weights and prompts"),
     "scale": ("bench.scale.run", "speedup of speculation by context, sessions, acceptance, draft and network latency"),
@@ -38,7 +39,7 @@ BENCHMARKS = {
 }  # fmt: skip
 ALIASES = {"self-draft": "self-speculation"}  # earlier names
 # `all` omits benchmarks that need a server, a file of prompts, a trained draft, an accelerator for JAX, or hours.
-_NOT_IN_ALL = ("transports", "serve", "speculation", "peers", "scale", "accept", "online", "draft-kernels")
+_NOT_IN_ALL = ("transports", "serve", "speculation", "sources", "peers", "scale", "accept", "online", "draft-kernels")
 
 
 def usage() -> str:

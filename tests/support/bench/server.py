@@ -150,9 +150,9 @@ def usage(text: str) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def running() -> AsyncIterator[tuple[Server, str]]:
-    """A server and its URL."""
-    server = Server()
+async def running(server: Server | None = None) -> AsyncIterator[tuple[Server, str]]:
+    """A server, by default a new one, and its URL."""
+    server = server or Server()
     app = web.Application()
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/metrics", server.metrics)
@@ -171,13 +171,13 @@ async def running() -> AsyncIterator[tuple[Server, str]]:
 
 
 @contextlib.contextmanager
-def in_a_thread() -> Iterator[str]:
+def in_a_thread(server: Server | None = None) -> Iterator[str]:
     """The URL of a server in a thread, for programs with their own event loop."""
     ready, end = threading.Event(), asyncio.Event()
     found: list[Any] = []
 
     async def serve() -> None:
-        async with running() as (_, url):
+        async with running(server) as (_, url):
             found.extend([url, asyncio.get_running_loop()])
             ready.set()
             await end.wait()

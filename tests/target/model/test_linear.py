@@ -5,7 +5,16 @@ import torch
 from torch import nn
 
 from services.target.kernels.cpu import library
-from services.target.kernels.cpu.matrices.weights import BLOCK, GROUP, Format, quantize_int4, quantize_int8
+from services.target.kernels.cpu.matrices.weights import (
+    BLOCK,
+    GROUP,
+    STEPS,
+    Format,
+    PackedWeight,
+    quantize_int4,
+    quantize_int8,
+)
+from services.target.kernels.cpu.pool import Pool
 from services.target.model.linear import NativeLinear, PackedLinear, pack
 
 pytestmark = pytest.mark.threads
@@ -79,6 +88,32 @@ def test_narrow_weights_multiply_as_their_twins(number_format, outputs, inputs, 
         together = narrow(x)
         for count in (1, 2, 5, 8, 13, 29):
             assert torch.equal(narrow(x[:count]), together[:count])
+
+
+@needs_kernels
+@pytest.mark.parametrize("number_format", [Format.INT8, Format.INT4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rough", [False, True])
+def test_quantizing_equals_its_twin_bit_by_bit(number_format, dtype, rough):
+    """Rows of zeros, of one value, tiny and large ones included; several threads, outputs in any order."""
+    torch.manual_seed(4)
+    weight = torch.randn(150, 200)
+    weight[3], weight[5, :64] = 0.0, 1.5
+    weight[7:9] *= torch.tensor([[1e-9], [1e4]])
+    weight = weight.to(dtype)
+    order = torch.randperm(150)
+    compiled, twin = (PackedWeight(150, 200, number_format, rough=rough) for _ in range(2))
+    compiled.fill(order, weight)
+    steps = STEPS[:1] if rough else STEPS
+    twin.fill_quantized(
+        order,
+        *(quantize_int8(weight.float()) if number_format == Format.INT8 else quantize_int4(weight.float(), steps)),
+    )
+    x, pool = torch.randn(64, 200), Pool(1)
+    results = [torch.empty(64, 150) for _ in range(2)]
+    for one, y in zip((compiled, twin), results, strict=True):
+        library.load().outrider_linear(pool.handle, one.handle, None, x.data_ptr(), y.data_ptr(), 64, False)
+    assert torch.equal(*results)
 
 
 @needs_kernels

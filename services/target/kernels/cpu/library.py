@@ -164,6 +164,9 @@ _SIGNATURES: native.Signatures = {
     "weight_bytes": (c_int64, (c_void_p,)),
     "weight_pack": (None, (c_void_p, c_void_p, c_void_p, c_int64)),
     "weight_pack_quantized": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64)),
+    "weight_quantize": (
+        None, (c_void_p, c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_int32, c_int32),
+    ),
     "pool_new": (c_void_p, (c_int32,)),
     "pool_free": (None, (c_void_p,)),
     "use_matrix_unit": (c_int32, (c_int32,)),

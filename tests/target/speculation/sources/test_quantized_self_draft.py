@@ -100,7 +100,7 @@ def test_texts_equal_plain_decoding_with_a_pruned_head(tmp_path):
 
 
 def test_draft_tokens_are_those_of_an_int4_model(folder, model, monkeypatch):
-    monkeypatch.setattr(weights, "_STEPS", weights._STEPS[:1])  # the copy's
+    monkeypatch.setattr(weights, "STEPS", weights.STEPS[:1])  # the copy's
     narrow = load_model(folder, quantization="int4")
     engine = drafting(model)
     for token in range(5, 25):  # prompts of one token, so that the cache holds no keys of the wide weights

@@ -4,6 +4,7 @@
 #include "sampling/sampling.h"
 #include "attention/kv_move.h"
 #include "matrices/invariant_product.h"
+#include "matrices/quantize.h"
 #include "programs/program.h"
 #include "programs/fused_loop.h"
 
@@ -37,6 +38,13 @@ void outrider_weight_pack_quantized(OwnWeight* weight, const int8_t* values, con
     if (weight->format == Format::kInt8) pack_int8(*weight, outputs[i], from, scales[i]);
     else pack_int4(*weight, outputs[i], from, scales + i * groups, centres + i * groups);
   }
+}
+
+// Quantizes first. source: [count, inputs], float32 or bfloat16; steps: [candidates], int4 alone
+void outrider_weight_quantize(OwnWeight* weight, const void* source, int32_t bfloat16, const int64_t* outputs,
+                              int64_t count, const int32_t* steps, int32_t candidates, int32_t threads) {
+  quantize_in_parallel(*weight, static_cast<const char*>(source), bfloat16 != 0, outputs, count, steps, candidates,
+                       threads);
 }
 
 // --- single operators ---

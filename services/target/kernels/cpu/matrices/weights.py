@@ -19,10 +19,9 @@ GROUP = 64
 """Activations per scale."""
 BLOCK = 32
 """int4 weights per scale."""
-# Candidates for the number of quantization steps between a block's smallest and largest weight. int4 has 15; more clip
-# the ends; fewer recover the scale of weights that were quantized to 4 bits in longer blocks before.
-_STEPS = (15, 16, 17, *range(14, 7, -1))
-_AT_ONCE = 2**18  # numbers quantized at a time, few enough to stay in the caches
+STEPS = (15, 16, 17, *range(14, 7, -1))
+"""Candidates for the number of quantization steps between a block's smallest and largest weight. int4 has 15; more clip
+the ends; fewer recover the scale of weights that were quantized to 4 bits in longer blocks before."""
 
 
 class Format(enum.IntEnum):
@@ -40,7 +39,7 @@ class PackedWeight:
     def __init__(self, outputs: int, inputs: int, number_format: Format, *, rough: bool = False) -> None:
         """rough: quantize int4 with one candidate scale instead of searching for the smallest error."""
         functions = library.load()
-        self._steps = _STEPS[:1] if rough else _STEPS
+        self._steps = torch.tensor(STEPS[:1] if rough else STEPS, dtype=torch.int32)
         self.outputs, self.inputs, self.format = outputs, inputs, number_format
         self.handle: int = functions.outrider_weight_new(number_format, outputs, inputs)
         freed_with(self, functions.outrider_weight_free, self.handle)
@@ -61,14 +60,18 @@ class PackedWeight:
             plain = weight.detach().to("cpu", dtype).contiguous()
             functions.outrider_weight_pack(self.handle, plain.data_ptr(), *where)
             return
-        plain = weight.detach().to("cpu", torch.float32)
-        if self.format == Format.INT8:
-            values, scales = quantize_int8(plain)
-            centres = None
-        else:
-            values, scales, centres = quantize_int4(plain, self._steps)
-        addresses = (None if tensor is None else tensor.data_ptr() for tensor in (values, scales, centres))
-        functions.outrider_weight_pack_quantized(self.handle, *addresses, *where)
+        dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
+        plain = weight.detach().to("cpu", dtype).contiguous()
+        functions.outrider_weight_quantize(
+            self.handle, plain.data_ptr(), dtype == torch.bfloat16, *where,
+            self._steps.data_ptr(), len(self._steps), torch.get_num_threads(),
+        )  # fmt: skip
+
+    def fill_quantized(self, outputs: Tensor, values: Tensor, scales: Tensor, centres: Tensor | None = None) -> None:
+        """Pack some outputs of numbers as `quantize_int8` or `quantize_int4` return them."""
+        parts = [tensor if tensor is None else tensor.contiguous() for tensor in (values, scales, centres, outputs)]
+        addresses = (None if part is None else part.data_ptr() for part in parts)
+        library.load().outrider_weight_pack_quantized(self.handle, *addresses, len(outputs))
 
 
 def interleaved(count: int, part: int) -> Tensor:
@@ -86,42 +89,37 @@ def packed(weight: Tensor, number_format: Format) -> PackedWeight:
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight: [n, k] float32. Returns values [n, k] int8 in -127 .. 127, and scales [n] float32."""
+    """weight: [n, k] float32. Returns values [n, k] int8 in -127 .. 127, and scales [n] float32.
+
+    Plain twin of csrc/matrices/quantize.h.
+    """
     scales = weight.abs().amax(1).clamp(min=1e-30) / 127.0
     return (weight / scales[:, None]).round_().to(torch.int8).contiguous(), scales.contiguous()
 
 
-def quantize_int4(weight: Tensor, steps: Sequence[int] = _STEPS) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_int4(weight: Tensor, steps: Sequence[int] = STEPS) -> tuple[Tensor, Tensor, Tensor]:
     """weight: [n, k] float32. Returns values [n, k] int8 in -8 .. 7, and scales and centres, [n, blocks] float32.
 
     A weight is value * scale + centre. Each block takes the candidate of `steps` with the smallest error. Weights that
     had 4 bits in such blocks before (GGUF's Q4_0 and Q4_1, AWQ, GPTQ) are reproduced exactly. Blocks come in pairs; the
-    last one may be padding.
+    last one may be padding. Plain twin of csrc/matrices/quantize.h.
     """
     n, k = weight.shape
     blocks = 2 * -(-k // GROUP)
-    padded = torch.nn.functional.pad(weight, (0, blocks * BLOCK - k)).view(n, blocks, BLOCK)
-    parts = [_quantize_blocks(part, steps) for part in padded.split(max(1, _AT_ONCE // (blocks * BLOCK)))]
-    values, scales, centres = (torch.cat(some) for some in zip(*parts, strict=True))
-    return values.view(n, blocks * BLOCK)[:, :k].contiguous(), scales, centres
-
-
-def _quantize_blocks(weight: Tensor, tried: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """weight: [n, blocks, 32]. Returns values of that shape, scales and centres, [n, blocks]."""
-    least, largest = weight.amin(2), weight.amax(2)
-    best = torch.full_like(least, torch.inf)
-    rounding = weight.square().sum(2) * 2.0**-16  # above the rounding error of bfloat16
-    scales, centres, values = torch.empty_like(least), torch.empty_like(least), torch.zeros_like(weight)
-    for steps in tried:
-        scale = ((largest - least) / steps).clamp(min=1e-7).half().float()  # as stored
-        middle = (least + largest) / 2 if steps > 15 else least + 7.5 * scale
+    wide = torch.nn.functional.pad(weight, (0, blocks * BLOCK - k)).view(n, blocks, BLOCK)
+    least, largest = wide.amin(2), wide.amax(2)
+    best = torch.full(least.shape, torch.inf, dtype=torch.float64)
+    rounding = wide.double().square().sum(2) * 2.0**-16  # above the rounding error of bfloat16
+    scales, centres, values = torch.empty_like(least), torch.empty_like(least), torch.zeros_like(wide)
+    for tried in steps:
+        scale = ((largest - least) / tried).clamp(min=1e-7).half().float()  # as stored
+        middle = (least + largest) / 2 if tried > 15 else least + 7.5 * scale
         centre = (middle + 0.5 * scale).bfloat16().float()
-        rounded = ((weight - centre[..., None]) / scale[..., None]).round_().clamp_(-8, 7)
-        error = (rounded * scale[..., None] + centre[..., None] - weight).square_().sum(2)
-        better = error < best
+        rounded = ((wide - centre[..., None]) / scale[..., None]).round_().clamp_(-8, 7)
+        off = rounded.double() * scale[..., None] + centre.double()[..., None] - wide
+        error = off.square_().sum(2)
+        better = (error < best) & (best > rounding)
         best = torch.where(better, error, best)
         scales, centres = torch.where(better, scale, scales), torch.where(better, centre, centres)
         values = torch.where(better[..., None], rounded, values)
-        if bool((best <= rounding).all()):
-            break
-    return values.to(torch.int8), scales, centres
+    return values.to(torch.int8).view(n, blocks * BLOCK)[:, :k].contiguous(), scales, centres
