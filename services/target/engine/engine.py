@@ -183,8 +183,11 @@ class TargetEngine(Engine):
             return self.speculation.policy.wait.remaining
         if self.model.device.type == "cpu" or not self._prepares_next:  # a CPU has computed it when the launch returns
             return 0.0
-        began = max(step.started, self._collected)
-        return max(0.0, self._clock.due(began, step.plan.expected_seconds) - time.perf_counter())
+        return max(0.0, self._clock.due(self._began(step), step.plan.expected_seconds) - time.perf_counter())
+
+    def _began(self, step: InFlightStep) -> float:
+        """When the device began with the step in flight: at its launch, or when it had finished the one before."""
+        return max(step.started, self._collected)
 
     @property
     def _prepares_next(self) -> bool:
@@ -203,7 +206,8 @@ class TargetEngine(Engine):
             pending, self._pending = self._pending, StepOutput()
             return replace(pending, load=replace(self.load(), weight_version=pending.load.weight_version), urgent=True)
         present = self.scheduler.running + self.scheduler.waiting
-        self.speculation.begin(min(present, self.scheduler.limits.max_running), behind=self.in_flight)
+        since = None if self._in_flight is None else self._began(self._in_flight)
+        self.speculation.begin(min(present, self.scheduler.limits.max_running), since)
         output = StepOutput(failures=self.sessions.begin())
         step, self._in_flight = self._in_flight, None
         if step is not None:
@@ -337,7 +341,7 @@ class TargetEngine(Engine):
         if self.step_log is not None:
             self.step_log.note(works, output.commits[before:], samples.model_steps, step.started, now)
         waited = max(step.started - self._collected, 0.0)
-        seconds = (now - max(step.started, self._collected)) / samples.steps
+        seconds = (now - self._began(step)) / samples.steps
         if step.started < self._collected:
             self._clock.collected(seconds, step.plan.expected_seconds)
         step.plan.finish(works, accepted, Timing(waited, seconds, samples.model_steps))

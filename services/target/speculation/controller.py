@@ -122,9 +122,9 @@ class Speculation:
 
     # --- modes ---
 
-    def begin(self, sessions: int, *, behind: bool = False) -> None:
-        """A step begins. sessions, behind: as of ModePolicy."""
-        self.policy.begin(sessions, served=self.allowed.service, apart=self.allowed.service_alone, behind=behind)
+    def begin(self, sessions: int, since: float | None = None) -> None:
+        """A step begins. sessions, since: as of ModePolicy."""
+        self.policy.begin(sessions, served=self.allowed.service, apart=self.allowed.service_alone, since=since)
 
     @property
     def drafting_paused(self) -> bool:
