@@ -162,7 +162,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._headers_came()
         if self._counted:
             self._limits.works(self)
-        self.scope[CONNECTION] = self  # type: ignore[typeddict-unknown-key]
+        self.scope[CONNECTION] = self  # type: ignore[literal-required]
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
