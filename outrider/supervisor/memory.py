@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 from outrider.checkpoints import checkpoint
@@ -25,6 +26,7 @@ from outrider.config import (
     TargetConfig,
     TargetOptions,
 )
+from outrider.config.ranks import rank_places
 from outrider.errors import ConfigError
 from outrider.placement.devices import free_host_memory, gpu_memory, gpus, has_gpu
 from outrider.placement.memory import (
@@ -39,6 +41,7 @@ from outrider.placement.memory import (
     plan_host,
 )
 from outrider.placement.step_sizes import step_sizes
+from outrider.supervisor.ranks import check_division
 
 _JAX_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _GPU_NAMES = ("cuda", "gpu")
@@ -79,7 +82,7 @@ def plan_gpu(
     return plan_device(
         total,
         sizes.weights(itemsize, target.quantization) // target.tp_size,
-        -(-_token_bytes(target, sizes) // target.tp_size),
+        -(-_token_bytes(target, sizes) // (1 if sizes.latent else target.tp_size)),  # every rank caches all latents
         working=step_sizes(target, sizes.hidden, sizes.vocab).working_bytes(itemsize),
         draft=draft,
         taken=taken,
@@ -93,7 +96,13 @@ def _itemsize(target: TargetConfig, sizes: ModelSizes) -> int:
 
 def _token_bytes(target: TargetConfig, sizes: ModelSizes) -> int:
     numbers = 1 if target.kv_cache_dtype.startswith("fp8") else _itemsize(target, sizes)
-    return sizes.token_bytes(numbers, latent=target.tp_size == 1)
+    return sizes.token_bytes(numbers)
+
+
+def check_model(target: TargetConfig) -> None:
+    """Raise ConfigError for a checkpoint on this machine that the target would refuse."""
+    if (sizes := _sizes(target.model_path)) is not None:
+        check_division(target, sizes)
 
 
 def share_device(target: TargetConfig, draft: DraftConfig | None) -> tuple[TargetConfig, DraftConfig | None]:
@@ -171,9 +180,11 @@ def own_device(target: TargetOptions, draft: DraftOptions) -> str | None:
     return None
 
 
-def target_gpus(target: TargetOptions) -> range:
+def target_gpus(target: TargetOptions) -> Sequence[int]:
     """Numbers of the GPUs that the target uses; empty on a CPU."""
-    return _gpus(target.device, target.tp_size) if target.device != "auto" or has_gpu() else range(0)
+    if "," in target.device:
+        return [int(name.partition(":")[2]) for name in rank_places(target).devices]
+    return _gpus(target.device, target.tp_size // target.nnodes) if target.device != "auto" or has_gpu() else range(0)
 
 
 def draft_gpus(draft: DraftOptions) -> range:
