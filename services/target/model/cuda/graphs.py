@@ -137,6 +137,10 @@ class _Step:
         self._slab.fill(arrays)
         if batch.roots is not None:
             batch.roots.put(self._placed[0])
+        if batch.prepared is not None:
+            batch.prepared.put(*self._placed[:3])
+            if self._attention:
+                self._attention.follow(batch.prepared)
         self._batch = replace(batch, placed=self._placed, capture=self._batch.capture)
         return True
 
@@ -231,8 +235,13 @@ class GraphRunner:
         self._runner.update(tensors)
 
     @property
+    def planner(self) -> Planner:
+        """The planner of batches that are not captured; those that are have its kernels."""
+        return self._runner.planner
+
+    @property
     def _knows_extents(self) -> bool:
-        return bool(getattr(self._runner.planner, "knows_extents", False))
+        return bool(getattr(self.planner, "knows_extents", False))
 
     def _extents(self, size: int) -> Sequence[Extent]:
         """The extents of batches with up to `size` rows, to which attention is fitted."""
