@@ -95,6 +95,16 @@ def test_quantized_checkpoints_are_divided(family, quantizer, config, pair, tmp_
     near_text(pair.load(folder), greedy(tmp_path / "plain"))
 
 
+def test_fp8_in_whole_blocks_stays_packed(pair, tmp_path):
+    torch.manual_seed(1)
+    folder = write_family(tmp_path / "quantized", "llama-2", hidden_size=64)
+    write_quantized(folder, tmp_path / "plain", quantizers.fp8(16), FP8 | {"weight_block_size": [16, 16]})
+    model = pair.load(folder, fp8=True)
+    down = model.runner._runner.module.model.layers[1].mlp.down_proj
+    assert (down.weight.dtype, tuple(down.weight.shape)) == (torch.float8_e4m3fn, (64, 48))
+    near_text(model, greedy(tmp_path / "plain"))
+
+
 @pytest.mark.skipif(not library.available(), reason="the CPU kernels do not compile on this machine")
 @pytest.mark.parametrize("choice", ["int4", "int8"])
 def test_quantized_parts_are_as_exact_as_the_whole(choice, pair, tmp_path):
