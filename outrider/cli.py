@@ -15,7 +15,7 @@ from typing import Annotated
 import tyro
 
 from outrider import __version__
-from outrider.config import ServeConfig, ServiceTlsOptions, ServiceTokenOptions, read_flags
+from outrider.config import DoctorConfig, ServeConfig, ServiceTlsOptions, ServiceTokenOptions, read_flags
 from outrider.errors import ConfigError, OutriderError
 from outrider.process.garbage_collection import imports_without_gc
 
@@ -30,7 +30,7 @@ Speculative decoding for large language models, as services.
   gateway       start the gateway: OpenAI-style REST and gRPC for clients
   train         train a draft model for a target on answers that the target generates
   bench         benchmark: load on any server, drafters side by side, steps against their floors
-  doctor        show versions, devices, cores, caches and models of this machine
+  doctor        report what each service would run on here, why, and what to do about problems
   healthcheck   check the health of a service; the exit code is 0 if it is healthy, 1 if not
   token         write the token of the services into a file, unless it exists
 
@@ -151,11 +151,12 @@ def _serve(flags: list[str]) -> int:
 
 
 def _doctor(flags: list[str]) -> int:
-    from outrider.supervisor.doctor import report
+    config, notes = read_flags(DoctorConfig, flags, "outrider doctor")
+    from outrider.doctor.report import doctor
 
-    for name, fact in tyro.cli(report, prog="outrider doctor", args=flags):
-        print(f"{name:<14} {fact}")
-    return 0
+    text, code = doctor(config, notes, flags)
+    print(text)
+    return code
 
 
 def _healthcheck(flags: list[str]) -> int:

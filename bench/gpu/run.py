@@ -6,7 +6,8 @@ copying the tables, the forward pass, sampling and copying the samples back.
 
     step      plain decoding and verification by sessions and context, with and without CUDA graphs
     compiled  the same with compiled layers
-    engine    steps of the whole engine, including planning and commits, with and without overlap
+    engine    steps of the whole engine, including planning and commits, with and without overlap; with draft tokens,
+              step by step and prepared by the device
     attention the kernel alone against its own floor, by tile: (rows x heads) x keys, keys per split, warps, stages
 
     system    the whole system: target, draft service and gateway as three processes, over REST; a page of its own
@@ -22,6 +23,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,7 @@ from bench.harness.errors import BenchError
 from bench.harness.report import Report, format_row, new_figure
 from outrider.config import TargetConfig
 from outrider.serving.messages import OpenSession
+from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling import StopConditions
 from services.target.engine.engine import TargetEngine
 from services.target.kernels.dispatch import choose
@@ -47,6 +50,7 @@ from services.target.model.loading.probe import pass_a_token
 from services.target.model.modules import ModuleRunner
 from services.target.sampling import sampler
 from services.target.sampling.row_params import RowRequest, gather
+from services.target.speculation.mode_selector import SpeculationMode
 from services.target.step.batch import SessionWork, build
 
 SPARE_BYTES = 6 << 30  # reserved for activations of steps and of CUDA graphs
@@ -266,29 +270,33 @@ class Bench:
             architecture="random", vocab_size=self.size.vocab, hidden_size=self.size.hidden, context_length=4096,
             eos_token_ids=(), shapes=tuple([self.shape] * self.size.layers),
         )  # fmt: skip
-        for count, overlap in itertools.product(self.size.engine_sessions, (False, True)):
-            how = "graph, overlapping" if overlap else "graph"
-            with self.note_failure(f"engine, {count} sessions, {how}"):
-                self.engine_cell(how, model, config, self.weights(module), count, overlap=overlap)
+        rows = (1, VERIFIED)
+        for count, tokens, overlap in itertools.product(self.size.engine_sessions, rows, (False, True)):
+            if tokens > 1 and count > self.size.verify_up_to:
+                continue
+            how = ("graph, prepared" if tokens > 1 else "graph, overlapping") if overlap else "graph"
+            with self.note_failure(f"engine, {count} sessions, {tokens} rows, {how}"):
+                self.engine_cell(how, model, config, self.weights(module), count, tokens, overlap=overlap)
             self.free()  # an engine and its pools form a reference cycle
 
     def engine_cell(
-        self, how: str, model: Model, config: TargetConfig, read: int, count: int, *, overlap: bool
+        self, how: str, model: Model, config: TargetConfig, read: int, count: int, rows: int, *, overlap: bool
     ) -> None:
-        """Measure steps of an engine with `count` sessions."""
+        """Measure steps of an engine with `count` sessions of `rows` tokens: a root, and wrong draft tokens."""
         assert isinstance(model.runner, ModuleRunner), "`fused` builds it"
-        graphs = GraphRunner(model.runner, [count], CudaCapturer() if self.device.type == "cuda" else direct)
-        engine = TargetEngine(replace(model, runner=graphs), config)
+        graphs = GraphRunner(model.runner, [count * rows], CudaCapturer() if self.device.type == "cuda" else direct)
+        engine = TargetEngine(replace(model, runner=graphs), config, [SpeculationMode.DRAFT_IF_READY])
         graphs.capture(engine.cache, self.device)
-        engine.overlap = overlap
+        engine.overlap, engine.prepares = overlap, overlap and engine.prepares
+        engine.speculation.planner.max_tokens = rows
         tokens = np.arange(1000, dtype=np.uint32) % 500
         for i in range(count):
             stop = StopConditions(max_tokens=180, ignore_eos=True)
             engine.open(OpenSession(i, np.roll(tokens, i), len(tokens), GREEDY, stop))
         while len(engine.step().commits) < count:
             pass
-        seconds = self.clocks.pace(engine.step)
-        self.add("engine's step", how, count, 1, len(tokens), seconds, self.floor(read, count, len(tokens)), None)
+        seconds = self.clocks.pace(engine.step if rows == 1 else partial(drafted_step, engine, rows))
+        self.add("engine's step", how, count, rows, len(tokens), seconds, self.floor(read, count, len(tokens)), None)
 
     # --- the attention kernel ---
 
@@ -317,6 +325,18 @@ class Bench:
         if plain is not None and rows > 1:
             row["to plain"] = round(seconds / plain, 3)
         self.report.add(**row)
+
+
+def drafted_step(engine: TargetEngine, rows: int) -> None:
+    """A step of an engine to which each session's next draft tokens are sent first, enough for two steps."""
+    count = 2 * rows + rows // 2
+    tokens, parents = np.full(count, 7, np.uint32), np.arange(-1, count - 1, dtype=np.int32)
+    scores = np.full(count, -0.1, np.float32)
+    for session_id in list(engine.sessions.by_id):
+        tree = engine.draft_tree(session_id)
+        proposal = Proposal(session_id, tree.length, tree.root_hash, tokens, parents, scores, tree.length)
+        engine.receive([proposal], ())
+    engine.step()
 
 
 def plot(report: Report) -> None:

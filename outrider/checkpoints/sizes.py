@@ -7,6 +7,7 @@ services measure what they have loaded.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,29 +58,18 @@ class StoredTensor:
         return self.numbers * (itemsize if floats and itemsize is not None else _STORED.get(self.kind, 1))
 
 
-@dataclass(frozen=True)
-class CheckpointSizes:
-    """Sizes of a folder with config.json and safetensors or pickled weights."""
+class ModelSizes(ABC):
+    """Sizes of a model, from its configuration and the shapes of its tensors."""
 
-    folder: Path
-
-    @cached_property
+    @property
+    @abstractmethod
     def config(self) -> dict[str, Any]:
         """config.json, of the text model."""
-        raw = load_config(self.folder)
-        text: dict[str, Any] = raw.get("text_config") or raw
-        return {"torch_dtype": raw.get("torch_dtype"), "dtype": raw.get("dtype")} | text
 
-    @cached_property
+    @property
+    @abstractmethod
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """All tensors by name; a pickled file counts as one tensor of 16-bit numbers with the file's name."""
-        found: dict[str, StoredTensor] = {}
-        for file in checkpoint.weight_files(self.folder, torch_files=True):
-            if file.suffix == ".safetensors":
-                found |= _header(file)
-            else:
-                found[file.name] = StoredTensor("F16", (file.stat().st_size // 2, 1))
-        return found
+        """All tensors by name."""
 
     @property
     def itemsize(self) -> int | None:
@@ -124,14 +114,18 @@ class CheckpointSizes:
                     sizes[pattern] = tensor.numbers
         return itemsize * (sizes[_EMBEDDING] + (sizes[_HEAD] if head else 0))
 
-    def token_bytes(self, itemsize: int, layers: int | None = None, *, latent: bool = True) -> int:
-        """Bytes of a token in the KV cache. layers: default all. latent: latent attention caches the latents."""
+    @property
+    def latent(self) -> bool:
+        """True if the model has latent attention, whose cache all heads share."""
+        return bool(self.config.get("kv_lora_rank"))
+
+    def token_bytes(self, itemsize: int, layers: int | None = None) -> int:
+        """Bytes of a token in the KV cache, of latent attention the latents. layers: default all."""
         config, count = self.config, self.layers if layers is None else layers
         heads = int(config.get("num_attention_heads") or config.get("n_head") or 1)
         if config.get("kv_lora_rank"):
             rotary = int(config.get("qk_rope_head_dim") or 0)
-            keys = int(config.get("qk_nope_head_dim") or 0) + rotary + int(config.get("v_head_dim") or 0)
-            return count * itemsize * (int(config["kv_lora_rank"]) + rotary if latent else heads * keys)
+            return count * itemsize * (int(config["kv_lora_rank"]) + rotary)
         kv_heads = int(config.get("num_key_value_heads") or heads)
         dim = int(config.get("head_dim") or self.hidden // heads)
         return count * itemsize * kv_heads * 2 * dim
@@ -147,6 +141,31 @@ class CheckpointSizes:
                 kept = _EMBEDDING.search(name) or _HEAD.search(name)  # quantization leaves them as they are
                 total += tensor.loaded_bytes(itemsize, None if kept else quantization)
         return total
+
+
+@dataclass(frozen=True)
+class CheckpointSizes(ModelSizes):
+    """Sizes of a folder with config.json and safetensors or pickled weights."""
+
+    folder: Path
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json, of the text model."""
+        raw = load_config(self.folder)
+        text: dict[str, Any] = raw.get("text_config") or raw
+        return {"torch_dtype": raw.get("torch_dtype"), "dtype": raw.get("dtype")} | text
+
+    @cached_property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """All tensors by name; a pickled file counts as one tensor of 16-bit numbers with the file's name."""
+        found: dict[str, StoredTensor] = {}
+        for file in checkpoint.weight_files(self.folder, torch_files=True):
+            if file.suffix == ".safetensors":
+                found |= _header(file)
+            else:
+                found[file.name] = StoredTensor("F16", (file.stat().st_size // 2, 1))
+        return found
 
 
 def _header(file: Path) -> dict[str, StoredTensor]:

@@ -23,8 +23,15 @@ from outrider.config.draft import (
 )
 from outrider.config.flags import flag_classes, parse_flags, read_flags
 from outrider.config.gateway import GatewayConfig, GatewayOptions, ReasoningParser, StreamTransport, ToolCallParser
-from outrider.config.serve import ServeConfig
-from outrider.config.target import KVCacheDType, Quantization, SchedulePolicy, TargetConfig, check_device
+from outrider.config.serve import DoctorConfig, DoctorOptions, ServeConfig
+from outrider.config.target import (
+    KVCacheDType,
+    Quantization,
+    SchedulePolicy,
+    TargetConfig,
+    TargetOptions,
+    check_device,
+)
 from outrider.config.tls import ServiceTlsOptions
 from outrider.config.token import ServiceTokenOptions
 from outrider.config.train import TrainConfig
@@ -38,6 +45,8 @@ __all__ = [
     "ONLINE_ALGORITHMS",
     "Algorithm",
     "DType",
+    "DoctorConfig",
+    "DoctorOptions",
     "DraftAttentionBackend",
     "DraftConfig",
     "DraftOptions",
@@ -56,6 +65,7 @@ __all__ = [
     "SharedOptions",
     "StreamTransport",
     "TargetConfig",
+    "TargetOptions",
     "ToolCallParser",
     "TrainConfig",
     "check_device",

@@ -98,6 +98,10 @@ class DraftCacheOptions:
     65,536 and their drafts, within a tenth of the memory or --draft-mem-fraction-static."""
     draft_mem_fraction_static: float | None = None
     """Fraction of each draft device's memory for weights and KV cache. Default: the cache has at most a tenth."""
+    draft_memory_bytes: int | None = None
+    """Memory of each draft device for the whole draft service, in bytes; JAX is limited to twice that, for moments with
+    two copies of the weights. Default: with `serve` its share of a GPU that the target uses, too; else no limit but
+    JAX's own, three quarters."""
 
 
 @dataclass(frozen=True)

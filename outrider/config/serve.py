@@ -69,3 +69,25 @@ class ServeConfig(
     target: tyro.conf.OmitArgPrefixes[TargetOptions] = field(default_factory=TargetOptions)
     draft: tyro.conf.OmitArgPrefixes[DraftOptions] = field(default_factory=DraftOptions)
     gateway: tyro.conf.OmitArgPrefixes[GatewayOptions] = field(default_factory=GatewayOptions)
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """What the doctor prints."""
+
+    topic: ClassVar[str] = "observability"
+
+    json: bool = False
+    """Print the findings as JSON."""
+    memory_table: bool = False
+    """Print instead what fits GPUs of several sizes, by the plan of their memory."""
+
+
+@dataclass(frozen=True)
+class DoctorConfig(DoctorOptions, ServeConfig):
+    """Report what each service would run on here, and why, with the flags of `outrider serve`.
+
+    Nothing is started or downloaded. The exit code is 1 if there is a problem.
+    """
+
+    common: ClassVar[tuple[str, ...]] = ("json", "memory_table", *ServeConfig.common)

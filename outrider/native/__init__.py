@@ -62,14 +62,9 @@ class Library:
 
     def compiled(self) -> Path:
         """The path of the compiled library; compiles it if needed. Raises Unavailable."""
-        if self.check is not None:
-            self.check()
-        name = f"{self.name}-{self._key()}.so"
-        folders = [Path(sys.prefix) / "lib" / "outrider", cache_folder() / "kernels"]
-        for folder in folders:
-            # isfile: False, not an error, in a folder without read permission. A damaged library is compiled again.
-            if os.path.isfile(folder / name) and _intact(folder / name):
-                return folder / name
+        if (found := self.found()) is not None:
+            return found
+        name, folders = self._places()
         compiler = next((path for path in map(shutil.which, _COMPILERS) if path), None)
         if compiler is None:
             raise Unavailable("there is no C++ compiler (g++ or clang++); install one")
@@ -81,6 +76,18 @@ class Library:
             except OSError as error:  # the folder cannot be written; try the next one
                 reasons.append(f"{folder}: {error.strerror}")
         raise Unavailable(f"compiled code cannot be written ({'; '.join(reasons)}); make one of these folders writable")
+
+    def found(self) -> Path | None:
+        """The path of the library if it is compiled already. Raises Unavailable if the machine cannot run it."""
+        if self.check is not None:
+            self.check()
+        name, folders = self._places()
+        # isfile: False, not an error, in a folder without read permission. A damaged library is compiled again.
+        return next((path for folder in folders if os.path.isfile(path := folder / name) and _intact(path)), None)
+
+    def _places(self) -> tuple[str, list[Path]]:
+        """Name of the compiled library, and the folders that may have it."""
+        return f"{self.name}-{self._key()}.so", [Path(sys.prefix) / "lib" / "outrider", cache_folder() / "kernels"]
 
     def _key(self) -> str:
         digest = hashlib.sha256(" ".join(self.flags).encode())

@@ -18,7 +18,7 @@ import functools
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +51,11 @@ class Kind:
 
     def missing(self) -> tuple[str, ...]:
         """The instruction sets that this processor lacks."""
-        return tuple(name for name in self.instructions if name not in _processor())
+        return self.lacking(_processor())
+
+    def lacking(self, processor: Collection[str]) -> tuple[str, ...]:
+        """The instruction sets that a processor lacks. processor: those that it has."""
+        return tuple(name for name in self.instructions if name not in processor)
 
 
 _PLAIN = ("avx2", "fma", "f16c")

@@ -28,6 +28,7 @@ _LEAST_DRAFT_TOKENS = 8 * 1024
 _CPU_TOKENS = _DRAFT_TOKENS = 64 * 1024
 # Parts of the memory: of a host's free memory for a KV cache, and of a draft's device for its KV cache.
 _CPU_FRACTION, _DRAFT_FRACTION = 0.5, 0.1
+_JAX_FRACTION = 0.75  # of a device that JAX takes at most
 # A process's CUDA context with its loaded kernels, and the workspaces of matrix libraries and attention.
 CONTEXT_BYTES, _WORKSPACE_BYTES = 512 * MIB, 256 * MIB
 # Fraction of a device that stays free, against fragmentation.
@@ -38,7 +39,7 @@ _ACTIVATION_WIDTHS = 24
 _LOGIT_BYTES = 20
 # A captured CUDA graph: its nodes, and the variants by the extent of a batch (model/cuda/graphs.py). Steps with and
 # without hidden states for a draft are captured separately.
-_GRAPH_BYTES, _GRAPH_VARIANTS = 12 * MIB, 2 * 3
+GRAPH_BYTES, GRAPH_VARIANTS = 12 * MIB, 2 * 3
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class StepSizes:
         activations = self.tokens * self.hidden * _ACTIVATION_WIDTHS * itemsize
         sampling = self.sampled * self.vocab * _LOGIT_BYTES
         outputs = sum(self.captured) * self.vocab * itemsize
-        graphs = _GRAPH_VARIANTS * (outputs + len(self.captured) * _GRAPH_BYTES)
+        graphs = GRAPH_VARIANTS * (outputs + len(self.captured) * GRAPH_BYTES)
         return CONTEXT_BYTES + _WORKSPACE_BYTES + activations + sampling + graphs
 
 
@@ -91,6 +92,11 @@ class MemoryPlan:
     def kv_bytes(self) -> int:
         """Size of the KV cache."""
         return self.tokens * self.token_bytes
+
+    @property
+    def planned(self) -> int:
+        """All parts together; flags may make them more than there is."""
+        return self.weights + self.working + self.draft + self.kv_bytes
 
     def __str__(self) -> str:
         parts = [f"{self.total / GIB:.2f} GiB"]
@@ -207,6 +213,21 @@ def draft_cache_tokens(
         return max_total_tokens
     wanted = min(context * max_running, _DRAFT_TOKENS) + SCRATCH_SLOTS * max_running
     return wanted if memory is None else min(wanted, int(memory * _DRAFT_FRACTION) // token_bytes)
+
+
+def draft_share_tokens(share: int, weights: int, context: int, max_running: int, token_bytes: int) -> int:
+    """Tokens in the KV cache of a draft model with --draft-memory-bytes, `share`: what its weights leave."""
+    wanted = draft_cache_tokens(context, max_running, token_bytes, None)
+    return min(wanted, max(share - CONTEXT_BYTES - _WORKSPACE_BYTES - weights, 0) // token_bytes)
+
+
+def jax_memory_fraction(share: int, total: int) -> float:
+    """The fraction of a GPU that JAX may take for a draft with a share of its memory, beside its CUDA context.
+
+    Twice the share, because for moments JAX has two copies of weights, while they are replaced or kernels are chosen.
+    It is a bound, which JAX does not take beforehand; without a share it is JAX's own.
+    """
+    return min(_JAX_FRACTION, 2 * share / total)
 
 
 @dataclass(frozen=True)

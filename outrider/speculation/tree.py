@@ -107,6 +107,13 @@ class SpeculationTree:
             node = self.parent[node]
         return tokens[::-1]
 
+    def find(self, draft: TreeSlice) -> list[int]:
+        """The nodes of a slice of the present root's tree; -1 for those that are not in the tree any more."""
+        hashes: list[int] = []
+        for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
+            hashes.append(extend_hash(self.root_hash if parent == ROOT else hashes[parent], token))
+        return [self._index.get(path, -1) for path in hashes]
+
     def add(self, parent: int, token: int, log_score: float) -> int | None:
         """Add a child, or raise the score of an existing one. Returns its index; None if the tree is full."""
         path = extend_hash(self.hash_of(parent), token)

@@ -1,1 +1,1 @@
-"""`outrider serve` and its helpers: the supervisor of the three processes, health checks, the machine's facts."""
+"""`outrider serve` and its helpers: the supervisor of the three processes, its dry run, health checks."""

@@ -64,12 +64,18 @@ class ProcessPlan:
 
 @dataclass
 class Plan:
-    """All that a dry run shows. memory: names and values."""
+    """All that a dry run shows. memory: names and values. obstacles: those of the warnings that prevent a start now.
+
+    config, made: the flags as this machine follows them, and the configurations of the processes
+    """
 
     processes: dict[str, ProcessPlan]
     memory: dict[str, str]
+    config: ServeConfig
+    made: Processes
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    obstacles: list[str] = field(default_factory=list)
 
 
 def dry_run(config: ServeConfig, notes: Sequence[str] = ()) -> str:
@@ -100,8 +106,9 @@ def make_plan(config: ServeConfig, notes: Sequence[str] = ()) -> Plan:
         name: ProcessPlan(device, one.cores or "all", _settings(one, given), _argv(one))
         for name, device, one in configs
     }
-    warnings = [*notes, *said[True], *_cpu_notes(resolved), *_missing_files(made), *_used_ports(made.gateway)]
-    return Plan(processes, _memory(made), said[False], warnings)
+    obstacles = [*_missing_files(made), *_used_ports(made.gateway)]
+    warnings = [*notes, *said[True], *_cpu_notes(resolved), *obstacles]
+    return Plan(processes, _memory(made), resolved, made, said[False], warnings, obstacles)
 
 
 class _Collector(logging.Handler):
@@ -185,7 +192,8 @@ def _target_device(config: ServeConfig) -> str:
         device = f"{'CPU' if on_cpu else 'cuda'}, found by --device auto"
     if target.tp_size == 1:
         return device
-    return f"{device}; {target.tp_size} tensor-parallel {'processes' if on_cpu else 'devices'}"
+    machines = f" on {target.nnodes} machines" if target.nnodes > 1 else ""
+    return f"{device}; {target.tp_size} tensor-parallel {'processes' if on_cpu else 'devices'}{machines}"
 
 
 def _draft_device(draft: DraftConfig) -> str:

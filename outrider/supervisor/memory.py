@@ -1,22 +1,34 @@
 """The memory plan of `outrider serve`, before a process runs: what a draft on the target's device needs, and the rest.
 
+    own_device(target, draft)     the draft's configuration, on a GPU that the target does not use, if there is one
     share_device(target, draft)   their configurations, with the flags by which they share a device
     plan_of(target, draft)        the target's plan, as its log will have it but for what only loading shows
+    plan_gpu, draft_need          the same from sizes alone, without a checkpoint and a GPU
 
-Both read config.json and the headers of weight files on this machine; neither downloads, converts nor loads anything.
+They read config.json and the headers of weight files on this machine; none downloads, converts or loads anything.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 from outrider.checkpoints import checkpoint
-from outrider.checkpoints.sizes import ITEMSIZES, CheckpointSizes
-from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, MODEL_ALGORITHMS, DraftConfig, TargetConfig
+from outrider.checkpoints.sizes import ITEMSIZES, CheckpointSizes, ModelSizes
+from outrider.config import (
+    BUILT_IN_ALGORITHMS,
+    FED_ALGORITHMS,
+    MODEL_ALGORITHMS,
+    DraftConfig,
+    DraftOptions,
+    TargetConfig,
+    TargetOptions,
+)
+from outrider.config.ranks import rank_places
 from outrider.errors import ConfigError
-from outrider.placement.devices import free_host_memory, gpu_memory, has_gpu
+from outrider.placement.devices import free_host_memory, gpu_memory, gpus, has_gpu
 from outrider.placement.memory import (
     HEAD_HEADROOM,
     STANDALONE_HEADROOM,
@@ -29,55 +41,85 @@ from outrider.placement.memory import (
     plan_host,
 )
 from outrider.placement.step_sizes import step_sizes
+from outrider.supervisor.ranks import check_division
 
 _JAX_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _GPU_NAMES = ("cuda", "gpu")
 
 
-def plan_of(target: TargetConfig, draft: DraftConfig | None, total: int | None = None) -> MemoryPlan | None:
+def plan_of(
+    target: TargetConfig, draft: DraftConfig | None, total: int | None = None, taken: int = 0
+) -> MemoryPlan | None:
     """The memory plan of the target; None where its checkpoint, or its GPU's memory, is not known on this machine.
 
     The configurations are those of `share_device`. total: memory of the target's device, for another machine than this
-    one; default as the driver reports it. Raises ConfigError if the KV cache has no room.
+    one; default as the driver reports it. taken: by other programs. Raises ConfigError if the KV cache has no room.
     """
     sizes = _sizes(target.model_path)
     if sizes is None:
         return None
     gpus = target_gpus(target) if total is None else range(target.tp_size)
-    itemsize = ITEMSIZES.get(target.dtype) or sizes.itemsize or 2
-    numbers = 1 if target.kv_cache_dtype.startswith("fp8") else itemsize
-    token_bytes = sizes.token_bytes(numbers, latent=target.tp_size == 1)
     if not gpus:
-        weights = sizes.weights(itemsize, target.quantization)
-        free = max(0, free_host_memory() - weights)
-        return plan_host(free, token_bytes, **cache_flags(target))
+        itemsize = _itemsize(target, sizes)
+        free = max(0, free_host_memory() - sizes.weights(itemsize, target.quantization))
+        return plan_host(free, _token_bytes(target, sizes), **cache_flags(target))
     total = gpu_memory(gpus[0]) if total is None else total
     if total is None:
         return None
+    beside = target.draft_headroom_bytes
+    beside = headroom_of(target, draft).bytes if beside is None else beside
+    return plan_gpu(target, sizes, total, draft=beside, taken=taken)
+
+
+def plan_gpu(
+    target: TargetConfig, sizes: ModelSizes, total: int, *, draft: int = 0, taken: int = 0
+) -> MemoryPlan:  # fmt: skip
+    """The plan of a target on GPUs, from sizes alone: each of its GPUs is divided in this way.
+
+    total: memory of a GPU. draft: `draft_need` of a draft service beside the target. Raises ConfigError without room.
+    """
+    itemsize = _itemsize(target, sizes)
     return plan_device(
         total,
         sizes.weights(itemsize, target.quantization) // target.tp_size,
-        -(-token_bytes // target.tp_size),
+        -(-_token_bytes(target, sizes) // (1 if sizes.latent else target.tp_size)),  # every rank caches all latents
         working=step_sizes(target, sizes.hidden, sizes.vocab).working_bytes(itemsize),
-        draft=target.draft_headroom_bytes
-        if target.draft_headroom_bytes is not None
-        else headroom_of(target, draft).bytes,
+        draft=draft,
+        taken=taken,
         **cache_flags(target),
     )
+
+
+def _itemsize(target: TargetConfig, sizes: ModelSizes) -> int:
+    return ITEMSIZES.get(target.dtype) or sizes.itemsize or 2
+
+
+def _token_bytes(target: TargetConfig, sizes: ModelSizes) -> int:
+    numbers = 1 if target.kv_cache_dtype.startswith("fp8") else _itemsize(target, sizes)
+    return sizes.token_bytes(numbers)
+
+
+def check_model(target: TargetConfig) -> None:
+    """Raise ConfigError for a checkpoint on this machine that the target would refuse."""
+    if (sizes := _sizes(target.model_path)) is not None:
+        check_division(target, sizes)
 
 
 def share_device(target: TargetConfig, draft: DraftConfig | None) -> tuple[TargetConfig, DraftConfig | None]:
     """The configurations of both services, with room for the draft if it is on the target's device.
 
-    Flags that the user has set stay: --draft-headroom-bytes, --draft-max-total-tokens, --draft-mem-fraction-static.
+    Flags that the user has set stay: --draft-headroom-bytes, --draft-memory-bytes, --draft-max-total-tokens,
+    --draft-mem-fraction-static.
     """
     need = headroom_of(target, draft)
     if draft is None or not need.bytes:
         return target, draft
     if target.draft_headroom_bytes is None:
         target = replace(target, draft_headroom_bytes=need.bytes)
-    if draft.draft_max_total_tokens is None and draft.draft_mem_fraction_static is None:
-        draft = replace(draft, draft_max_total_tokens=need.tokens)
+    if draft.draft_mem_fraction_static is None:
+        tokens = need.tokens if draft.draft_max_total_tokens is None else draft.draft_max_total_tokens
+        share = need.bytes if draft.draft_memory_bytes is None else draft.draft_memory_bytes
+        draft = replace(draft, draft_max_total_tokens=tokens, draft_memory_bytes=share)
     return target, draft
 
 
@@ -91,20 +133,23 @@ def headroom_of(target: TargetConfig, draft: DraftConfig | None) -> DraftHeadroo
     total = gpu_memory(gpus[0])
     if draft.draft_mem_fraction_static is not None and total is not None:
         return DraftHeadroom(int(total * draft.draft_mem_fraction_static))
-    return _need(target, draft, total)
+    theirs, path = _sizes(target.model_path), draft.speculative_draft_model_path
+    return draft_need(draft, theirs, theirs if path is None else _sizes(path), total)
 
 
-def _need(target: TargetConfig, draft: DraftConfig, total: int | None) -> DraftHeadroom:
-    """As `headroom_of`, from the draft's checkpoint; 2 or 6 GiB where that is not on this machine.
+def draft_need(
+    draft: DraftConfig, theirs: ModelSizes | None, own: ModelSizes | None, total: int | None
+) -> DraftHeadroom:
+    """What a draft service with a model takes of a GPU, from sizes alone: 2 or 6 GiB where they are not known.
 
-    total: memory of the draft's device, if it is known
+    theirs: sizes of the target's checkpoint; own: of the draft's. total: memory of the GPU, if it is known
     """
+    if draft.draft_memory_bytes is not None:
+        return DraftHeadroom(draft.draft_memory_bytes)
     algorithm, shards = draft.speculative_algorithm, draft.draft_tp_size
     budget = STANDALONE_HEADROOM if algorithm == "STANDALONE" else HEAD_HEADROOM
     itemsize = ITEMSIZES.get(draft.draft_dtype, 2)
     quantization = draft.speculative_draft_model_quantization
-    theirs = _sizes(target.model_path)
-    own = theirs if draft.speculative_draft_model_path is None else _sizes(draft.speculative_draft_model_path)
     if own is None or (algorithm in FED_ALGORITHMS and theirs is None):
         return DraftHeadroom(budget)
     built_in = own == theirs and algorithm in BUILT_IN_ALGORITHMS
@@ -119,19 +164,41 @@ def _need(target: TargetConfig, draft: DraftConfig, total: int | None) -> DraftH
     return draft_headroom(budget, weights // shards, token_bytes, wanted, fixed=chosen is not None)
 
 
-def target_gpus(target: TargetConfig) -> range:
+def own_device(target: TargetOptions, draft: DraftOptions) -> str | None:
+    """The device of a draft model for --draft-device auto: the first GPUs that the target does not use.
+
+    None where there are none, or where JAX chooses another kind of device.
+    """
+    if draft.draft_device != "auto" or draft.speculative_algorithm not in MODEL_ALGORITHMS or not draft_gpus(draft):
+        return None
+    used, count = target_gpus(target), draft.draft_tp_size
+    if not used:
+        return None
+    for first in range(len(gpus()) - count + 1):
+        if not set(range(first, first + count)) & set(used):
+            return f"cuda:{first}"
+    return None
+
+
+def target_gpus(target: TargetOptions) -> Sequence[int]:
     """Numbers of the GPUs that the target uses; empty on a CPU."""
-    return _gpus(target.device, target.tp_size) if target.device != "auto" or has_gpu() else range(0)
+    if "," in target.device:
+        return [int(name.partition(":")[2]) for name in rank_places(target).devices]
+    return _gpus(target.device, target.tp_size // target.nnodes) if target.device != "auto" or has_gpu() else range(0)
 
 
-def draft_gpus(draft: DraftConfig) -> range:
+def draft_gpus(draft: DraftOptions) -> range:
     """Numbers of the GPUs that a draft model uses; empty on CPUs and TPUs. auto: GPUs, if JAX has its plugin."""
     if draft.draft_device != "auto":
         return _gpus(draft.draft_device, draft.draft_tp_size)
+    return _gpus("cuda", draft.draft_tp_size) if has_gpu() and jax_uses_gpus() else range(0)
+
+
+def jax_uses_gpus() -> bool:
+    """True if JAX has a plugin for NVIDIA GPUs here, and JAX_PLATFORMS allows it."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
-    plugin = any(importlib.util.find_spec(name) is not None for name in _JAX_PLUGINS)
     allowed = not platforms or any(name in platforms.split(",") for name in _GPU_NAMES)
-    return _gpus("cuda", draft.draft_tp_size) if has_gpu() and plugin and allowed else range(0)
+    return allowed and any(importlib.util.find_spec(name) is not None for name in _JAX_PLUGINS)
 
 
 def _gpus(device: str, count: int) -> range:

@@ -2,9 +2,10 @@
 
 1. a device that only one of the services has: --device tpu
 2. the drafter, and self-speculation beside it (drafter_choice.py); the default model has no MTP layers, but a head
-3. variables of SGLang in the environment
-4. a tree with more nodes than its levels have
-5. flags that the drafter does not use
+3. a GPU of its own for the draft, if the target leaves one
+4. variables of SGLang in the environment
+5. a tree with more nodes than its levels have
+6. flags that the drafter does not use
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from outrider.drafts import has_bundled_head
 from outrider.placement.devices import has_gpu
 from outrider.placement.tree_shapes import tree_shape
 from outrider.supervisor.drafter_choice import choose_drafters
+from outrider.supervisor.memory import own_device
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ _USED_BY = {
     "draft_page_size": MODEL_ALGORITHMS,
     "draft_max_total_tokens": MODEL_ALGORITHMS,
     "draft_mem_fraction_static": MODEL_ALGORITHMS,
+    "draft_memory_bytes": MODEL_ALGORITHMS,
     "precompile_bs_paddings": MODEL_ALGORITHMS,
 }
 
@@ -53,7 +56,7 @@ def resolve_config(config: ServeConfig, logged: set[str] | None = None) -> Serve
     logged: the warnings of earlier calls, which are not logged again; those of this call are added
     """
     notes: list[str] = []
-    config = choose_drafters(_with_bundled_head(_with_devices(config, notes), notes))
+    config = _with_own_gpu(choose_drafters(_with_bundled_head(_with_devices(config, notes), notes)))
     algorithm, topk = config.draft.speculative_algorithm, config.shared.speculative_eagle_topk
     notes += environment_notes(os.environ, algorithm, topk)
     config = _with_used_flags(_with_possible_tree(config, notes), notes)
@@ -83,6 +86,15 @@ def _with_devices(config: ServeConfig, notes: list[str]) -> ServeConfig:
         "`outrider target` and `outrider gateway` there and `outrider draft --draft-device tpu` here"
     )
     return here
+
+
+def _with_own_gpu(config: ServeConfig) -> ServeConfig:
+    """With the draft on GPUs that the target does not use, where there are some and no flag names its device."""
+    device = own_device(config.target, config.draft)
+    if device is None:
+        return config
+    log.info("the draft service uses %s, which the target leaves free; --draft-device names another device", device)
+    return replace(config, draft=replace(config.draft, draft_device=device))
 
 
 def _with_bundled_head(config: ServeConfig, notes: list[str]) -> ServeConfig:

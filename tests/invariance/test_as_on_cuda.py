@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.invariance.engines import draft_engine, target_engine
+from tests.support.invariance.engines import as_on_cuda, draft_engine, target_engine
 from tests.support.invariance.pair import Faults, GarbageDraft, Pair, request
 from tests.support.tiny import VOCAB, write_model, write_tokenizer
 
@@ -21,12 +21,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engines(folder):
-    """An engine that works as on a CPU, and one that works as on CUDA."""
-    engine = target_engine(folder, page_size=4)
-    engine.overlap = True
-    engine.sampler._compiled, engine.sampler._walks, engine.sampler._async = False, True, True
-    return target_engine(folder), engine
+def plain(folder):
+    return target_engine(folder)
+
+
+@pytest.fixture(scope="module", params=["waiting", "prepared"])
+def engine(request, folder):
+    """An engine that works as on CUDA: steps with draft tokens one by one, or prepared by the device."""
+    return as_on_cuda(target_engine(folder, page_size=4), prepares=request.param == "prepared")
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +40,15 @@ def self_draft(folder):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("drafter", [None, "ngram", "self", "garbage"])
-def test_the_text_never_changes(self_draft, engines, drafter, options, temperature):
+def test_the_text_never_changes(self_draft, plain, engine, drafter, options, temperature):
     makers = {
         "ngram": lambda: draft_engine("NGRAM"),
         "self": lambda: self_draft,
         "garbage": lambda: GarbageDraft(VOCAB),
     }
-    plain, engine = engines
     requests = [request(i, prompt, temperature, 32, **OPTIONS[options]) for i, prompt in enumerate(PROMPTS)]
     expected = Pair(plain).run(requests).tokens
     found = Pair(engine, makers.get(drafter), Faults(lost=0.1, doubled=0.2, delay=2)).run(requests)
     assert found.tokens == expected
-    assert (found.verified > 0) == (drafter is not None)
+    if drafter in (None, "self") or not engine.prepares:  # of other drafters' tokens, few or none survive
+        assert (found.verified > 0) == (drafter is not None)

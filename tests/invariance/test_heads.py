@@ -10,7 +10,7 @@ from tests.support.checkpoints.perfect import (
     write_perfect_eagle,
     write_perfect_eagle3,
 )
-from tests.support.invariance.engines import draft_engine, target_engine
+from tests.support.invariance.engines import as_on_cuda, draft_engine, target_engine
 from tests.support.invariance.pair import Pair, request
 
 LENGTH = 60
@@ -50,6 +50,18 @@ def test_a_perfect_head_is_accepted(models, drafts, head, chunk, temperature):
     assert run.reopened == 0
     assert run.accepted > 0.97 * run.verified
     assert run.accepted > 0.7 * LENGTH * len(PROMPTS)
+
+
+@pytest.mark.parametrize("head", ["feature", "eagle 3"])
+def test_a_perfect_head_is_accepted_where_the_device_prepares_steps(models, drafts, head):
+    """It drafts ahead on its own states, and its tree reaches beyond the step in flight."""
+    target = as_on_cuda(target_engine(models[0]), prepares=True)
+    requests = [request(i, prompt, 1.0, LENGTH) for i, prompt in enumerate(PROMPTS)]
+    plain = Pair(target_engine(models[0])).run(requests)
+    run = Pair(target, lambda: drafts[head], draft_steps=8).run(requests)
+    assert run.tokens == plain.tokens
+    assert run.accepted > 0.9 * run.verified
+    assert run.accepted > 0.4 * LENGTH * len(PROMPTS)
 
 
 TREE = (3, 4, 12)

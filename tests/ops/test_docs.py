@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.config import DraftConfig, GatewayConfig, ServeConfig, TargetConfig, TrainConfig
+from outrider.config import DoctorOptions, DraftConfig, GatewayConfig, ServeConfig, TargetConfig, TrainConfig
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("outrider", "gateway", "services", "bench")
@@ -72,12 +72,22 @@ def flags_of(*configs):
     return {"--" + name.replace("_", "-") for name in names}
 
 
-def test_the_page_of_flags_is_what_make_flags_writes():
-    spec = importlib.util.spec_from_file_location("generate_flags", ROOT / "docs" / "generate_flags.py")
+def written(name):
+    """A generated page, and what its generator would write now."""
+    spec = importlib.util.spec_from_file_location(f"generate_{name}", ROOT / "docs" / f"generate_{name}.py")
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
-    page = generator.PAGE.read_text()
-    assert page == generator.page(), "run make flags"
+    return generator.PAGE.read_text(), generator.page()
+
+
+def test_the_page_of_memory_is_what_the_plan_says():
+    page, now = written("memory")
+    assert page == now, "run make memory"
+
+
+def test_the_page_of_flags_is_what_make_flags_writes():
+    page, now = written("flags")
+    assert page == now, "run make flags"
     configs = (TargetConfig, DraftConfig, GatewayConfig, ServeConfig, TrainConfig)
     assert {flag for flag in flags_of(*configs) if f"`{flag}`" not in page} <= {"--shared", "--gateway"}
 
@@ -85,7 +95,8 @@ def test_the_page_of_flags_is_what_make_flags_writes():
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_flags_and_files_that_are_named_exist(path):
     text = path.read_text()
-    known = flags_of(TargetConfig, DraftConfig, GatewayConfig, ServeConfig, TrainConfig) | OF_OTHERS | aliases()
+    configs = (TargetConfig, DraftConfig, GatewayConfig, ServeConfig, TrainConfig, DoctorOptions)
+    known = flags_of(*configs) | OF_OTHERS | aliases()
     known |= {flag.replace("--", "--no-", 1) for flag in known}
     for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9*]", text):
         assert any(fnmatch(name, flag) for name in known), flag

@@ -1,7 +1,6 @@
 """The command `outrider`, as people and Docker call it."""
 
 import asyncio
-import compileall
 import contextlib
 import importlib.util
 import signal
@@ -17,7 +16,6 @@ from bench.__main__ import BENCHMARKS
 from bench.__main__ import main as bench_main
 from bench.harness import report
 from outrider import __version__, cli
-from outrider.supervisor import doctor
 from outrider.supervisor.health import is_healthy
 from outrider.transport.rpc import GrpcServer
 from tests.support.outrider.children import free_port
@@ -216,35 +214,6 @@ async def test_http_health():
 def test_healthcheck_of_an_unused_port_is_code_1(capsys):
     assert cli.main(["healthcheck", f"127.0.0.1:{free_port()}", "--timeout", "0.5"]) == 1
     assert "is not healthy" in capsys.readouterr().err
-
-
-def test_doctor_reports_devices_cores_and_the_model(monkeypatch, capsys, tmp_path):
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "not" / "there"))
-    monkeypatch.setattr(doctor, "_DEVICES", {"numpy": "print('one', 'abacus')", "json": "import nothing_of_that_name"})
-    assert cli.main(["doctor"]) == 0
-    facts = dict(line.split(None, 1) if line[0] != " " else ("", "") for line in capsys.readouterr().out.splitlines())
-    assert __version__ in facts["outrider"]
-    assert "devices" in facts["numpy"]
-    assert "one abacus" in facts["numpy"]
-    assert "ModuleNotFoundError" in facts["json"]
-    assert str(tmp_path) in facts["cache"]
-    assert facts["converted"] == "nothing yet"
-
-
-def test_doctor_reports_libraries_that_each_start_compiles_again(monkeypatch, tmp_path):
-    package = tmp_path / "ponderous"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(doctor, "_DEVICES", {})
-    monkeypatch.setattr(doctor, "_LARGE", ("ponderous", "not_there"))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    assert "at every start" in (reported := dict(doctor.report())["compiled"])
-    assert "PYTHONDONTWRITEBYTECODE" in reported
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    assert dict(doctor.report())["compiled"] == "ponderous: when first imported"
-    compileall.compile_dir(package, quiet=1)
-    assert dict(doctor.report())["compiled"] == "ponderous"
 
 
 @pytest.mark.parametrize("closed", [(0, 1, 2), (2,), (1,)])

@@ -15,6 +15,7 @@ from services.target.process import app
 from services.target.sampling.samples import LaunchedStep
 from services.target.sampling.session import TargetSession
 from services.target.step.batch import Batch, SessionWork
+from services.target.step.prepared import PreparedSpans
 
 if TYPE_CHECKING:
     from services.target.engine.engine import TargetEngine
@@ -36,10 +37,18 @@ class LaunchClock:
         vars(engine.sampler)["launch"] = self.launch
         recorder.flush = self.flush
 
-    def launch(self, batch: Batch, works: Sequence[SessionWork], entries: Mapping[int, TargetSession]) -> LaunchedStep:
+    def launch(
+        self,
+        batch: Batch,
+        works: Sequence[SessionWork],
+        entries: Mapping[int, TargetSession],
+        prepared: PreparedSpans | None = None,
+        *,
+        ahead: bool = False,
+    ) -> LaunchedStep:
         """As of `StepSampler`."""
         begin, start = self._event(), time.perf_counter()
-        step = self._launch(batch, works, entries)
+        step = self._launch(batch, works, entries, prepared, ahead=ahead)
         end, done = self._event(), time.perf_counter()
         self._pending.append((start, done, self._last, begin, end, sum(len(work.draft) for work in works)))
         self._last = end

@@ -59,6 +59,7 @@ _POSITIVE = (
     "speculative_num_steps",
     "speculative_eagle_topk",
     "draft_max_total_tokens",
+    "draft_memory_bytes",
     "speculative_ngram_capacity",
 )
 

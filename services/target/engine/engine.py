@@ -33,15 +33,17 @@ from outrider.speculation.tree import SpeculationTree
 from outrider.tracing import Tracing
 from services.target.engine import commits, spans
 from services.target.engine.in_flight import InFlightStep, expecting, needs_only_length
+from services.target.engine.launch_clock import LaunchClock
 from services.target.engine.limits import open_modes, scheduling, thresholds
 from services.target.engine.memory import plan_memory
+from services.target.engine.prepare import prepare, takes_prepared_spans
 from services.target.engine.sessions import OpenSessions
 from services.target.engine.settlement import Settlement
-from services.target.engine.step_captures import StepCaptures
 from services.target.engine.step_log import StepLog
 from services.target.features.features import Features
 from services.target.features.fusion import Fusion
 from services.target.model.base import Model
+from services.target.model.cuda.step_captures import StepCaptures
 from services.target.sampling.session import TargetSession
 from services.target.sampling.step_sampler import StepSampler
 from services.target.speculation.controller import Speculation, speculation_of
@@ -49,6 +51,7 @@ from services.target.speculation.mode_selector import SpeculationMode
 from services.target.speculation.planner import Planner
 from services.target.speculation.plans import StepPlan, Timing
 from services.target.step.batch import build
+from services.target.step.prepared import TreeTables
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +86,10 @@ class TargetEngine(Engine):
         parts = self.features, self.sessions, self.speculation
         self._settlement = Settlement(model, self.cache, *parts, self.close)
         self._captures = StepCaptures(model.runner)
-        self.overlap = model.device.type == "cuda" and config.tp_size == 1 and not config.disable_overlap_schedule
+        self.overlap = model.device.type == "cuda" and not config.disable_overlap_schedule
+        # Steps behind draft tokens overlap, too, where the device can choose the next ones.
+        self._follows = takes_prepared_spans(model.runner)
+        self.prepares = self.overlap and config.tp_size == 1 and self.sampler.exact and self._follows
         self._in_flight: InFlightStep | None = None
         self._pending = StepOutput()  # of sessions that were ended, or of a step that was collected, between two steps
         self.tracing: Tracing | None = None  # receives spans of sessions
@@ -91,6 +97,7 @@ class TargetEngine(Engine):
         self.weight_version = config.weight_version
         self._step_tokens = 0
         self._collected = 0.0  # when the last step was collected, by the clock
+        self._clock = LaunchClock()
         self._coalesce_seconds = config.coalesce_seconds
         if longest < model.context_length:
             log.info("the KV cache limits sessions to %d tokens", longest)
@@ -123,7 +130,7 @@ class TargetEngine(Engine):
     def configure_features(self, spec_id: int, spec: FeatureSpec, content: bytes) -> Fusion:
         """As `Features.configure`; steps that return these features are captured as soon as there is time."""
         fusion = self.features.configure(spec_id, spec, content)
-        self._captures.expect(fusion)
+        self._captures.expect(fusion.layers, final=fusion.final)
         return fusion
 
     def draft_tree(self, session_id: int) -> SpeculationTree:
@@ -179,8 +186,26 @@ class TargetEngine(Engine):
 
     @property
     def draft_wait(self) -> float:
-        """Seconds for which the next step may still be held for proposals, where that pays."""
-        return 0.0 if self._in_flight else self.speculation.policy.wait.remaining
+        """Seconds for which the next step may still be held for proposals, where that pays.
+
+        With a step in flight: until the host must launch the next one, if that one is prepared.
+        """
+        step = self._in_flight
+        if step is None:
+            return self.speculation.policy.wait.remaining
+        if self.model.device.type == "cpu" or not self._prepares_next:  # a CPU has computed it when the launch returns
+            return 0.0
+        return max(0.0, self._clock.due(self._began(step), step.plan.expected_seconds) - time.perf_counter())
+
+    def _began(self, step: InFlightStep) -> float:
+        """When the device began with the step in flight: at its launch, or when it had finished the one before."""
+        return max(step.started, self._collected)
+
+    @property
+    def _prepares_next(self) -> bool:
+        """True if draft tokens that arrive before the next launch may be verified by a prepared step."""
+        wants = self.speculation.wants_drafts
+        return self.prepares and self.speculation.prepares and any(map(wants, self.sessions.by_id.values()))
 
     @property
     def coalesce_seconds(self) -> float:
@@ -198,7 +223,8 @@ class TargetEngine(Engine):
         if not self.sessions.by_id and self._in_flight is None:
             return StepOutput(load=self.load())
         present = self.scheduler.running + self.scheduler.waiting
-        self.speculation.begin(min(present, self.scheduler.limits.max_running))
+        since = None if self._in_flight is None else self._began(self._in_flight)
+        self.speculation.begin(min(present, self.scheduler.limits.max_running), since)
         output = StepOutput(failures=self.sessions.begin())
         step, self._in_flight = self._in_flight, None
         if step is not None:
@@ -248,9 +274,16 @@ class TargetEngine(Engine):
     # --- 2. launch ---
 
     def _launch(
-        self, plan: StepPlan | None, behind: InFlightStep | None = None, sampled: Sequence[Session] = ()
+        self,
+        plan: StepPlan | None,
+        behind: InFlightStep | None = None,
+        sampled: Sequence[Session] = (),
+        tables: TreeTables | None = None,
     ) -> InFlightStep | None:
-        """Start on a plan, if there is one. behind: the step in flight, which samples the roots of `sampled`."""
+        """Start on a plan, if there is one. behind: the step in flight, which samples the roots of `sampled`.
+
+        tables: of the trees of `sampled`, for a prepared step
+        """
         if plan is None:
             return None
         started = time.perf_counter()
@@ -258,10 +291,17 @@ class TargetEngine(Engine):
         capture = self.features.capture(works, deferred=self.speculation.drafting_paused)
         with plan.program(self.message_files) as program:
             batch = build(works, device, capture, self.sampler.plan(works, self.sessions.by_id), program)
-            if behind is not None:
+            prepared = None
+            if behind is not None and tables is not None:
+                samples = behind.launched.tokens
+                batch, prepared = prepare(batch, works, sampled, samples, tables, follows=self._follows)
+            elif behind is not None:
                 batch = behind.roots(batch, works, sampled)
             self._step_tokens = len(batch)
-            step = InFlightStep(plan, self.sampler.launch(batch, works, self.sessions.by_id), started)
+            ahead = self.prepares and self.speculation.prepares
+            launched = self.sampler.launch(batch, works, self.sessions.by_id, prepared, ahead=ahead)
+            chosen = None if tables is None else (tables, sampled)
+            step = InFlightStep(plan, launched, started, prepared=chosen, features=self.features.step)
         self.speculation.launched(works)
         for work in works:
             work.chunk.session.computed = work.chunk.stop + step.launched.steps - 1
@@ -270,26 +310,56 @@ class TargetEngine(Engine):
     def _launch_behind(self, step: InFlightStep) -> InFlightStep | None:
         """Launch the next step before this one is read, unless the next one needs what this one samples."""
         entries = self.sessions.by_id.values()
-        if not step.plain or self.features.captures or self._captures.ready or not all(map(self._foreseeable, entries)):
+        if self._captures.ready or not all(map(needs_only_length, entries)):
             return None
         room = self.speculation.planner.room
         sampled = [session for session in step.sampling(self.sessions.by_id) if room(session) > 1]
+        if not step.plain or self.features.captures or any(map(self.speculation.wants_drafts, entries)):
+            return self._launch_prepared(step, sampled)
         with expecting(sampled):
             return self._launch(self.plan(drafts=False), step, sampled) if self.scheduler.fits() else None
 
-    def _foreseeable(self, entry: TargetSession) -> bool:
-        return needs_only_length(entry) and not self.speculation.wants_drafts(entry)
+    def _launch_prepared(self, step: InFlightStep, sampled: Sequence[Session]) -> InFlightStep | None:
+        """Launch the next step, whose draft tokens the device chooses; None if it cannot, or should not."""
+        entries = self.sessions.by_id
+        if not self.prepares or not self.speculation.prepares or not sampled:
+            return None
+        if step.features.deferred or not (step.plain or step.launched.moved):
+            return None
+        if any(session.lacking > 0 for session in sampled):  # which stop tokens are excluded depends on the length
+            return None
+        began = time.perf_counter()
+        planner, reaches = self.speculation.planner, step.reaches(sampled)
+        for session, reach in zip(sampled, reaches, strict=True):
+            if not self.scheduler.reserve_spare(session, session.length + reach + 1):
+                return None
+        tables = step.tables(sampled, planner, entries)
+        with expecting(sampled):
+            works = planner.plan() if self.scheduler.fits() else []
+            if not works:
+                return None
+            plan = self.speculation.plan_prepared(works, tables, sampled, reaches)
+            launched = self._launch(plan, step, sampled, tables)
+        self._clock.launched(time.perf_counter() - began)
+        return launched
 
     # --- 3. collect, 4. settle ---
 
     def _collect(self, step: InFlightStep, output: StepOutput) -> None:
-        works, samples = step.read(self.sessions.by_id, self._in_flight)
+        behind = self._in_flight
+        works, samples = step.read(self.sessions.by_id, behind)
+        self.features.step = step.features
         before = len(output.commits)
-        accepted = self._settlement.settle(step.plan, works, samples, output)
+        leases = {} if behind is None else behind.leases
+        accepted = self._settlement.settle(step.plan, works, samples, output, leases)
+        if behind is not None and leases:
+            self.speculation.count_misses(behind.remaining(self.sessions.by_id))
         now = time.perf_counter()
         if self.step_log is not None:
             self.step_log.note(works, output.commits[before:], samples.model_steps, step.started, now)
         waited = max(step.started - self._collected, 0.0)
-        seconds = (now - max(step.started, self._collected)) / samples.steps
+        seconds = (now - self._began(step)) / samples.steps
+        if step.started < self._collected:
+            self._clock.collected(seconds, step.plan.expected_seconds)
         step.plan.finish(works, accepted, Timing(waited, seconds, samples.model_steps))
         self._collected = now

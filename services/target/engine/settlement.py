@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outrider.errors import EngineFault
@@ -33,7 +33,10 @@ class _Settled:
     moves:    of accepted tokens in the cache
     sessions: that got tokens
     urgent:   a client waits for its first or last token, or a drafter for a commit
+    leases:   tokens of sessions that the step behind has pages for, by session id; their roots are computed
     """
+
+    leases: Mapping[int, int]
 
     commits: list[Commit] = field(default_factory=list)
     pauses: list[Commit] = field(default_factory=list)
@@ -59,12 +62,19 @@ class Settlement:
         self._model, self._cache, self._features = model, cache, features
         self._sessions, self._speculation, self._close = sessions, speculation, close
 
-    def settle(self, plan: StepPlan, works: Sequence[SessionWork], samples: StepSamples, output: StepOutput) -> int:
-        """Commit what a step sampled. works: those of the plan that still count.
+    def settle(
+        self,
+        plan: StepPlan,
+        works: Sequence[SessionWork],
+        samples: StepSamples,
+        output: StepOutput,
+        leases: Mapping[int, int],
+    ) -> int:
+        """Commit what a step sampled. works: those of the plan that still count. leases: as of InFlightStep, behind it.
 
         Returns the draft tokens that were accepted.
         """
-        settled, first = _Settled(), 0
+        settled, first = _Settled(leases), 0
         for work in works:
             if work.chunk.session.to_score:
                 _note_scores(work)
@@ -116,7 +126,8 @@ class Settlement:
         self._features.settle(work, outcome.path, goes_on=goes_on)
         if goes_on and outcome.path and not samples.moved:
             settled.moves.add(session, outcome.path)
-        commit = self._commit(plan, work, entry, outcome, samples, plan.verified(work, drafted))
+        leased = settled.leases.get(session.id)
+        commit = self._commit(plan, work, entry, outcome, samples, plan.verified(work, drafted), leased)
         settled.commits.append(commit)
         settled.sessions += 1
         settled.accepted += commit.accepted
@@ -130,8 +141,9 @@ class Settlement:
         outcome: StepOutcome,
         samples: StepSamples,
         counts: tuple[int, int],
+        leased: int | None,
     ) -> Commit:
-        """Append a session's tokens. counts: draft tokens that were verified and accepted."""
+        """Append a session's tokens. counts: draft tokens that were verified and accepted. leased: as of _Settled."""
         session, tree = entry.session, entry.tree
         base, held = session.length, len(tree)
         logprobs = samples.logprobs(entry, outcome.path, len(outcome.tokens))
@@ -141,8 +153,8 @@ class Settlement:
         self._speculation.service.stats.unverified += held - verified - len(tree)
         budget = 0
         if outcome.reason == FinishReason.RUNNING:
-            session.computed = max(session.computed, session.length - 1)
-            session.table.truncate(session.length)
+            session.computed = max(session.computed, session.length - (leased is None))
+            session.table.truncate(max(session.length, leased or 0))
             budget = self._speculation.budget(entry)
         else:
             self._close(session.id)

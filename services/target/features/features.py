@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -65,15 +65,39 @@ class Subscription:
 
 @dataclass(frozen=True)
 class _StepRows:
-    """A session's rows among those that a fusion makes in the current step.
+    """A session's rows among those that a fusion makes in a step.
 
-    position: of the first row, in tokens; offset: of the first row; committed: rows before those of draft nodes
+    known: tokens of its chunk before the first row; offset: of the first row; committed: rows before those of draft
+    nodes
     """
 
     fusion: Fusion
-    position: int
+    known: int
     offset: int
     committed: int
+
+
+@dataclass
+class StepFeatures:
+    """What a step captures.
+
+    counts: rows of each fusion; host: their copies on the host; arrived: the event behind these; rows: the sessions'
+    rows among them, by id
+    chunks: of a step with deferred fusion; states: of its chunks with draft nodes; firsts: their first rows
+    """
+
+    counts: dict[Fusion, int] = field(default_factory=dict)
+    host: dict[Fusion, Tensor] = field(default_factory=dict)
+    arrived: torch.cuda.Event | None = None
+    rows: dict[int, _StepRows] = field(default_factory=dict)
+    chunks: Sequence[Chunk] | None = None
+    states: Tensor | None = None
+    firsts: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def deferred(self) -> bool:
+        """True if fusion is deferred."""
+        return self.chunks is not None
 
 
 class Features:
@@ -88,15 +112,7 @@ class Features:
         self.registry = FusionRegistry(model)
         self._subscriptions: dict[int, Subscription] = {}  # by session id
         self._ready: list[FeatureBlock] = []
-        # Of the current step: rows of each fusion, their copies on the host, and the sessions' rows among them.
-        self._counts: dict[Fusion, int] = {}
-        self._host: dict[Fusion, Tensor] = {}
-        self._step_rows: dict[int, _StepRows] = {}
-        self._arrived: torch.cuda.Event | None = None
-        # Of a current step with deferred fusion: its chunks; states of chunks with draft nodes, and their first rows.
-        self._deferred_chunks: Sequence[Chunk] | None = None
-        self._deferred_states: Tensor | None = None
-        self._deferred_first: dict[int, int] = {}
+        self.step = StepFeatures()  # of the step that is being launched, or settled
         self._last_capture: tuple[set[Fusion], int, Capture] | None = None  # of the last step with deferred fusion
         self.deferred = DeferredStates()
         self._sent: set[int] = set()  # sessions that are sent features
@@ -182,11 +198,11 @@ class Features:
 
         deferred: drafting is paused, so that draft nodes are the target's own and fusion may wait
         """
-        self._step_rows, self._deferred_first = {}, {}
+        self.step = StepFeatures()
         if not self.captures:
             return None
-        self._deferred_chunks = [work.chunk for work in works] if deferred else None
         if deferred:
+            self.step.chunks = [work.chunk for work in works]
             return self._capture_all(works)
         self._catch_up()
         chosen: dict[Fusion, list[int]] = {}
@@ -201,13 +217,11 @@ class Features:
             if first + known == behind:
                 continue
             own = chosen.setdefault(subscription.fusion, [])
-            self._step_rows[chunk.session.id] = _StepRows(
-                subscription.fusion, chunk.start + known, len(own), len(chunk) - known
-            )
+            self.step.rows[chunk.session.id] = _StepRows(subscription.fusion, known, len(own), len(chunk) - known)
             own += range(first + known, behind)
         if not chosen:
             return None
-        self._counts = {fusion: len(rows) for fusion, rows in chosen.items()}
+        self.step.counts = {fusion: len(rows) for fusion, rows in chosen.items()}
         fusion = next(iter(chosen)).layer if len(chosen) == 1 else None  # as in most steps
         return _capture(chosen, [row for rows in chosen.values() for row in rows], fusion)
 
@@ -217,7 +231,7 @@ class Features:
         drafts = any(work.draft for work in works)
         for work in works:
             if drafts:
-                self._deferred_first[work.chunk.session.id] = rows
+                self.step.firsts[work.chunk.session.id] = rows
             rows += len(work.chunk) + len(work.draft.tokens)
         fusions = set(self.registry.users)
         if self._last_capture is None or self._last_capture[:2] != (fusions, rows):
@@ -229,24 +243,25 @@ class Features:
         if batch.capture is None:
             return
         assert states is not None, "a runner returns what a batch captures"
-        if self._deferred_first:
-            self._deferred_states = states
+        step = self.step
+        if step.firsts:
+            step.states = states
             return
-        if self._deferred_chunks is not None:
-            for step, part in enumerate(states.split(len(batch))):  # more than one with multi-step decoding
-                chunks = [Chunk(c.session, c.start + step, c.stop + step) for c in self._deferred_chunks]
+        if step.chunks is not None:
+            for nth, part in enumerate(states.split(len(batch))):  # more than one with multi-step decoding
+                chunks = [Chunk(c.session, c.start + nth, c.stop + nth) for c in step.chunks]
                 self.deferred.add(chunks, batch.capture, part)
             return
         if batch.capture.fusion is not None:
-            (fusion,) = self._counts
-            self._host = {fusion: states.view(torch.uint8)}
+            (fusion,) = step.counts
+            step.host = {fusion: states.view(torch.uint8)}
             return
-        parts = states.split(list(self._counts.values()))
-        for fusion, part in zip(self._counts, parts, strict=True):
-            self._host[fusion] = fusion.apply(fusion.select(part, batch.capture)).to("cpu", non_blocking=True)
+        parts = states.split(list(step.counts.values()))
+        for fusion, part in zip(step.counts, parts, strict=True):
+            step.host[fusion] = fusion.apply(fusion.select(part, batch.capture)).to("cpu", non_blocking=True)
         if self._model.device.type == "cuda":
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            step.arrived = torch.cuda.Event()
+            step.arrived.record()
 
     def settle(self, work: SessionWork, path: Sequence[int], *, goes_on: bool) -> None:
         """Take over a session's committed rows. path: accepted nodes; goes_on: False if the session ends here."""
@@ -255,22 +270,24 @@ class Features:
             self._unread.discard(session_id)
         if not goes_on and session_id in self._subscriptions:
             self._subscriptions[session_id].next = _ENDED
-        if session_id in self._deferred_first:
-            self._settle_deferred(work, path, self._deferred_first[session_id])
-        step_rows = self._step_rows.pop(session_id, None)
+        step = self.step
+        if session_id in step.firsts:
+            self._settle_deferred(work, path, step.firsts[session_id])
+        step_rows = step.rows.pop(session_id, None)
         if step_rows is None:
             return
-        if self._arrived is not None:  # the copy precedes the step's tokens, if the step samples any
-            self._arrived.synchronize()
-            self._arrived = None
+        if step.arrived is not None:  # the copy precedes the step's tokens, if the step samples any
+            step.arrived.synchronize()
+            step.arrived = None
         behind = step_rows.offset + step_rows.committed
         rows = [*range(step_rows.offset, behind), *(behind + node for node in path)]
         if rows:
-            self._keep(session_id, step_rows.position, self._host[step_rows.fusion].numpy()[rows])
+            first = work.chunk.start + step_rows.known
+            self._keep(session_id, first, step.host[step_rows.fusion].numpy()[rows])
 
     def _settle_deferred(self, work: SessionWork, path: Sequence[int], first: int) -> None:
         """As `settle`, for a session whose fusion is deferred. first: its first row."""
-        chunk, last, states = work.chunk, self._last_capture, self._deferred_states
+        chunk, last, states = work.chunk, self._last_capture, self.step.states
         assert last is not None, "the step was captured"
         assert states is not None, "the states were taken"
         behind = first + len(chunk)
@@ -280,7 +297,7 @@ class Features:
 
     def flush(self, *, deferred: bool = False) -> list[FeatureBlock]:
         """The rows to send at a step's end, in order of position. deferred: drafting is paused from here on."""
-        self._host.clear()
+        self.step.host.clear()
         if (
             not deferred
             or self.deferred.rows >= _MAX_DEFERRED_ROWS

@@ -11,18 +11,22 @@ from typing import Any
 import numpy as np
 
 from outrider.serving.messages import OpenSession
+from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.speculation.tree import TreeSlice
 from services.target.engine.engine import TargetEngine
 from services.target.model.cuda.graphs import GraphRunner
+from services.target.process.ranks.leading import LeadingRunner
 from services.target.speculation.budget import Budget, Selection
 from services.target.speculation.estimates.step_cost import StepCost
+from services.target.speculation.mode_selector import SpeculationMode
 
 log = logging.getLogger(__name__)
 
 _ID = 0
 _TIMED_STEPS = 3
 _TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+_PREPARED = 8  # tokens generated with proposals
 _DRAFTED = 24  # tokens generated with the model's own draft source, several chains
 _LENGTHS = (64, 1024)  # tokens of a short and of a long context
 
@@ -32,6 +36,8 @@ def warm_up(engine: TargetEngine) -> None:
     engine.sessions.grammars.load()
     with step_by_step(engine):
         _run(engine)
+    if engine.prepares:
+        _try_prepared_steps(engine)
     engine.forget_measurements()
     chooser = engine.speculation.chooser
     if chooser is not None and chooser.source is not None:
@@ -57,7 +63,7 @@ def step_by_step(engine: TargetEngine) -> Iterator[None]:
 
 
 def _run(engine: TargetEngine) -> None:
-    if isinstance(engine.model.runner, GraphRunner):
+    if isinstance(engine.model.runner, GraphRunner | LeadingRunner):
         engine.model.runner.capture(engine.cache, engine.model.device)
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
         _open(engine, min(4, engine.max_session_tokens - 1), 3, params)
@@ -68,6 +74,30 @@ def _run(engine: TargetEngine) -> None:
     if cost is not None:
         engine.speculation.planner.budget = Budget(cost)
         log.info("%s", cost.describe())
+
+
+def _try_prepared_steps(engine: TargetEngine) -> None:
+    """Run steps that the device prepares, which compiles their kernels. Where these fail, steps go one by one."""
+    try:
+        with engine.speculation.only(SpeculationMode.DRAFT_IF_READY):
+            for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)):
+                _open(engine, min(4, engine.max_session_tokens - 1), _PREPARED, params)
+                while not engine.idle:
+                    _propose(engine)
+                    engine.step()
+    except Exception as error:  # of another version of Triton, say
+        engine.close(_ID)
+        engine.prepares = False
+        log.warning("steps with draft tokens do not overlap: %s", (str(error) or repr(error)).splitlines()[0])
+
+
+def _propose(engine: TargetEngine) -> None:
+    """Send a chain for two steps below the session's root."""
+    if _ID in engine.sessions.by_id:
+        tree, count = engine.draft_tree(_ID), 2 * engine.speculation.planner.max_tokens
+        parents, scores = np.arange(-1, count - 1, dtype=np.int32), np.full(count, -0.1, np.float32)
+        tokens = np.zeros(count, np.uint32)
+        engine.receive([Proposal(_ID, tree.length, tree.root_hash, tokens, parents, scores, tree.length)], ())
 
 
 def _open(engine: TargetEngine, prompt: int, max_tokens: int, params: SamplingParams) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from outrider.serving.session import Session
 from services.target.kernels.kv_cache import KVCache
 from services.target.step.batch import Batch, SessionWork
+from services.target.step.prepared import PreparedSpans
 from services.target.step.upload import UploadBatch, upload
 
 
@@ -76,6 +77,12 @@ class Trees:
         places = torch.where(self.accepted(sampled), self.places, nowhere)
         slots = self.slots.new_zeros(2, nowhere + 1).scatter_(1, places.expand(2, -1), self.slots)
         return slots[:, :nowhere].view(2, self.sessions, self.depths)
+
+
+def of_spans(prepared: PreparedSpans, samples: int) -> Trees:
+    """The trees of prepared spans, in a step of some samples. There must be room for draft tokens."""
+    columns = prepared.tree_columns(samples)
+    return Trees(columns[0], columns[1], columns[2], columns[3:], len(prepared), prepared.width)
 
 
 def lay_out(works: Sequence[SessionWork], batch: Batch, uploads: UploadBatch) -> Callable[[], Trees]:

@@ -51,11 +51,13 @@ class RowRequest:
     """Sampling parameters of one session's rows.
 
     positions: absolute positions of the sampled tokens, one a row; banned: for each row, token ids excluded
+    keyed: False if only the device knows the positions, and so the noise keys
     """
 
     params: SamplingParams
     positions: Sequence[int]
     banned: Sequence[Sequence[int]]
+    keyed: bool = True
 
 
 def gather(requests: Sequence[RowRequest], device: torch.device) -> RowParams:
@@ -74,7 +76,13 @@ def lay_out(requests: Sequence[RowRequest], uploads: UploadBatch) -> Callable[[]
     def column(values: Sequence[float], dtype: type) -> NDArray[np.generic]:
         return np.repeat(np.array(values, dtype=dtype), counts)
 
-    keys = [noise.position_keys(r.params.seed, np.array(r.positions)) for r in requests if not r.params.greedy]
+    keys = [
+        noise.position_keys(r.params.seed, np.array(r.positions))
+        if r.keyed
+        else np.zeros((len(r.positions), 2), np.uint32)
+        for r in requests
+        if not r.params.greedy
+    ]
     all_keys = np.zeros((sum(counts), 2), dtype=np.int64)
     noisy = np.repeat([not p.greedy for p in params], counts)
     if keys:

@@ -26,7 +26,7 @@ class StepSamples:
              tokens of a fused speculation loop
     scores:  log-probabilities; firsts: for each session that asked for them, its first row in scores
     redrawn: [R] bool, rows that were sampled again, so that the device used another token at first; None for none
-    moved:   True if the rows of accepted nodes have moved in the cache already
+    moved:   True if the rows of accepted nodes have moved in the cache already, up to a node that was sampled again
     steps:   more than one with multi-step decoding
     iterations: of a fused speculation loop
     """
@@ -38,6 +38,11 @@ class StepSamples:
     moved: bool = False
     steps: int = 1
     iterations: Sequence[LoopIteration] = ()
+
+    @property
+    def seen(self) -> NDArray[np.int64]:
+        """The samples that the device used. [R]."""
+        return self.tokens if self.redrawn is None else np.where(self.redrawn, sampler.UNRESOLVED, self.tokens)
 
     @property
     def model_steps(self) -> int:

@@ -30,6 +30,7 @@ from services.target.sampling.samples import LaunchedStep, ScoredRows
 from services.target.sampling.session import TargetSession
 from services.target.sampling.thresholds import relax
 from services.target.step.batch import Batch, SamplingPlan, SessionWork
+from services.target.step.prepared import PreparedSpans
 from services.target.step.programs import LoopIteration
 from services.target.step.token_mask import TokenMask
 from services.target.step.upload import UploadBatch, upload, use_device
@@ -63,11 +64,25 @@ class StepSampler:
         drawn = [entries[work.chunk.session.id] for work in drawing]
         return sampling_plan(drawing, drawn) if drawing and all(map(_IS_PLAIN, drawn)) else None
 
+    @property
+    def exact(self) -> bool:
+        """True if a walk along the samples is the verification, so that the device can go on with it."""
+        return self._walks and self._thresholds.exact and self._cache.on_move is None
+
     @torch.inference_mode()
-    def launch(self, batch: Batch, works: Sequence[SessionWork], entries: Mapping[int, TargetSession]) -> LaunchedStep:
+    def launch(
+        self,
+        batch: Batch,
+        works: Sequence[SessionWork],
+        entries: Mapping[int, TargetSession],
+        prepared: PreparedSpans | None = None,
+        *,
+        ahead: bool = False,
+    ) -> LaunchedStep:
         """Launch a batch and the sampling after its roots and nodes, without waiting for the device.
 
-        works: of the batch, in order. entries: the sessions by id.
+        works: of the batch, in order. entries: the sessions by id. prepared: the batch's prepared spans, if it has any
+        ahead: accepted rows move at once, even if a row must be sampled again, so that a prepared step can follow
         """
         device = self._model.device
         use_device(device)
@@ -92,10 +107,12 @@ class StepSampler:
             row_params.lay_out(requests, uploads),
             self._adjustments(drawing, drawn, uploads),
         )
-        laid_trees = self._trees(drawing, batch, uploads)
+        laid_trees = None if prepared is not None else self._trees(drawing, batch, uploads)
         mask = self._mask(drawing, drawn)
         uploads.send(device)
         rows = laid_rows()
+        if prepared is not None and not rows.all_greedy:
+            prepared.keys(rows.keys)
         banned = (rows.banned_rows, rows.banned_tokens)
         adjusted = sampler.adjusted(logits[: batch.sample_count], banned, laid_adjustments(), mask)
         wait = not (self._async and self._thresholds.exact and all(entry.top is None for entry in drawn))
@@ -109,14 +126,17 @@ class StepSampler:
             kept = adjusted.clone() if adjusted.data_ptr() == logits.data_ptr() else adjusted
             resample = partial(sampler.sample_adjusted, kept, rows)
         launched = LaunchedStep(picked, scored, prompts, resample)
-        if laid_trees is not None and resample is None:
-            self._cache.move_paths(laid_trees().moves(picked))
+        trees = laid_trees() if laid_trees is not None else None
+        if prepared is not None and prepared.width:
+            trees = compaction.of_spans(prepared, batch.sample_count)
+        if trees is not None and (resample is None or ahead):
+            self._cache.move_paths(trees.moves(picked))
             launched.moved = True
         return launched
 
     def _trees(self, drawing: Sequence[SessionWork], batch: Batch, uploads: UploadBatch) -> Callable[[], Trees] | None:
-        """The trees, if the device can walk them. With tensor parallelism the host broadcasts the moves instead."""
-        if not self._walks or self._cache.on_move is not None or not any(len(work.draft) for work in drawing):
+        """The trees, if the device can walk them."""
+        if not self._walks or not any(len(work.draft) for work in drawing):
             return None
         return compaction.lay_out(drawing, batch, uploads)
 
@@ -228,7 +248,7 @@ def _request(work: SessionWork, entry: TargetSession) -> row_params.RowRequest:
     positions = [session.length, *(session.length + work.draft.depths).tolist()]
     # A grammar's mask includes the banned tokens.
     banned = _banned(work, entry) if entry.matcher is None else [[]] * len(positions)
-    return row_params.RowRequest(session.sampling, positions, banned)
+    return row_params.RowRequest(session.sampling, positions, banned, keyed=work.reach is None)
 
 
 def _bans(works: Sequence[SessionWork], drawn: Sequence[TargetSession]) -> tuple[Tensor, Tensor] | None:

@@ -8,14 +8,17 @@ settled    a step has ended: costs, acceptance and modes are updated
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from outrider.config import TargetConfig
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import MessageWatch
+from outrider.serving.session import Session
 from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.proposal import Commit, Proposal
+from outrider.speculation.tree import TreeSlice
 from services.target.features.features import Features
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
@@ -30,7 +33,9 @@ from services.target.speculation.planner import Planner, last_chunks
 from services.target.speculation.plans import LoopStep, MixedStep, MultiStep, SelfDraftStep, ServiceStep, StepPlan
 from services.target.speculation.sources.base import Demand, Drafts
 from services.target.speculation.sources.draft_service import DraftService
+from services.target.speculation.survivors import room_for
 from services.target.step.batch import SessionWork
+from services.target.step.prepared import TreeTables
 from services.target.step.programs import MultiStepDecoding
 
 
@@ -72,6 +77,17 @@ class Speculation:
     def _trees_are_expensive(self) -> bool:
         return self._features.asked and self.planner.budget.trees_are_expensive
 
+    @contextmanager
+    def only(self, mode: SpeculationMode) -> Iterator[None]:
+        """All steps have this mode. Drops what was measured of modes."""
+        modes, self._modes = self._modes, [mode]
+        self._start_policy()
+        try:
+            yield
+        finally:
+            self._modes = modes
+            self._start_policy()
+
     def forget(self) -> None:
         """Drop all measurements but the cost model; those of the warm-up are no example."""
         self.service.forget()
@@ -106,9 +122,9 @@ class Speculation:
 
     # --- modes ---
 
-    def begin(self, sessions: int) -> None:
-        """A step begins. sessions: as of ModePolicy."""
-        self.policy.begin(sessions, served=self.allowed.service, apart=self.allowed.service_alone)
+    def begin(self, sessions: int, since: float | None = None) -> None:
+        """A step begins. sessions, since: as of ModePolicy."""
+        self.policy.begin(sessions, served=self.allowed.service, apart=self.allowed.service_alone, since=since)
 
     @property
     def drafting_paused(self) -> bool:
@@ -124,6 +140,12 @@ class Speculation:
     def without_drafts(self) -> bool:
         """True if no session has, or gets, draft tokens or features of a draft service."""
         return self.policy.without_drafts and (self.drafting_paused or not self._features.captures)
+
+    @property
+    def prepares(self) -> bool:
+        """True if the next step verifies what has arrived, without waiting for more, and no flags shape its trees."""
+        ready = self.policy.mode is SpeculationMode.DRAFT_IF_READY and not self.service_only
+        return ready and self._own is None and not self.planner.shapes
 
     def wants_drafts(self, entry: TargetSession) -> bool:
         """True if the next step may verify proposals for a session."""
@@ -154,8 +176,32 @@ class Speculation:
                 plan = self._mixed(works, listen, own)
             else:
                 plan = self._plain(works, alone=alone and not any(work.draft for work in works))
-        self.service.count_misses(plan.works, paused=self.drafting_paused)
+        self.count_misses(plan.works)
         return plan
+
+    def count_misses(self, works: Sequence[SessionWork]) -> None:
+        """Count sessions that a step samples for without a draft token."""
+        self.service.count_misses(works, paused=self.drafting_paused)
+
+    def plan_prepared(
+        self, works: Sequence[SessionWork], tables: TreeTables, sessions: Sequence[Session], reaches: Sequence[int]
+    ) -> StepPlan:
+        """A step behind one in flight, whose draft tokens the device chooses. Fills in the room that tables lack.
+
+        tables: of the trees of `sessions`, which have pages for all that the step in flight may accept, `reaches`
+        """
+        demand = _demand(works)
+        self.service.begin(demand)
+        rooms = self.service.room(tables, sessions, demand)
+        room: dict[int, tuple[TreeSlice, int]] = {}
+        for one, (session, reach, tokens) in enumerate(zip(sessions, reaches, rooms, strict=True)):
+            tables.sessions[3, one] = count = self.planner.reserve_room(session, session.length + reach, tokens)
+            room[session.id] = room_for(count), reach
+        prepared = []
+        for work in works:
+            draft, most = room.get(work.chunk.session.id, (work.draft, None))
+            prepared.append(replace(work, draft=draft, reach=most))
+        return ServiceStep(prepared, self.service, self.planner.budget)
 
     def _mixed(self, works: Sequence[SessionWork], listen: MessageWatch, chooser: SourceChooser) -> StepPlan:
         """A step with proposals, in which the target's own sources draft for sessions that have none to verify."""

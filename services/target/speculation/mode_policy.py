@@ -85,19 +85,21 @@ class ModePolicy:
         """True if no drafter is there, no session allows one, or drafting has been paused for some steps."""
         return not (self.wait.has_drafter and self._served) or (self.drafting_paused and self._steps >= 0)
 
-    def begin(self, sessions: int = 0, *, served: bool = True, apart: bool = False) -> None:
+    def begin(self, sessions: int = 0, *, served: bool = True, apart: bool = False, since: float | None = None) -> None:
         """A step begins. sessions: that are present, those that still have prompts to read included.
 
         They will all want tokens soon, so it is their load that counts: their prompts are read in the better mode.
         served: a session allows the draft service. apart: no session allows another source, so that the modes without
         a draft service are plain decoding; these are measured apart, and begin with the draft service.
+        since: when the device began with the step in flight, if there is one.
         """
         if apart is not self._apart:
             self._selectors, self._other_selectors = self._other_selectors, self._selectors
             self._load, self._apart = -1, apart
         self._served = served
-        self._began = self._clock()
-        self.wait.begin(self._began)
+        now = self._clock()
+        self._began = now if since is None else since
+        self.wait.begin(now)
         self._present_load = _load(sessions)
         if self._selects and self._present_load > self._load:
             self._change_load(self._present_load)

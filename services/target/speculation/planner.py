@@ -45,6 +45,15 @@ class Planner:
         depth = self.room(session) - 1  # the bonus token needs a place too
         return depth if self._max_depth is None else min(depth, self._max_depth)
 
+    def last_position(self, session: Session) -> int:
+        """The last position that a draft token may have: behind it there is room for the bonus token alone."""
+        return session.length + self.room(session) - 2
+
+    @property
+    def shapes(self) -> bool:
+        """True if flags shape draft trees."""
+        return self.verifies_all or self.max_children is not None or self._max_depth is not None
+
     def most(self, session: Session) -> int:
         """Most draft tokens of a session in a step."""
         return min(session.max_draft_tokens, self.max_tokens - 1)
@@ -53,14 +62,18 @@ class Planner:
         """Lease pages for more tokens of each session. False if they are short; the next commit returns the rest."""
         return all(self.scheduler.reserve_spare(session, session.length + tokens) for session in sessions)
 
+    def reserve_room(self, session: Session, tokens: int, draft_tokens: int) -> int:
+        """As many draft tokens behind some tokens of a session as there are pages for, which the session leases."""
+        allocator = self.scheduler.allocator
+        spare = session.table.capacity - tokens + allocator.free_pages * allocator.page_size
+        count = min(draft_tokens, max(spare, 0))
+        reserved = self.scheduler.reserve_spare(session, tokens + count)
+        assert reserved, "spare pages were counted wrongly"
+        return count
+
     def reserve_draft(self, session: Session, draft: TreeSlice) -> TreeSlice:
         """As much of a draft as there are pages for, which the session leases."""
-        allocator = self.scheduler.allocator
-        spare = session.table.capacity - session.length + allocator.free_pages * allocator.page_size
-        draft = draft.head(max(spare, 0))
-        reserved = self.scheduler.reserve_spare(session, session.length + len(draft))
-        assert reserved, "spare pages were counted wrongly"
-        return draft
+        return draft.head(self.reserve_room(session, session.length, len(draft)))
 
 
 def last_chunks(works: Sequence[SessionWork]) -> list[Chunk]:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from outrider.serving.loop import MessageWatch
 from outrider.serving.session import Session
@@ -50,16 +50,27 @@ class Outcome:
 
 @dataclass
 class StepPlan(ABC):
-    """One of the kinds. works: what the step computes of each session."""
+    """One of the kinds.
+
+    works:  what the step computes of each session
+    filler: tokens that it computes beside these: a prepared step has room for more draft tokens than survive
+    """
 
     works: Sequence[SessionWork]
     service: DraftService
     budget: Budget
+    filler: int = field(default=0, kw_only=True)
 
     def source_of(self, session_id: int) -> DraftSource:
         """The source of a session's draft tokens, if it has any."""
         del session_id
         return self.service
+
+    @property
+    def expected_seconds(self) -> float:
+        """Seconds that the step takes, by the cost model."""
+        tokens = sum(len(work.chunk) + len(work.draft) for work in self.works) + self.filler
+        return self.budget.cost.step(tokens, sum(work.chunk.stop for work in self.works))[0]
 
     @contextmanager
     def program(self, listen: MessageWatch) -> Iterator[StepProgram | None]:
@@ -89,7 +100,7 @@ class StepPlan(ABC):
         self._observe_cost(timing)
 
     def _observe_cost(self, timing: Timing) -> None:
-        tokens = sum(len(work.chunk) + len(work.draft) for work in self.works)
+        tokens = sum(len(work.chunk) + len(work.draft) for work in self.works) + self.filler
         kv_tokens = sum(work.chunk.stop for work in self.works)
         self.budget.cost.observe(tokens, kv_tokens, timing.seconds)
 

@@ -21,6 +21,7 @@ from outrider.paging.allocator import NULL_PAGE
 from outrider.serving.scheduler import Chunk
 from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
 from services.target.step.layout import Layout, Span
+from services.target.step.prepared import PreparedSpans
 from services.target.step.programs import StepProgram
 from services.target.step.upload import upload
 
@@ -33,10 +34,15 @@ class WeightHandle(Protocol):
 
 @dataclass(frozen=True)
 class SessionWork:
-    """What a step computes of one session: a chunk of committed tokens, and draft tokens if the chunk is its last."""
+    """What a step computes of one session: a chunk of committed tokens, and draft tokens if the chunk is its last.
+
+    reach: most draft tokens that the step in flight may accept, which the device adds to the chunk's positions before
+           it chooses the draft tokens, so that `draft` holds room for them alone; None if all is known
+    """
 
     chunk: Chunk
     draft: TreeSlice = EMPTY_SLICE
+    reach: int | None = None
 
     @property
     def scored(self) -> range:
@@ -126,6 +132,7 @@ class Batch:
     sampling:              what runners that can sample from unadjusted logits; None for none
     program:               what may follow within the same call; None for a single step
     roots:                 roots whose ids are not known on the host
+    prepared:              spans whose tokens, positions and slots are not known on the host
     """
 
     layout: Layout
@@ -136,6 +143,7 @@ class Batch:
     sampling: SamplingPlan | None = None
     program: StepProgram | None = None
     roots: DeferredRoots | None = None
+    prepared: PreparedSpans | None = None
     placed: Sequence[Tensor] | None = None  # ids, positions, slots, sampled, if they are on the device already
 
     def __len__(self) -> int:
@@ -178,7 +186,19 @@ class Batch:
         tensors = upload(self.inputs, self.device)
         if self.roots is not None:
             self.roots.put(tensors[0])
+        if self.prepared is not None:
+            self.prepared.put(*tensors[:3])
         return tensors
+
+    def settled(self, prepared: PreparedSpans) -> Batch:
+        """The batch with its prepared spans on the host: for a CPU, where a launch has ended when it returns."""
+        layout = self.layout
+        start, parents = layout.start.copy(), layout.parents.copy()
+        slots = torch.zeros(len(self), dtype=torch.int64)
+        prepared.put(torch.from_numpy(self.rows.ids), torch.from_numpy(self.rows.positions), slots)
+        prepared.shift(torch.from_numpy(layout.first[:-1]), torch.from_numpy(start))
+        prepared.parents(torch.from_numpy(parents))
+        return replace(self, layout=replace(layout, start=start, parents=parents, slack=None))
 
 
 def build(
@@ -199,7 +219,7 @@ def build(
     """
     page_size = works[0].chunk.session.table.page_size
     more = program.extra_slots if program else 0
-    starts, committed, nodes, tables, firsts = [], [], [], [], [0]  # of each span
+    starts, committed, nodes, tables, reaches, firsts = [], [], [], [], [], [0]  # of each span
     ids: list[int] = []
     positions: list[int] = []
     sampled: list[int] = []
@@ -210,11 +230,13 @@ def build(
         chunk, draft = work.chunk, work.draft
         session, start, stop, drafted = chunk.session, chunk.start, chunk.stop, len(draft.tokens)
         length = stop - start
-        needed = -(-(stop + drafted + more) // page_size)
+        reach = work.reach or 0
+        needed = -(-(stop + reach + drafted + more) // page_size)
         starts.append(start)
         committed.append(length)
         nodes.append(drafted)
         tables.append(page)
+        reaches.append(reach)
         ids += session.tokens[start + ahead : stop + ahead].tolist()
         positions += range(start, stop)
         pages.append(session.table.pages[:needed])
@@ -239,6 +261,7 @@ def build(
     layout = Layout(
         words[: count + 1], columns[0], columns[1], columns[2], columns[3], _joined(pages),
         _joined(parents) if parents else EMPTY_SLICE.parents, page_size,
+        np.array(reaches, np.int64) if any(reaches) else None,
     )  # fmt: skip
     assert len(layout.pages) == page, "a page table lacks pages for the tokens of the step"
     first = 5 * count + 1

@@ -96,6 +96,7 @@ class Layout:
     start, committed, nodes: [S] int64, as of each Span
     table:     [S] int64, the index in `pages`, [P] int32, where each span's page table begins
     parents:   [N] int32, of the nodes of all spans
+    slack:     [S] int64, tokens by which each span may begin later on the device; None for none
     """
 
     first: NDArray[np.int64]
@@ -106,6 +107,7 @@ class Layout:
     pages: NDArray[np.int32]
     parents: NDArray[np.int32]
     page_size: int
+    slack: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.start)
@@ -155,17 +157,18 @@ class Layout:
         pages: NDArray[np.int32],
         parents: NDArray[np.int32],
         page_size: int,
+        slack: NDArray[np.int64] | None = None,
     ) -> Layout:
         """Spans one after the other, each with as many pages as its keys need."""
         begin, fixed, drafted = (np.asarray(column, np.int64) for column in (start, committed, nodes))
         rows = fixed + drafted
-        ends = np.cumsum(-(-(begin + rows) // page_size))
+        ends = np.cumsum(-(-(begin + rows + (0 if slack is None else slack)) // page_size))
         assert len(pages) == (ends[-1] if len(ends) else 0), "a page table lacks pages for the tokens of the step"
         table = np.zeros(len(ends), np.int64)
         table[1:] = ends[:-1]
         first = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(rows, out=first[1:])
-        return cls(first, begin, fixed, drafted, table, pages, parents, page_size)
+        return cls(first, begin, fixed, drafted, table, pages, parents, page_size, slack)
 
     def spans(self, positions: NDArray[np.int64]) -> list[Span]:
         """The spans as objects. positions: [T], logical positions of the batch."""
@@ -188,6 +191,7 @@ class Layout:
         return Layout.of(
             np.append(self.start, 0), np.append(self.committed, rows), np.append(self.nodes, 0),
             np.concatenate([self.pages, pages]), self.parents, self.page_size,
+            None if self.slack is None else np.append(self.slack, 0),
         )  # fmt: skip
 
 

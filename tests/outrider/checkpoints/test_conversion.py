@@ -9,8 +9,8 @@ from safetensors.numpy import save_file
 
 from outrider.checkpoints import checkpoint, conversion, disk
 from outrider.checkpoints.checksums import CHECKSUMS, damage, write_checksums
+from outrider.doctor import services
 from outrider.errors import ConfigError
-from outrider.supervisor import doctor
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_damage_names_the_folder_to_delete(gguf, harm, words, seen_by_all):
             checkpoint.resolve(str(gguf))
     else:  # all bytes are read by those who load the weights, and by `outrider doctor`
         assert checkpoint.resolve(str(gguf)) == folder
-    assert f"delete {folder}" in doctor._converted(folder)
+    assert [one.remedy for one in services.converted()] == [f"delete {folder}"]
 
 
 def test_conversions_of_earlier_releases_get_checksums(gguf):

@@ -10,6 +10,8 @@ from outrider.placement.memory import (
     HEAD_HEADROOM,
     STANDALONE_HEADROOM,
     draft_cache_tokens,
+    draft_share_tokens,
+    jax_memory_fraction,
     plan_device,
     plan_host,
 )
@@ -94,3 +96,11 @@ def test_the_drafts_cache_holds_what_sessions_use_within_a_tenth_of_the_memory()
     assert draft_cache_tokens(40_960, 48, 100, None) == 65_536 + 48 * 64
     assert draft_cache_tokens(40_960, 48, 1000, 10**8) == 10_000
     assert draft_cache_tokens(40_960, 48, 1000, 10**8, 777) == 777
+
+
+def test_a_share_holds_weights_context_and_as_many_tokens_as_fit():
+    assert draft_share_tokens(3 * GIB, GIB, 40_960, 48, 1 << 20) == 1280  # 0.75 GiB are context and workspaces
+    assert draft_share_tokens(30 * GIB, GIB, 2048, 8, 1000) == 8 * (2048 + 64)
+    assert draft_share_tokens(GIB, 2 * GIB, 2048, 8, 1000) == 0
+    assert jax_memory_fraction(4 * GIB, 80 * GIB) == 0.1
+    assert jax_memory_fraction(16 * GIB, 24 * GIB) == 0.75

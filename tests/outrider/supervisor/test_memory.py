@@ -1,8 +1,5 @@
 """The memory plan before a process runs: from config.json and the headers of weight files, which have no content."""
 
-import json
-import struct
-
 import pytest
 
 from outrider.checkpoints.sizes import CheckpointSizes
@@ -12,48 +9,14 @@ from outrider.placement.memory import GIB, HEAD_HEADROOM, STANDALONE_HEADROOM
 from outrider.supervisor import memory
 from outrider.supervisor.app import configure
 from outrider.supervisor.dry_run import make_plan
+from outrider.supervisor.resolution import resolve_config
+from tests.support.checkpoints.headers import write_header, write_qwen
 from tests.support.checkpoints.heads import eagle3, write_head
+from tests.support.gpu_machine import H100, put_gpus
 from tests.support.tiny import write_model
 
 CARD = 80 * 10**9
 CORES = CorePlan((0, 1), (2,), (3,))
-
-
-def write_header(folder, config, tensors):
-    """A checkpoint whose weight file has a header, and zeros that take no room on the disk."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    header, end = {}, 0
-    for name, shape in tensors.items():
-        size = 2
-        for length in shape:
-            size *= length
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
-        end += size
-    packed = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(packed)) + packed)
-        file.truncate(8 + len(packed) + end)
-    return folder
-
-
-def write_qwen(folder, hidden, inner, layers, heads, vocab=151_936):
-    """Config and header of a dense Qwen3 with heads of 128 and 8 key-value heads."""
-    config = {
-        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16", "hidden_size": hidden,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128,
-        "intermediate_size": inner, "vocab_size": vocab, "max_position_embeddings": 40_960,
-    }  # fmt: skip
-    tensors = {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
-    for i in range(layers):
-        part = f"model.layers.{i}."
-        tensors |= {
-            f"{part}self_attn.q_proj.weight": (heads * 128, hidden), f"{part}self_attn.k_proj.weight": (1024, hidden),
-            f"{part}self_attn.v_proj.weight": (1024, hidden), f"{part}self_attn.o_proj.weight": (hidden, heads * 128),
-            f"{part}mlp.gate_proj.weight": (inner, hidden), f"{part}mlp.up_proj.weight": (inner, hidden),
-            f"{part}mlp.down_proj.weight": (hidden, inner),
-        }  # fmt: skip
-    return write_header(folder, config, tensors)
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +34,7 @@ def one_card(monkeypatch):
     """A machine with one GPU, for PyTorch and for JAX."""
     monkeypatch.setattr(memory, "has_gpu", lambda: True)
     monkeypatch.setattr(memory, "gpu_memory", lambda _=0: CARD)
-    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(memory, "jax_uses_gpus", lambda: True)
 
 
 def made(tmp_path, *flags):
@@ -104,8 +66,71 @@ def test_a_draft_on_another_device_needs_no_headroom(one_card, tmp_path, large, 
     assert memory.headroom_of(ngram.target, ngram.draft).bytes == 0
 
 
+def test_a_draft_beside_the_target_may_take_its_share_and_no_more(one_card, tmp_path, large, small):
+    flags = ["--model", str(large), "--speculative-algorithm", "STANDALONE", "--speculative-draft-model", str(small)]
+    shared = made(tmp_path, *flags)
+    assert shared.draft.draft_memory_bytes == shared.target.draft_headroom_bytes
+    assert made(tmp_path, *flags, "--draft-device", "cuda:1").draft.draft_memory_bytes is None
+    assert made(tmp_path, *flags, "--draft-mem-fraction-static", "0.05").draft.draft_memory_bytes is None
+    own = made(tmp_path, *flags, "--draft-memory-bytes", str(3 * GIB))
+    assert (own.target.draft_headroom_bytes, own.draft.draft_memory_bytes) == (3 * GIB, 3 * GIB)
+    assert own.draft.draft_max_total_tokens is None  # the draft fills its share
+
+
+@pytest.mark.parametrize(
+    ("cards", "flags", "device"),
+    [
+        (2, [], "cuda:1"),
+        (2, ["--device", "cuda:1"], "cuda:0"),
+        (2, ["--device", "cuda"], "cuda:1"),
+        (4, ["--tp-size", "2"], "cuda:2"),
+        (4, ["--tp-size", "2", "--draft-tp-size", "2"], "cuda:2"),
+        (3, ["--tp-size", "2", "--draft-tp-size", "2"], "auto"),
+        (4, ["--device", "cuda:1", "--tp-size", "2", "--draft-tp-size", "2"], "auto"),
+        (1, [], "auto"),
+        (2, ["--draft-device", "cuda:0"], "cuda:0"),
+        (2, ["--draft-device", "cpu"], "cpu"),
+        (2, ["--device", "cpu"], "auto"),
+        (2, ["--speculative-algorithm", "NGRAM"], "auto"),
+    ],
+)
+def test_a_draft_model_has_a_gpu_of_its_own_where_the_target_leaves_one(monkeypatch, tmp_path, cards, flags, device):
+    put_gpus(monkeypatch, tmp_path, *[H100] * cards)
+    draft = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model", "some/draft"]
+    config = parse_flags(ServeConfig, [*draft, *flags], "outrider serve")
+    assert resolve_config(config).draft.draft_device == device
+    put_gpus(monkeypatch, tmp_path, *[H100] * cards, plugin=False)
+    assert resolve_config(config).draft.draft_device == config.draft.draft_device
+
+
+def test_other_programs_leave_less(one_card, tmp_path, large):
+    processes = made(tmp_path, "--model", str(large))
+    free, beside = (memory.plan_of(processes.target, None, taken=taken) for taken in (0, 4 * GIB))
+    assert free.kv_bytes - beside.kv_bytes == pytest.approx(4 * GIB, abs=free.token_bytes * 16)
+
+
+def test_ranks_share_the_devices_that_are_named(one_card, tmp_path, large, small):
+    draft = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model", str(small)]
+    ranks = ["--tp-size", "2", "--device", "cuda:2,cuda:5"]
+    for device, shared in (("cuda:1", False), ("cuda:3", False), ("cuda:5", True)):
+        processes = made(tmp_path, "--model", str(large), *draft, *ranks, "--draft-device", device)
+        assert bool(memory.headroom_of(processes.target, processes.draft).bytes) is shared
+    alone = made(tmp_path, "--model", str(large), "--speculative-algorithm", "NONE")
+    whole, half = (memory.plan_of(one.target, None) for one in (alone, processes))
+    assert (half.weights, half.token_bytes) == (whole.weights // 2, whole.token_bytes // 2)
+
+
+def test_every_rank_caches_all_latents(one_card, tmp_path):
+    config = {"model_type": "deepseek_v3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "kv_lora_rank": 16, "qk_rope_head_dim": 8, "vocab_size": 320, "max_position_embeddings": 512}  # fmt: skip
+    folder = write_header(tmp_path / "latent", config, {"model.embed_tokens.weight": (320, 64)})
+    for size in ("1", "2"):
+        processes = made(tmp_path, "--model", str(folder), "--speculative-algorithm", "NONE", "--tp-size", size)
+        assert memory.plan_of(processes.target, None).token_bytes == 2 * (16 + 8) * 2
+
+
 def test_without_a_jax_plugin_the_draft_runs_on_the_cpu(one_card, monkeypatch, tmp_path, large, small):
-    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(memory, "jax_uses_gpus", lambda: False)
     flags = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model", str(small)]
     processes = made(tmp_path, "--model", str(large), *flags)
     assert memory.headroom_of(processes.target, processes.draft).bytes == 0

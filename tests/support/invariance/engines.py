@@ -25,6 +25,18 @@ def target_engine(folder: Path, **options: Any) -> Engine:
     return TargetEngine(load(folder, config), config, DRAFT_MODES)
 
 
+def as_on_cuda(engine: Any, *, prepares: bool) -> Any:
+    """The target engine, with steps that overlap and are walked on the device. prepares: also behind draft tokens."""
+    from services.target.speculation.mode_selector import SpeculationMode
+
+    engine.overlap, engine.prepares = True, prepares
+    engine.sampler._compiled, engine.sampler._walks, engine.sampler._async = False, True, True
+    if prepares:
+        engine.speculation._modes = [SpeculationMode.DRAFT_IF_READY]
+        engine.speculation.forget()
+    return engine
+
+
 def draft_engine(algorithm: str, folder: Path | None = None, target: Path | None = None, **options: Any) -> Engine:
     """A draft engine. target: the target's folder, for heads.
 

@@ -16,7 +16,7 @@ from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.target.engine.engine import TargetEngine
 from services.target.model.base import Model
 from services.target.model.loading.load import load
-from services.target.speculation.mode_selector import DRAFT_MODES
+from services.target.speculation.mode_selector import DRAFT_MODES, SpeculationMode
 
 GREEDY = SamplingParams(temperature=0.0)
 # Given a session's id and tokens: proposals for its next step.
@@ -38,6 +38,27 @@ def engine_of(model: Model, **flags) -> TargetEngine:
     and returns after each step."""
     small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "coalesce_seconds": 0.0}
     return TargetEngine(model, TargetConfig(**(small | flags)), DRAFT_MODES)
+
+
+def preparing_engine(model: Model, **flags) -> TargetEngine:
+    """An engine whose device prepares the steps behind others, as on CUDA; it verifies what has arrived.
+
+    prepared: such steps that were launched
+    """
+    small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "coalesce_seconds": 0.0}
+    engine = TargetEngine(model, TargetConfig(**(small | flags)), [SpeculationMode.DRAFT_IF_READY])
+    assert not engine.prepares
+    engine.overlap = engine.prepares = True
+    engine.sampler._compiled, engine.sampler._walks, engine.sampler._async = False, True, True
+    engine.prepared, launch = 0, engine._launch_prepared
+
+    def counted(step, sampled):
+        following = launch(step, sampled)
+        engine.prepared += following is not None
+        return following
+
+    engine._launch_prepared = counted
+    return engine
 
 
 CACHES: Sequence[dict[str, Any]] = (

@@ -60,11 +60,12 @@ def prompts(count, longest=60, seed=0):
     return [rng.integers(3, VOCAB, rng.integers(2, longest)).tolist() for _ in range(count)]
 
 
-def proposals_of(right, seed=1):
+def proposals_of(right, most=6, seed=1):
+    """A random tree, and the right tokens, fewer than `most`."""
     rng = np.random.default_rng(seed)
 
     def proposals(session_id, path):
-        ahead = right[session_id][len(path) : len(path) + int(rng.integers(1, 6))]
+        ahead = right[session_id][len(path) : len(path) + int(rng.integers(1, most))]
         return [random_tree(rng, session_id, path, VOCAB, 4), chain(session_id, path, ahead)]
 
     return proposals

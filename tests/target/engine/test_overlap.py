@@ -18,8 +18,17 @@ from services.target.sampling import sampler
 from services.target.speculation.budget import Budget
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.step.batch import DeferredRoots, build
-from tests.support.target.driving import chain, engine_of, load_model, opening, random_tree, run
+from tests.support.target.driving import (
+    chain,
+    engine_of,
+    load_model,
+    opening,
+    preparing_engine,
+    random_tree,
+    run,
+)
 from tests.support.target.graphs import CPU, history, modules
+from tests.support.target.proposals import Drafts
 from tests.support.target.works import random_works
 from tests.support.tiny import VOCAB, write_model, write_tokenizer
 
@@ -96,10 +105,11 @@ def test_no_preemption_for_a_session_that_may_have_ended(model):
 class Traffic:
     """Opens and closes sessions at random, now and then updates weights or pauses, and checks all commits."""
 
-    def __init__(self, engine, control, requests, seed):
+    def __init__(self, engine, control, requests, seed, proposals=None):
         self.engine, self.control, self.random = engine, control, np.random.default_rng(seed)
         self.waiting, self.tokens, self.ended = list(requests), {}, set()
         self.requests = {request.session_id: request for request in requests}
+        self.proposals = proposals
 
     def run(self):
         engine = self.engine
@@ -108,6 +118,8 @@ class Traffic:
                 self.open(self.waiting.pop())
             if self.random.random() < 0.06:
                 self.disturb()
+            for i in self.alive if self.proposals else ():
+                engine.receive(self.proposals(i, self.requests[i].tokens.tolist() + self.tokens[i]), ())
             self.follow(engine.step())
             engine.check()
         engine.scheduler.allocator.check(expected_leased=0)
@@ -117,8 +129,12 @@ class Traffic:
         self.engine.open(request)
         self.tokens[request.session_id] = []
 
+    @property
+    def alive(self):
+        return [i for i in self.tokens if i not in self.ended]
+
     def disturb(self):
-        alive = [i for i in self.tokens if i not in self.ended]
+        alive = self.alive
         kind = self.random.integers(0, 5)
         if kind == 0 and alive:  # the client disconnects
             self.engine.close(int(self.random.choice(alive)))
@@ -172,6 +188,23 @@ def test_random_traffic(folder, model, seed, asynchronous, monkeypatch):
     assert found == {i: expected[i] for i in found}
     assert len(found) > 7
     assert engine.behind > 10
+
+
+@pytest.mark.parametrize("kind", ["right", "mixed", "late"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_traffic_with_prepared_steps(folder, model, seed, kind, monkeypatch):
+    requests = list(sessions(14, [0.0, 1.0][seed % 2], seed))
+    expected = alone(model, requests)
+    tight = {"page_size": 4, "max_total_tokens": 240} if seed % 3 == 0 else {"page_size": 8}
+    engine = preparing_engine(load_model(folder), chunked_prefill_size=[-1, 16, 50][seed % 3], **tight)
+    control = Control(engine, folder)
+    control.folder = folder
+    if seed == 1:  # tokens are sampled twice
+        monkeypatch.setattr(sampler, "_ORDERED", 8)
+    found = Traffic(engine, control, requests, seed, Drafts(kind, requests, expected)).run()
+    assert found == {i: expected[i] for i in found}
+    assert len(found) > 7
+    assert engine.prepared > 2
 
 
 def test_aborted_requests_get_the_tokens_of_the_step_in_flight(model):

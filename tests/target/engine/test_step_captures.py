@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from outrider.serving.features import FeatureSpec
-from services.target.engine import step_captures
 from services.target.model.cuda.graphs import GraphRunner
+from services.target.model.cuda.step_captures import StepCaptures
 from services.target.step.batch import Capture
 from tests.support.target.driving import engine_of, load_model, opening
 from tests.support.target.features import F32, Reader, configured, proposals_of
@@ -53,7 +53,7 @@ def served(folder, plain):
     recorder = Recorder()
     runner = GraphRunner(modules(folder), SIZES, recorder)
     engine = engine_of(replace(plain, runner=runner))
-    engine._captures = step_captures.StepCaptures(runner, lambda: recorder.time)
+    engine._captures = StepCaptures(runner, lambda: recorder.time)
     runner.capture(engine.cache, CPU)
     assert recorder.events == ["capture"] * len(SIZES)
     recorder.events.clear()

@@ -10,14 +10,15 @@ from safetensors.torch import save
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec, cut, decode
 from outrider.speculation.sampling import SamplingParams
-from tests.support.target.driving import chain, engine_of, load_model, opening, random_tree
+from tests.support.target.driving import chain, engine_of, load_model, opening, preparing_engine, random_tree
 from tests.support.target.features import F32, WIDTH, Reader, configured, prompts, proposals_of
 from tests.support.tiny import VOCAB
 
 
+@pytest.mark.parametrize("make", [engine_of, preparing_engine])
 @pytest.mark.parametrize(("chunk", "page_size"), [(7, 4), (512, 16), (1, 1)])
 @pytest.mark.parametrize("count", [1, 8])
-def test_rows_are_those_of_transformers(model, truth, count, chunk, page_size):
+def test_rows_are_those_of_transformers(model, truth, count, chunk, page_size, make):
     spec = FeatureSpec((1, 3, 8), final=True, format=F32)
     flags = {"page_size": page_size, "chunked_prefill_size": chunk, "max_running_requests": min(count, 5)}
     params = SamplingParams(temperature=0.8, seed=3)
@@ -28,22 +29,23 @@ def test_rows_are_those_of_transformers(model, truth, count, chunk, page_size):
     plain.run()
     assert not any(plain.rows.values()), "no session asked for features"
 
-    engine = engine_of(model, **flags)
+    engine = make(model, **flags)
     wanted = configured(engine, spec)
     reader = Reader(engine)
     for request in requests:
         reader.open(replace(request, feature_spec=wanted))
     accepted = 0
-    proposals = proposals_of(plain.tokens)
+    proposals = proposals_of(plain.tokens, 6 if make is engine_of else 14)
     while not engine.idle:
         accepted += sum(commit.accepted for commit in reader.step(proposals).commits)
     assert reader.tokens == plain.tokens
     assert accepted > 5 * count
+    assert make is engine_of or engine.prepared > 2
     for request in requests:
         tokens = reader.tokens[request.session_id]
         states, rows = truth(tokens), reader.states(request.session_id)
         assert reader.first[request.session_id] == 0
-        assert len(rows) >= len(tokens) - 1 - 8  # the last step's rows are of no use to anybody
+        assert len(rows) >= len(tokens) - 1 - 15  # the last step's rows are of no use to anybody
         assert rows.shape[1] == 4 * WIDTH
         for column, layer in ((0, 1), (1, 3), (3, 8)):
             expected = states[layer][: len(rows)]

@@ -296,7 +296,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from services.target.kernels.cuda import (
     attention_kernels as triton_kernels, cache as triton_cache, fused_elementwise as elementwise,
-    greedy as triton_greedy, invariant_matmul, small_batch_matmul)
+    greedy as triton_greedy, invariant_matmul, prepared_spans, small_batch_matmul)
 POINTERS = {"q": "bf16", "k_pool": "bf16", "v_pool": "bf16", "out": "bf16", "sinks": "bf16", "keys": "bf16",
     "values": "bf16", "partial_acc": "fp32", "partial_ml": "fp32", "positions": "i64", "slots": "i64", "pools": "i64",
     "row_bytes": "i64", "moves": "i64", "sources": "i64", "destinations": "i64", "tiles": "i32", "items": "i32",
@@ -323,6 +323,13 @@ for kernel in (triton_kernels.attend, triton_kernels.fold, triton_cache.write_ro
     binary = compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32),
                      options={"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False})
     print(kernel.__name__, len(binary.asm["cubin"]), binary.metadata.shared)
+
+constants = dict(NODES=64, FILLER=32, NO_TOKEN=-3, KEYED=True)
+numbers = ("count", "width", "sampled_rows", "page_columns", "key_count", "page_size")
+signature = {n: "constexpr" if n in constants else "i32" if n in numbers else
+             "*i32" if n in ("moved", "words") else "*i64" for n in prepared_spans.choose.arg_names}
+binary = compile(ASTSource(prepared_spans.choose, signature, constants), target=GPUTarget("cuda", 90, 32))
+print("choose", len(binary.asm["cubin"]), binary.metadata.shared)
 """
 
 
@@ -333,7 +340,7 @@ def test_kernels_compile_for_a_gpu_without_one(tmp_path):
     shared = {name: int(size) for name, _, size in map(str.split, result.stdout.splitlines())}
     assert list(shared) == [
         "attend", "fold", "write_rows", "move_rows", "move_paths", "_product", "_sum", "small_batch_linear",
-        "small_batch_rotary", "_add_norm", "_rotate_and_store", "_gated", "part_best", "row_best",
+        "small_batch_rotary", "_add_norm", "_rotate_and_store", "_gated", "part_best", "row_best", "choose",
     ]  # fmt: skip
     assert max(shared.values()) < 227 << 10
 

@@ -37,6 +37,25 @@ def test_an_outlier_counts_as_a_usual_step():
     assert rates == pytest.approx({SpeculationMode.DRAFT_IF_READY: 50.0, SpeculationMode.NONE: 1 / 0.03}, rel=0.2)
 
 
+def test_time_for_which_the_host_waits_beside_a_step_in_flight_belongs_to_the_step():
+    clock = Clock()
+    policy = ModePolicy((SpeculationMode.DRAFT_IF_READY,), clock)
+    began = clock.now
+    for _ in range(40):
+        clock.now += 0.003  # until the host launches the next step
+        policy.begin(1, since=began)
+        clock.now += 0.001
+        policy.end([1], 1, 2)
+        began = clock.now
+    assert policy.step_seconds == pytest.approx(0.004)
+    clock.now += 10.0  # idle
+    began = clock.now
+    clock.now += 0.004
+    policy.begin(1, since=began)
+    policy.end([1], 1, 2)
+    assert policy.step_seconds == pytest.approx(0.004)
+
+
 def share_of(mode, clock, policy, steps, **kwargs):
     count = 0
     for _ in range(steps):

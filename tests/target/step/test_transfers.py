@@ -4,6 +4,7 @@ Meta tensors have no content: an operation that needs it, for which the host wou
 Copies between devices are counted.
 """
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +19,7 @@ from outrider.serving.session import Session
 from outrider.speculation.acceptance import Thresholds
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree
+from services.target.engine.launch_clock import LaunchClock
 from services.target.kernels.kv_cache import KVCache
 from services.target.kernels.pools import LayerShape
 from services.target.model.base import Model, Outputs
@@ -26,7 +28,7 @@ from services.target.sampling.step_sampler import StepSampler
 from services.target.step.batch import DeferredRoots, SessionWork, build
 from services.target.step.download import Download
 from services.target.step.upload import DeviceArrays
-from tests.support.target.driving import engine_of, opening, random_tree
+from tests.support.target.driving import chain, engine_of, opening, preparing_engine, random_tree
 
 DEVICE = torch.device("meta")
 VOCAB = 5000  # more tokens than the sampler sorts at first
@@ -137,6 +139,34 @@ def test_overlap_launches_a_step_before_the_last_is_read(crossings, monkeypatch)
     assert commits == 4 * 20
     assert events == ["launch", *["launch", "read"] * 19, "read"]
     assert counts == [(2, 1)] * 20 + [(0, 0)]
+
+
+def test_a_prepared_step_is_launched_before_the_last_is_read(crossings, monkeypatch):
+    """Its uploads: the batch, the trees and keys that the device chooses from, and sampling arrays."""
+    events = []
+    forward, read = Runner.forward, Download.read
+    monkeypatch.setattr(Runner, "forward", lambda *arguments: events.append("launch") or forward(*arguments))
+    monkeypatch.setattr(Download, "read", lambda self: events.append("read") or read(self))
+    monkeypatch.setattr(LaunchClock, "due", lambda *_: time.perf_counter() + 5.0)  # proposals may arrive until then
+    engine = preparing_engine(model_of(), max_running_requests=4)
+    texts = {i: [5, 6, 7 + i] for i in range(4)}
+    for i, text in texts.items():
+        engine.open(opening(i, text, SAMPLING["sampled"], max_tokens=20))
+    counts, accepted = [], 0
+    while not engine.idle:
+        for i, text in texts.items():
+            engine.receive([chain(i, text, [0] * 40)], ())  # what arrives from this device is zeros
+        crossings.up = crossings.down = 0
+        for commit in engine.step().commits:
+            texts[commit.session_id] += commit.tokens.tolist()
+            accepted += commit.accepted
+        counts.append((crossings.up, crossings.down))
+        assert (engine.draft_wait > 4.0) == (len(counts) > 1 and engine.in_flight)
+    assert accepted > 30
+    steps = len(counts) - 1
+    assert events == ["launch", *["launch", "read"] * (steps - 1), "read"]
+    assert engine.prepared == steps - 1
+    assert set(counts[1:-1]) == {(3, 1)}
 
 
 def test_log_probabilities_need_no_further_download(crossings):

@@ -10,17 +10,21 @@ import jax.numpy as jnp
 
 from outrider.config import DraftConfig
 from outrider.errors import ConfigError
-from outrider.placement.devices import host_memory
-from outrider.placement.memory import SCRATCH_SLOTS, draft_cache_tokens
+from outrider.placement.devices import gpus, host_memory
+from outrider.placement.memory import SCRATCH_SLOTS, draft_cache_tokens, draft_share_tokens, jax_memory_fraction
 from services.draft.kernels.cpu import library
 
+_GPU_PLATFORMS = ("auto", "cuda", "gpu")
+# Fraction of a GPU that JAX takes at most, by its present and its former name.
+_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
-def choose_devices(device: str, count: int, flag: str = "--draft-device") -> list[jax.Device]:
+def choose_devices(device: str, count: int, flag: str = "--draft-device", share: int | None = None) -> list[jax.Device]:
     """Neighbouring devices, of which the first becomes JAX's default. Raises ConfigError.
 
-    device: auto, or a platform of JAX and optionally the index of the first device, such as cuda:1; flag: its name
+    device: auto, or a platform of JAX and optionally the index of the first device, such as cuda:1; flag: its name.
+    share: --draft-memory-bytes
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes three quarters of a shared GPU
     platform, _, index = device.partition(":")
@@ -28,7 +32,9 @@ def choose_devices(device: str, count: int, flag: str = "--draft-device") -> lis
         jax.config.update("jax_platforms", "cpu")  # so that JAX takes no memory of other devices
     try:
         first = int(index or 0)
+        hidden = _keep_to_gpus(first, count, share) if platform in _GPU_PLATFORMS and count > 0 else 0
         found = jax.devices(None if platform == "auto" else platform)
+        hidden = hidden if found[0].platform == "gpu" else 0
     except ValueError:
         raise ConfigError(f"{flag} {device} has no index behind the colon; write for example cuda:1") from None
     except RuntimeError as error:
@@ -36,15 +42,31 @@ def choose_devices(device: str, count: int, flag: str = "--draft-device") -> lis
         raise ConfigError(f"{flag} {device}: JAX has no such device here: {reason}") from None
     if count < 1:
         raise ConfigError(f"--draft-tp-size must be 1 or more, not {count}")
-    if not 0 <= first <= len(found) - count:
+    if not 0 <= first <= len(found) + hidden - count:
         together = f" and --draft-tp-size {count} need" if count > 1 else " needs"
         raise ConfigError(
             f"{flag} {device}{together} {first + count} devices; there "
             f"{'is' if len(found) == 1 else 'are'} {len(found)} of kind {found[0].platform}"
         )
-    chosen = found[first : first + count]
+    chosen = found[first - hidden : first - hidden + count]
     jax.config.update("jax_default_device", chosen[0])
     return list(chosen)
+
+
+def _keep_to_gpus(first: int, count: int, share: int | None) -> int:
+    """Keep JAX to some of the GPUs, and to a share of their memory. Returns how many in front of them are hidden.
+
+    JAX would have a context of some hundred megabytes on every GPU, also on those that are the target's alone. Numbers
+    that this machine does not have stay, and are refused later.
+    """
+    known = gpus()
+    if not 0 <= first <= len(known) - count:
+        return 0
+    total = known[first].total
+    if share is not None and total and not any(name in os.environ for name in _FRACTIONS):
+        os.environ[_FRACTIONS[0]] = f"{jax_memory_fraction(share, total):.4f}"
+    jax.config.update("jax_cuda_visible_devices", ",".join(map(str, range(first, first + count))))
+    return first
 
 
 def dtype_of(config: DraftConfig, device: jax.Device) -> tuple[Any, str]:
@@ -79,8 +101,10 @@ def pages_that_fit(config: DraftConfig, context: int, token_bytes: int, weights:
 
     context: tokens of a session; token_bytes, weights: bytes a token in the cache and the weights take on the device
     """
-    part, running = config.draft_mem_fraction_static, config.max_running_requests
-    if config.draft_max_total_tokens is not None or part is None:
+    part, running, share = config.draft_mem_fraction_static, config.max_running_requests, config.draft_memory_bytes
+    if share is not None and part is None and config.draft_max_total_tokens is None:
+        tokens = draft_share_tokens(share, weights, context, running, token_bytes)
+    elif config.draft_max_total_tokens is not None or part is None:
         tokens = draft_cache_tokens(context, running, token_bytes, memory_bytes(device), config.draft_max_total_tokens)
     else:
         room = int(memory_bytes(device) * part) - weights
@@ -95,8 +119,8 @@ def pages_that_fit(config: DraftConfig, context: int, token_bytes: int, weights:
             f"MiB and no session beside them; {least * config.draft_page_size} tokens of {token_bytes} bytes are needed"
         )
     raise ConfigError(
-        f"the draft's KV cache of {tokens} tokens cannot hold one session; "
-        f"--draft-max-total-tokens must be {least * config.draft_page_size} or more"
+        f"the draft's KV cache of {tokens} tokens cannot hold one session; --draft-max-total-tokens must be "
+        f"{least * config.draft_page_size} or more, with as much memory (--draft-memory-bytes)"
     )
 
 

@@ -31,6 +31,7 @@ from services.target.kernels.cuda.ragged import (
 )
 from services.target.step.batch import Batch
 from services.target.step.layout import Extent
+from services.target.step.prepared import PreparedSpans
 from services.target.step.upload import upload
 
 _LOG2E = 1.4426950408889634
@@ -116,6 +117,8 @@ class TritonAttention:
 
     knows_extents = True
     """Of a planner: batches of short spans have tiles of their own, and plain batches skip the tree mask."""
+    takes_prepared_spans = True
+    """Of a planner: the device may move spans and choose their trees after the tables were made."""
 
     def __init__(self, batch: Batch, tile: Tile | None = None, *, ordered: bool = False) -> None:
         """tile: for measurements; by default chosen by shape. ordered: visit keys in the order of plain decoding."""
@@ -167,6 +170,10 @@ class TritonAttention:
             tensors = upload([host.tiles, host.items, host.folds, count, *shared], device)
             if shared:
                 self._pages, self._words, self._paths = tensors[4:]
+            if (prepared := self._batch.prepared) is not None:
+                prepared.shift(tensors[0][:, 0], tensors[0][:, 3:5])
+                if shared:
+                    prepared.words(self._words)
             self._tables[kind] = DeviceTables(*tensors[:4]), host.partial_rows > 0
         return self._tables[kind]
 
@@ -217,6 +224,12 @@ class StaticAttention:
         self._tables = {kind: DeviceTables(*tensors[4 * i : 4 * i + 4]) for i, kind in enumerate(self._kinds)}
         self._words, self._paths, self._pages = tensors[-3:]
         self._positions = positions
+
+    def follow(self, prepared: PreparedSpans) -> None:
+        """Let the tables follow prepared spans, after `arrays` were copied."""
+        for tables in self._tables.values():
+            prepared.shift(tables.tiles[:, 0], tables.tiles[:, 3:5])
+        prepared.words(self._words)
 
     def __call__(
         self,

@@ -140,12 +140,15 @@ class Ragged:
         self.node_words = node_words or words_for(int(nodes.max()))
         self.words = ancestor_words(layout.parents, nodes, self.node_words)
         self.positions, self.pages, self.paths = positions, layout.pages, np.zeros(0, np.int32)
+        self.slack: NDArray[np.int64] | None = None  # by which a span may begin later than its tables say
         words = _starts(nodes) * self.node_words
         if ordered:
+            assert layout.slack is None, "the order of keys follows from the tree, which must be known"
             self._take_apart(layout.spans(positions), layout.table, words)
             return
         rows = np.diff(layout.first)
         inert = layout.pages[layout.table] == NULL_PAGE  # padding starts so far below 0 that it ends before any key
+        self.slack = layout.slack
         self.first, self.rows, self.first_page, self.first_word = layout.first[:-1], rows, layout.table, words
         self.start = np.where(inert, -rows, layout.start)
         self.own = np.where(inert, -rows, layout.start + layout.committed)
@@ -173,6 +176,8 @@ class Ragged:
             rows = np.minimum(height, self.rows[span] - place)
         first_row = self.first[span] + place
         end = np.maximum(self.start[span] + place + rows, 0)
+        if self.slack is not None:  # items cover what the span may see; the kernel stops at what it does see
+            end += self.slack[span]
         low = np.zeros(len(span), np.int64)
         if window is not None:
             low = np.maximum(np.minimum.reduceat(self.positions, first_row) - window + 1, 0)

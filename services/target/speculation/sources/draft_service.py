@@ -19,7 +19,9 @@ from services.target.speculation.draft_stats import DraftStatsRecorder
 from services.target.speculation.estimates.calibration import Calibrations
 from services.target.speculation.planner import Planner, last_chunks
 from services.target.speculation.sources.base import Demand, Drafts, DraftSource, ModelSource
+from services.target.speculation.survivors import expected_gains
 from services.target.step.batch import SessionWork
+from services.target.step.prepared import MAX_DRAFT, TreeTables
 
 # Tokens that a head on the same cores reads in the time that drafting saves per token: 64 in 3 to 4 ms, while a token
 # takes 5 to 7 ms instead of 8 to 11 (the default model on two cores).
@@ -87,6 +89,18 @@ class DraftService(DraftSource):
             entry.session.id: planner.reserve_draft(entry.session, draft)
             for entry, draft in zip(entries, drafts, strict=True)
         }
+
+    def room(self, tables: TreeTables, sessions: Sequence[Session], demand: Demand) -> list[int]:
+        """Draft tokens of some sessions that a prepared step has room for. tables: of their trees."""
+        planner, calibrations = self._planner, [self.calibrations[session.id] for session in sessions]
+        most = [min(planner.most(session), MAX_DRAFT) for session in sessions]
+        gains = [gain.head(m) for gain, m in zip(expected_gains(tables, max(most)), most, strict=True)]
+        ratios = [calibration.ratio for calibration in calibrations]
+        counts, _ = planner.budget.select(gains, ratios, demand.tokens, demand.kv_tokens, demand.sessions)
+        return [
+            max(count, min(int(calibration.due), len(gain)))
+            for calibration, count, gain in zip(calibrations, counts, gains, strict=True)
+        ]
 
     def _against(
         self, rival: ModelSource, entries: Sequence[TargetSession], drafts: list[TreeSlice], demand: Demand

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable
 
-from services.target.features.fusion import Fusion
 from services.target.model.base import CapturesSteps, Runner
 from services.target.step.batch import Capture
 
@@ -26,10 +25,10 @@ class StepCaptures:
         self._clock = clock
         self._resume = -math.inf  # when the next capture may begin, while sessions run
 
-    def expect(self, fusion: Fusion) -> None:
-        """Sessions may soon be sent features that a fusion makes."""
+    def expect(self, layers: tuple[int, ...], *, final: bool) -> None:
+        """Steps may soon have to return such hidden states; see Capture."""
         if self._runner is not None:
-            self._runner.expect(Capture(fusion.layers, fusion.final, None))
+            self._runner.expect(Capture(layers, final, None))
 
     @property
     def pending(self) -> bool:
