@@ -15,7 +15,7 @@ MAX_LISTS = 384
 """Lists of values that are listed. llguidance takes half a second for so many, and two for twice as many."""
 
 _DEEPEST = 32  # references and alternatives in one another
-_FEW = {"boolean": [False, True], "null": [None]}  # values of types that have few
+_FEW: dict[str, list[Any]] = {"boolean": [False, True], "null": [None]}  # values of types that have few
 
 
 def values_of(schema: Any, root: Any, depth: int = 0) -> list[Any] | None:
