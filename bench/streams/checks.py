@@ -81,7 +81,9 @@ def _bounded_parser() -> Callable[[bytes], Any]:
         response_serializer = None
         stream_stream = staticmethod(lambda *_: None)
 
-    return guard._bounded(Handler, 1 << 20).request_deserializer  # type: ignore[no-any-return]
+    parser = guard._bounded(Handler, 1 << 20).request_deserializer
+    assert parser is not None, "the handler has one"
+    return parser
 
 
 def _best(work: Callable[[], object]) -> float:
