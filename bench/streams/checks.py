@@ -123,7 +123,8 @@ def main(argv: list[str]) -> None:
     report = Report("checks", "Cost of the services' checks of every message", columns=COLUMNS)
     report.notes = [
         "steps_per_s: of simulated engines that do nothing, over gRPC, with four messages a step; unchecked: without "
-        "heartbeat, owners of sessions and sizes of messages; cost: median of the ratios of pairs, less 1; noise where other processes share the cores",
+        "heartbeat, owners of sessions and sizes of messages; cost: median of the ratios of pairs, less 1; noise where "
+        "other processes share the cores",
         "checks_us: of a step, timed alone on the same messages; share: of the time of a step",
         f"medians of {args.rounds} pairs of {args.steps} steps, in turns",
     ]
