@@ -163,7 +163,7 @@ def test_a_prepared_step_is_launched_before_the_last_is_read(crossings, monkeypa
         counts.append((crossings.up, crossings.down))
         waits.append(engine.draft_wait > 4.0)
     assert accepted > 30
-    assert sum(waits) > len(waits) / 2
+    assert waits[0]
     assert not waits[-1]
     steps = len(counts) - 1
     assert events == ["launch", *["launch", "read"] * (steps - 1), "read"]
