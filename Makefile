@@ -57,7 +57,7 @@ test: install  ## the whole suite, on the CPU
 conformance: install  ## clients of other projects against a running system; writes docs/conformance.md
 	$(BIN)/python -m tests.conformance $(ARGS)
 
-chaos: install  ## kill, stop, starve and cut off processes of a running system (root; some minutes; ARGS="--all")
+chaos: install  ## kill, stop, starve and cut off processes of a running system (root; ARGS="--all --minutes 30")
 	$(BIN)/python -m tests.chaos $(ARGS)
 
 fuzz: install  ## fuzzers of everything that reads bytes of others, a minute each (ARGS="--seconds 3600")

@@ -19,6 +19,7 @@ from outrider.errors import OutriderError
 BENCHMARKS = {
     "streams": ("bench.streams.run", "overhead of the gateway per step, with simulated engines"),
     "transports": ("bench.streams.transports", "a system with a draft service: frames over gRPC against a socket"),
+    "checks": ("bench.streams.checks", "cost of the services' checks of every message"),
     "system": ("bench.end_to_end.system", "throughput of the whole system against transformers generate"),
     "speculation": ("bench.speculation.run", "speedup of drafters and tree shapes over plain decoding; best flags"),
     "sources": ("bench.speculation.sources", "the draft service beside own draft sources, by request in one system"),

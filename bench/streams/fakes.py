@@ -4,7 +4,7 @@ They run in lockstep: the target steps when every session has a new proposal, th
 commit. So a step is one frame of commits and one frame of proposals, each over two streams. An engine sleeps for its
 step time, like an engine that waits for an accelerator.
 
-`python -m bench.streams.fakes target|draft ADDRESS MILLISECONDS`
+`python -m bench.streams.fakes target|draft ADDRESS MILLISECONDS [unchecked]`; unchecked: as of bench.streams.checks
 """
 
 from __future__ import annotations
@@ -234,4 +234,8 @@ def main(role: str, address: str, seconds: float) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[4:] == ["unchecked"]:
+        from bench.streams.checks import remove_checks
+
+        remove_checks()
     sys.exit(main(sys.argv[1], sys.argv[2], float(sys.argv[3]) / 1e3))

@@ -12,10 +12,11 @@ import argparse
 import contextlib
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,27 +53,47 @@ class System:
 
 
 @contextlib.contextmanager
-def system(folder: str, engines_ms: float = 0.0) -> Iterator[System]:
-    """Simulated services and a gateway as processes. engines_ms: step time of target and draft together."""
-    port, grpc_port = free_port(), free_port()
+def services(folder: str, *options: str, engines_ms: float = 0.0) -> Iterator[dict[str, str]]:
+    """Simulated services as processes. Yields their addresses by role. options: of bench.streams.fakes"""
+    with _started(folder, engines_ms, options) as (addresses, _):
+        yield addresses
+
+
+@contextlib.contextmanager
+def _started(
+    folder: str, engines_ms: float, options: Sequence[str] = ()
+) -> Iterator[tuple[dict[str, str], dict[str, subprocess.Popen[bytes]]]]:
+    port = free_port()
     addresses = {role: f"unix:{folder}/{role}-{port}" for role in ("target", "draft")}
     step_ms = {"target": _TARGET_SHARE * engines_ms, "draft": (1 - _TARGET_SHARE) * engines_ms}
     command = [sys.executable, "-m", "bench.streams.fakes"]
-    processes = {role: start([*command, role, addresses[role], str(step_ms[role])]) for role in addresses}
-    flags = ["--target", addresses["target"], "--draft", addresses["draft"], "--log-level", "error"]
-    gateway = [sys.executable, "-m", "gateway", *flags, "--port", str(port), "--grpc-port", str(grpc_port)]
-    processes["gateway"] = start(gateway)
+    processes = {role: start([*command, role, addresses[role], str(step_ms[role]), *options]) for role in addresses}
     try:
-        for _ in range(_STARTUP_POLLS):
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).json()["status"] == "ok":
-                    break
-            time.sleep(_STARTUP_INTERVAL)
-        yield System({role: process.pid for role, process in processes.items()}, addresses, port, grpc_port)
+        yield addresses, processes
     finally:
-        for role in ROLES:  # the gateway first: it would log the loss of the others
-            processes[role].terminate()
-            processes[role].wait(20)
+        for process in processes.values():
+            process.terminate()
+            process.wait(20)
+
+
+@contextlib.contextmanager
+def system(folder: str, engines_ms: float = 0.0) -> Iterator[System]:
+    """Simulated services and a gateway as processes. engines_ms: step time of target and draft together."""
+    port, grpc_port = free_port(), free_port()
+    with _started(folder, engines_ms) as (addresses, processes):
+        flags = ["--target", addresses["target"], "--draft", addresses["draft"], "--log-level", "error"]
+        gateway = start([sys.executable, "-m", "gateway", *flags, "--port", str(port), "--grpc-port", str(grpc_port)])
+        try:
+            for _ in range(_STARTUP_POLLS):
+                with contextlib.suppress(httpx.HTTPError):
+                    if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).json()["status"] == "ok":
+                        break
+                time.sleep(_STARTUP_INTERVAL)
+            pids = {role: process.pid for role, process in {**processes, "gateway": gateway}.items()}
+            yield System(pids, addresses, port, grpc_port)
+        finally:
+            gateway.terminate()  # first: it would log the loss of the others
+            gateway.wait(20)
 
 
 def cpu_seconds(pid: int) -> float:

@@ -81,12 +81,12 @@ class Keys:
         self._running = Counter[str]()
         self._retry_after: dict[str, RetryAfter] = {}  # by name of a caller with a valid key
 
-    def check(self, authorization: bytes, *, local: bool = False) -> Caller:
+    def check(self, authorization: bytes, *, local: bool = False, network: str = "") -> Caller:
         """The sender of a request with this Authorization header, which is CALLER from now on. Raises Unauthenticated.
 
         An administrator's key is valid wherever another one is.
 
-        local: the request came over the control socket, where no key is needed
+        local: the request came over the control socket, where no key is needed. network: of its connection
         """
         given = bearer_key(authorization)
         admin = _among(given, self._admin_keys)
@@ -95,7 +95,7 @@ class Keys:
             reason = "wrong" if given else "missing"
             raise Unauthenticated(f"the API key is {reason}; send `Authorization: Bearer KEY`")
         name = fingerprint(given) if self._keys and known else ""
-        caller = Caller(name, name if self._caches_by_key else "", admin or local)
+        caller = Caller(name, name if self._caches_by_key else "", admin or local, network)
         CALLER.set(caller)
         return caller
 

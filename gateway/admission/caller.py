@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
+from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 
 class Caller(NamedTuple):
@@ -13,21 +16,55 @@ class Caller(NamedTuple):
     name: of the owner of request ids and limits, one a key; empty without API keys
     caches: callers with equal values share cached prefixes and stored n-grams
     admin: may control the targets, and end requests of others
+    network: that its connection comes from; empty for a local one
     """
 
     name: str = ""
     caches: str = ""
     admin: bool = False
+    network: str = ""
 
     @property
     def owner(self) -> str | None:
         """The callers whose requests it may end: those of this name; None for all."""
         return None if self.admin else self.name
 
+    @property
+    def identity(self) -> str:
+        """Callers with different values take turns in the services. Without API keys, those are networks."""
+        return self.name or self.network
+
 
 ANYBODY = Caller()
 CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 """Of the request that the present task answers."""
+
+
+_HOSTS_BITS = 64  # of an IPv6 network whose addresses one host may choose among
+
+
+def client_network(client: Sequence[Any] | None) -> str:
+    """The network of a connection over HTTP. client: address and port, as of ASGI; None for a local socket."""
+    return _network(str(client[0])) if client else ""
+
+
+def peer_network(peer: str) -> str:
+    """The network of a gRPC peer, such as `ipv6:%5B::1%5D:1234`; empty for a local socket."""
+    kind, _, address = peer.partition(":")
+    return _network(unquote(address).rpartition(":")[0].strip("[]")) if kind in ("ipv4", "ipv6") else ""
+
+
+def _network(host: str) -> str:
+    """An IPv4 address, or the network of an IPv6 address; another name as it is."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if address.version == 4:
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((int(address) >> _HOSTS_BITS << _HOSTS_BITS, _HOSTS_BITS)))
 
 
 def fingerprint(key: bytes) -> str:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.admission.access import Access
 from gateway.admission.admission import Keys
+from gateway.admission.caller import client_network
 from gateway.admission.retry_after import time_away
 from gateway.api.answers.errors import error_body, response_to
 from gateway.api.requests.http import REQUEST_ID
@@ -112,7 +113,8 @@ class KeyCheck:
             return
         try:
             authorization = dict(scope["headers"]).get(b"authorization", b"")
-            caller = self._keys.check(authorization, local=scope.get(LOCAL, False))
+            network = client_network(scope.get("client"))
+            caller = self._keys.check(authorization, local=scope.get(LOCAL, False), network=network)
             with nullcontext() if scope["path"] == _ABORT else self._keys.request(caller):
                 await self._app(scope, receive, send)
         except (Unauthenticated, TooManyRequests) as error:

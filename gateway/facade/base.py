@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn
 import grpc
 from smg_grpc_proto.generated import common_pb2
 
-from gateway.admission.caller import CALLER
+from gateway.admission.caller import CALLER, peer_network
 from gateway.facade.backend import Backend
 from gateway.facade.bundle import chunks
 from gateway.facade.info import Loads
@@ -60,7 +60,7 @@ class Facade:
                 backend = self._backend
                 if backend is None:
                     raise Unavailable(_STARTING)
-                caller = backend.keys.check(_authorization(context))
+                caller = backend.keys.check(_authorization(context), network=peer_network(context.peer()))
                 with backend.keys.request(caller) if generates else contextlib.nullcontext():
                     yield backend
             except InvalidRequest as error:  # with its subclasses

@@ -16,6 +16,7 @@ class Sender:
     def __init__(self, context: Any, generations: Sequence[Generation], seconds: float) -> None:
         """generations: of the call, whose deadlines count. seconds: that a message may wait; 0 for no limit."""
         self._context = context
+        self._generations = generations
         self._seconds = seconds
         self._deadline = min((one.deadline for one in generations if one.deadline is not None), default=None)
 
@@ -27,4 +28,6 @@ class Sender:
             async with asyncio.timeout_at(min(ends, default=None)):
                 await self._context.write(message)
         except TimeoutError:
+            for generation in self._generations[:1]:
+                generation.unread()
             raise DeadlineExceeded("the client did not read its answer in time; read messages as they come") from None

@@ -9,6 +9,7 @@ from typing import Any
 
 import outrider
 from gateway.admission.admission import Keys, check_size
+from gateway.admission.caller import peer_network
 from gateway.admission.retry_after import time_away
 from gateway.control.server_info import Facts
 from gateway.grpc.sending import Sender
@@ -53,7 +54,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         if self._keys is None:
             return nullcontext()
         metadata = dict(context.invocation_metadata() or ())
-        return self._keys.request(self._keys.check(str(metadata.get("authorization", "")).encode()))
+        authorization = str(metadata.get("authorization", "")).encode()
+        return self._keys.request(self._keys.check(authorization, network=peer_network(context.peer())))
 
     def _ready(self) -> Generator:
         if self._generator is None:

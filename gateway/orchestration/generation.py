@@ -196,6 +196,10 @@ class Generation:
         """End it; its last part has the finish reason ABORT. False if it has ended already."""
         return self._sessions.abort(self._session)
 
+    def unread(self) -> None:
+        """Count an answer that is cut because its client does not read it."""
+        self._metrics.unread_answers.inc()
+
     def close(self) -> None:
         """Free the session. May be called twice."""
         if self._closed:

@@ -183,6 +183,7 @@ class Generator:
             cache_salt=cache_salt_of(CALLER.get().caches, request.cache_salt),
             max_draft_tokens=draft_tokens,
             traceparent=traceparent,
+            caller=CALLER.get().identity,
         )
 
     def _open(self, request: GenerationRequest, ids: Ids) -> Generation:

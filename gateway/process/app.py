@@ -88,8 +88,8 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
     stop = asyncio.create_task(_stop_or_leave().wait())
     edge = EdgeMiddleware(config.max_body_bytes, Access(config), config.client_timeout)
     servicer, keys = GatewayServicer(), Keys(config)
-    listeners = Listeners(config, _with_cors(edge, config.allowed_origins), keys, shared=peers.several)
     facade_services, metrics = facades(config.grpc_facades), Metrics()
+    listeners = Listeners(config, _with_cors(edge, config.allowed_origins), keys, metrics, shared=peers.several)
     admission = Admission(config.max_pending_requests)
     tests: list[asyncio.Task[Any]] = []
     tls, service_tls = config.server_tls(), config.service_tls()

@@ -11,13 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from gateway.api.answers.streaming import CONNECTION
+
 log = logging.getLogger(__name__)
 
 _MAX_UNPARSED = 1 << 16  # bytes of a request without a whole header section or any content
+_CUT_SECONDS = 10.0  # for the client of an answer that was cut to read the reason
 _RESERVED_FILES = 256  # open files of the process that are no REST connections
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _TOO_LARGE = (
@@ -28,10 +32,14 @@ _TOO_LARGE = (
 class Connections:
     """The connections of one listener."""
 
-    def __init__(self, limit: int, timeout: float) -> None:
-        """limit: of connections. timeout: seconds from the first moment in which headers may come to their end."""
+    def __init__(self, limit: int, timeout: float, unread: Callable[[], None] = lambda: None) -> None:
+        """limit: of connections. timeout: seconds from the first moment in which headers may come to their end.
+
+        unread: called for each answer that is cut because its client does not read it
+        """
         self.limit = limit
         self.timeout = timeout
+        self.unread = unread
         self.count = 0
         self._idle: dict[BoundedHttp, None] = {}  # without a request in progress, the longest waiting first
 
@@ -61,7 +69,7 @@ class Connections:
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection. counted: it is one of the listener's connections."""
+    """One connection. last_event: makes the last event of the stream in progress, if its client does not read it."""
 
     def __init__(self, connections: Connections, **options: Any) -> None:
         """options: of the server."""
@@ -69,7 +77,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._limits = connections
         self._deadline: asyncio.TimerHandle | None = None
         self._unparsed = 0
-        self._counted = False
+        self._counted = False  # it is one of the listener's connections
+        self.last_event: Callable[[], bytes] = bytes
 
     # --- the connection ---
 
@@ -109,6 +118,24 @@ class BoundedHttp(HttpToolsProtocol):
         else:
             self.transport.abort()
 
+    def cut(self) -> None:
+        """End the answer in progress, because its client does not read it. Its request ends as if the client had gone.
+
+        A client that reads on soon gets what the gateway had sent, and then `last_event`, which has the reason.
+        """
+        self._limits.unread()
+        cycle, last = self.cycle, self.last_event()
+        if cycle is None or cycle.response_complete or not cycle.chunked_encoding or self.transport.is_closing():
+            self._end(b"")
+            return
+        if last:
+            self.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last))
+        cycle.disconnected = True
+        cycle.message_event.set()
+        self.flow.resume_writing()
+        self.transport.close()
+        self.loop.call_later(_CUT_SECONDS, self.transport.abort)
+
     # --- requests ---
 
     def data_received(self, data: bytes) -> None:
@@ -135,6 +162,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._headers_came()
         if self._counted:
             self._limits.works(self)
+        self.scope[CONNECTION] = self  # type: ignore[literal-required]
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -150,6 +178,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """The end of an answer."""
         super().on_response_complete()
+        self.last_event = bytes
         if self._counted and not self.pipeline and self._waits:
             self._limits.waits(self)
 

@@ -19,6 +19,7 @@ from gateway.admission.admission import Keys
 from gateway.api.middleware import LOCAL
 from gateway.process.connections import BoundedHttp, Connections, possible_connections
 from gateway.process.slow_readers import end_slow_readers
+from gateway.telemetry.metrics import Metrics
 from outrider.config import GatewayConfig
 from outrider.process.ports import host_and_port, take_port, take_private_socket
 from outrider.tls import ServerTls
@@ -41,11 +42,14 @@ _CONTROL_CONNECTIONS = 64  # over the control socket
 class Listeners:
     """Servers of one process. Use: add services to `grpc.server`, `open`, `set_serving`, `close`."""
 
-    def __init__(self, config: GatewayConfig, app: ASGIApp, keys: Keys, *, shared: bool = False) -> None:
+    def __init__(
+        self, config: GatewayConfig, app: ASGIApp, keys: Keys, metrics: Metrics, *, shared: bool = False
+    ) -> None:
         """app: answers HTTP. keys: of gRPC's callers. shared: other processes listen on the same ports."""
         self.grpc = _grpc_server(config, keys, shared=shared)
         self._config = config
         self._app = app
+        self._unread = metrics.unread_answers.inc
         self._shared = shared
         self._health = GrpcServer() if config.health_listen is not None else None
         self._rest: RestServer | None = None
@@ -66,14 +70,14 @@ class Listeners:
         """
         config = self._config
         listening = take_port(config.host, config.port, "--port", shared=self._shared, listens=True)
-        limits = Connections(possible_connections(config.max_connections), config.client_timeout)
+        limits = Connections(possible_connections(config.max_connections), config.client_timeout, self._unread)
         self._rest = start_rest(self._app, listening, tls, limits)
         connections = self._rest[0].server_state.connections
         self._watching = asyncio.create_task(end_slow_readers(connections, config.slow_reader_timeout))
         self._open = True
         if config.control_socket is not None:
             private = take_private_socket(config.control_socket, "--control-socket")
-            limits = Connections(_CONTROL_CONNECTIONS, config.client_timeout)
+            limits = Connections(_CONTROL_CONNECTIONS, config.client_timeout, self._unread)
             self._control = start_rest(_Local(self._app), private, None, limits)
         await self.grpc.start(host_and_port(config.host, config.grpc_port), names, tls)
 

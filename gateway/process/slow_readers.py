@@ -1,4 +1,4 @@
-"""Ends HTTP connections whose clients do not read: each holds memory, and the session of its stream.
+"""Ends answers over HTTP whose clients do not read: each holds memory, and the session of its stream.
 
 A connection is slow while the gateway has bytes for it that its kernel does not take. Progress is what the peer's
 kernel acknowledges, so a client that reads now and then, in large pieces, is not slow.
@@ -28,7 +28,7 @@ class _Slow(NamedTuple):
 
 
 async def end_slow_readers(connections: Iterable[Any], seconds: float) -> None:
-    """Watch connections until cancelled, and abort those that stay slow. connections: uvicorn's, which change.
+    """Watch connections until cancelled, and cut those that stay slow. connections: BoundedHttp, which change.
 
     seconds: that a connection may be slow; 0 watches nothing
     """
@@ -40,7 +40,7 @@ async def end_slow_readers(connections: Iterable[Any], seconds: float) -> None:
         for connection in list(connections):
             transport = connection.transport
             waiting = transport.get_write_buffer_size()
-            if not waiting:
+            if not waiting or transport.is_closing():
                 continue
             acknowledged = _acknowledged(transport)
             known = before.get(connection)
@@ -50,10 +50,10 @@ async def end_slow_readers(connections: Iterable[Any], seconds: float) -> None:
                 slow[connection] = known
             else:
                 log.warning(
-                    "a connection of %s is closed: its client has not read for %.0f s while %d bytes waited",
+                    "an answer to %s is cut: its client has not read for %.0f s while %d bytes waited",
                     connection.client, now - known.since, waiting,
                 )  # fmt: skip
-                transport.abort()
+                connection.cut()
 
 
 def _acknowledged(transport: asyncio.Transport) -> int:

@@ -189,6 +189,7 @@ class Session:
             max_draft_tokens=request.max_draft_tokens,
             draft_sources=request.draft_sources,
             traceparent=request.traceparent,
+            caller=request.caller,
         )
 
     def commit(

@@ -159,6 +159,11 @@ class Metrics:
         self.running_requests = Gauge(
             "outrider_running_requests", "Generations that are running or queued.", registry=registry
         )
+        self.unread_answers = Counter(
+            "outrider_unread_answers",
+            "Answers that were cut because their client did not read them.",
+            registry=registry,
+        )
         self.prompt_tokens = Counter("outrider_prompt_tokens", "Prompt tokens.", registry=registry)
         self.tally = Tally()
         registry.register(self.tally)

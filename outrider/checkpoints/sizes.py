@@ -124,14 +124,18 @@ class CheckpointSizes:
                     sizes[pattern] = tensor.numbers
         return itemsize * (sizes[_EMBEDDING] + (sizes[_HEAD] if head else 0))
 
-    def token_bytes(self, itemsize: int, layers: int | None = None, *, latent: bool = True) -> int:
-        """Bytes of a token in the KV cache. layers: default all. latent: latent attention caches the latents."""
+    @property
+    def latent(self) -> bool:
+        """True if the model has latent attention, whose cache all heads share."""
+        return bool(self.config.get("kv_lora_rank"))
+
+    def token_bytes(self, itemsize: int, layers: int | None = None) -> int:
+        """Bytes of a token in the KV cache, of latent attention the latents. layers: default all."""
         config, count = self.config, self.layers if layers is None else layers
         heads = int(config.get("num_attention_heads") or config.get("n_head") or 1)
         if config.get("kv_lora_rank"):
             rotary = int(config.get("qk_rope_head_dim") or 0)
-            keys = int(config.get("qk_nope_head_dim") or 0) + rotary + int(config.get("v_head_dim") or 0)
-            return count * itemsize * (int(config["kv_lora_rank"]) + rotary if latent else heads * keys)
+            return count * itemsize * (int(config["kv_lora_rank"]) + rotary)
         kv_heads = int(config.get("num_key_value_heads") or heads)
         dim = int(config.get("head_dim") or self.hidden // heads)
         return count * itemsize * kv_heads * 2 * dim

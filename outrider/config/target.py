@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from outrider.config.common import DEFAULT_MODEL, DType, ServiceConfig, SharedOptions, check_minimum
+from outrider.config.ranks import check_ranks
 from outrider.config.token import ServicePortOptions
 from outrider.errors import ConfigError
 
@@ -50,9 +51,16 @@ class ModelOptions:
     format."""
     tp_size: Annotated[int, tyro.conf.arg(aliases=["--tensor-parallel-size", "--tp"])] = 1
     """Tensor-parallel ranks, one process each: devices, or processes on a CPU."""
+    nnodes: int = 1
+    """Machines that the tensor-parallel ranks are divided among."""
+    node_rank: int = 0
+    """Number of this machine, from 0. Machine 0 serves; on each other one, `outrider target` with the same flags
+    computes its share of the ranks."""
+    dist_init_addr: Annotated[str | None, tyro.conf.arg(aliases=["--nccl-init-addr"])] = None
+    """With several machines: host:port of machine 0 where their ranks meet."""
     device: str = "auto"
-    """Device of the model: auto, cpu, cuda, cuda:1, ... `serve` reads tpu as: the draft service on the TPU, the target
-    on auto."""
+    """Device of the model: auto, cpu, cuda, cuda:1, ...; with --tp-size the first of several, or a list: cuda:2,cuda:3.
+    `serve` reads tpu as: the draft service on the TPU, the target on auto."""
     context_length: int | None = None
     """Maximum tokens of prompt and answer together. Default: the model's."""
     weight_version: str = "default"
@@ -225,6 +233,7 @@ class TargetConfig(TargetListenOptions, TargetOptions, SharedOptions, ServicePor
         if chunk is not None and chunk < 1 and chunk != -1:
             raise ConfigError(f"--chunked-prefill-size must be 1 or more, or -1 for no cutting, not {chunk}")
         check_minimum(self, _LEAST)
+        check_ranks(self)
         fraction = self.mem_fraction_static
         if fraction is not None and not 0.0 < fraction <= 1.0:
             raise ConfigError(f"--mem-fraction-static must lie in (0, 1], not {fraction}")

@@ -32,11 +32,6 @@ def own_salt(cache_salt: str) -> str:
     return cache_salt.rpartition(_END_OF_CALLER)[2]
 
 
-def namespace_of(cache_salt: str) -> str:
-    """The caller of a session, which may choose any salt of its own; without a caller the salt."""
-    return cache_salt.partition(_END_OF_CALLER)[0]
-
-
 class GrammarKind(IntEnum):
     """Language of a grammar. Values as in the protocol."""
 
@@ -84,6 +79,7 @@ class OpenSession:
     max_draft_tokens: maximum draft tokens that a step verifies; None is as many as is profitable, 0 plain decoding
     traceparent: W3C trace context of the request, the parent of the session's spans; empty for no spans
     draft_sources: those that may draft, at least one
+    caller: callers take turns at admission, in prompt chunks and when grammars are compiled
     """
 
     session_id: int
@@ -102,6 +98,7 @@ class OpenSession:
     max_draft_tokens: int | None = None
     traceparent: str = ""
     draft_sources: frozenset[SourceKind] = ALL_SOURCES
+    caller: str = ""
 
     def validate(self, vocab_size: int, max_tokens: int) -> None:
         """Raise InvalidRequest unless all tokens are in the vocabulary and fewer than max_tokens."""

@@ -5,12 +5,14 @@
     3. attach    a session whose next pages are in the prefix cache takes them instead of computing them
     4. plan      first every running session that only needs its next token, then prompt chunks, within limits
 
-If pages run out, cached pages that no session holds are evicted first; then the session that was admitted last is
-preempted: it gives its pages back and waits, but keeps its tokens. Its pages stay in the cache while there is room.
+If pages run out, cached pages that no session holds are evicted first; then the session that was admitted last, of a
+caller with the most running sessions, is preempted: it gives its pages back and waits, but keeps its tokens. Its pages
+stay in the cache while there is room. It is also preempted for a caller that has no running session.
 
-The prompt that has waited longest gets at least half of a step's tokens for prompts; the rest goes to the shortest
-prompts. So a long prompt does not delay short ones, and they do not starve it. Of several sessions with the same next
-page, one computes it and the others take it one step later.
+Callers share a step's tokens for prompts evenly; what one does not need goes to the others. Of a caller's share, the
+prompt that has waited longest gets at least half; the rest goes to the shortest prompts. So a long prompt does not
+delay short ones, and they do not starve it. Of several sessions with the same next page, one computes it and the others
+take it one step later.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ class Scheduler:
         if most is None or len(self._waiting) <= most or session.begun:
             return
         if not self.held:
-            self._admit()
+            self._admit(displace=False)  # a step may be in flight
         if len(self._waiting) > most and session.id not in self._running:
             self._waiting.remove(session)
             raise Overloaded(f"{len(self._waiting)} requests wait already, which is the limit; retry later")
@@ -118,6 +120,8 @@ class Scheduler:
         session.evict(trusted=trusted)
         if self._running.pop(session.id, None) is None:
             self._waiting.remove(session)
+        else:
+            self._waiting.ended(session)
 
     def plan(self) -> list[Chunk]:
         """The chunks of this step, with pages leased for their tokens."""
@@ -144,7 +148,9 @@ class Scheduler:
 
     def fits(self) -> bool:
         """True if there are pages for all pending tokens of running sessions, so that a plan preempts no session."""
-        return self._missing(0) <= self.allocator.free_pages
+        if self._missing(0) > self.allocator.free_pages:
+            return False
+        return not self._waiting or not self._next_has_none or self._displaced(self._missing(1)) is None
 
     def reserve(self, session: Session, tokens: int) -> bool:
         """Lease pages for a session's first tokens, preempting later sessions. False if it was preempted itself."""
@@ -152,7 +158,7 @@ class Scheduler:
             try:
                 session.table.reserve(tokens)
             except OutOfPages:
-                victim = next(reversed(self._running.values()))
+                victim = self._victim()
                 if victim is session and len(self._running) == 1:
                     raise EngineFault(f"{tokens} tokens do not fit into the whole page pool") from None
                 self._preempt(victim)
@@ -175,22 +181,53 @@ class Scheduler:
         self.allocator.check(tables=[session.table.pages.tolist() for session in self])
         self.prefix.check()
 
-    def _admit(self) -> None:
-        if not self._waiting or len(self._running) >= self.limits.max_running:
+    def _admit(self, *, displace: bool = True) -> None:
+        full = len(self._running) >= self.limits.max_running
+        if not self._waiting or (full and not (displace and self._next_has_none)):
             return
-        pages_for = self.allocator.pages_for
         promised = self._missing(1)
-        while self._waiting and len(self._running) < self.limits.max_running:
+        while self._waiting:
+            if displace and (victim := self._displaced(promised)) is not None:
+                self._preempt(victim)
+                self.preemptions += 1
+                promised = self._missing(1)
+                continue
             session = self._waiting.next()
-            _, held = session.table.peek(session.sharable)
-            wanted = pages_for(session.length + 1) - held
-            if self._running and wanted + promised > self.allocator.free_pages:
+            if not self._has_room(session, promised):
                 return
             self._waiting.take(session)
             self._running[session.id] = session
             session.admitted_at = session.admitted_at or time.time_ns()
             session.attach()
-            promised += pages_for(session.length + 1) - len(session.table.pages)
+            promised += self.allocator.pages_for(session.length + 1) - len(session.table.pages)
+
+    @property
+    def _next_has_none(self) -> bool:
+        """True if the caller of the next session has no running one."""
+        return self._waiting.next().caller not in self._waiting.running
+
+    def _wanted(self, session: Session) -> int:
+        """Pages that a waiting session needs besides cached ones that others hold."""
+        _, held = session.table.peek(session.sharable)
+        return self.allocator.pages_for(session.length + 1) - held
+
+    def _has_room(self, session: Session, promised: int) -> bool:
+        """True if a waiting session can run. promised: pages that running sessions are going to lease."""
+        if not self._running:
+            return True
+        has_slot = len(self._running) < self.limits.max_running
+        return has_slot and self._wanted(session) + promised <= self.allocator.free_pages
+
+    def _displaced(self, promised: int) -> Session | None:
+        """The running session in whose place the next one is admitted, because its caller has none; None if none is.
+
+        The caller of the displaced one keeps another, and the admitted one needs at most an even share of the pages.
+        """
+        session, running = self._waiting.next(), self._waiting.running
+        if session.caller in running or max(running.values(), default=0) < 2 or self._has_room(session, promised):
+            return None
+        share = self.allocator.total_pages // (len(running) + 1)
+        return self._victim() if self._wanted(session) <= share else None
 
     def _missing(self, more: int) -> int:
         """Pages that running sessions lack for their pending tokens. more: further tokens of each session."""
@@ -204,6 +241,13 @@ class Scheduler:
             self._preempt(session)
         return len(running)
 
+    def _victim(self) -> Session:
+        """The session admitted last, of a caller with the most running sessions. The first one of all is only chosen if
+        it is alone, so that every session ends at last."""
+        running = self._waiting.running
+        most = max(running.values())
+        return next(session for session in reversed(self._running.values()) if running[session.caller] == most)
+
     def _preempt(self, session: Session) -> None:
         del self._running[session.id]
         session.publish()
@@ -214,34 +258,36 @@ class Scheduler:
 
     def _portions(self, prompts: Sequence[Session], decoding: int) -> list[tuple[Session, int]]:
         """Tokens of each prompt in this step. prompts: in order of admission. decoding: tokens of other sessions."""
-        oldest, *others = prompts
-        order = _first_of_each_page([oldest, *sorted(others, key=lambda session: session.pending)])
+        callers = sorted(_by_caller(prompts), key=_pending)
+        order = _first_of_each_page([session for sessions in callers for session in _oldest_then_shortest(sessions)])
         if self.limits.step_tokens is None:
-            return self._whole(order)
+            return self._whole(sorted(order, key=lambda session: session is not prompts[0]))
         room = self.limits.step_tokens - decoding
         if self.limits.prefill_tokens is not None:
             room = min(room, self.limits.prefill_tokens)
-        rest = sum(session.pending for session in order[1:])
         portions: list[tuple[Session, int]] = []
-        for session in order:
-            size = min(session.pending, room if portions else max((room + 1) // 2, room - rest))
-            if size <= 0:
-                break
-            portions.append((session, size))
-            room -= size
+        callers = sorted(_by_caller(order), key=_pending)  # so that what one does not need is left to the next
+        for i, sessions in enumerate(callers):
+            taken = _shared(sessions, -(-room // (len(callers) - i)))
+            portions += taken
+            room -= sum(size for _, size in taken)
         return portions
 
     def _few_scored(self, portions: Sequence[tuple[Session, int]], decoding: int) -> Iterator[tuple[Session, int]]:
         """Limit the portions of prompts with log-probabilities, more so while other sessions decode."""
         room = self.limits.scored_tokens
-        if room is not None and decoding:
-            room = max(1, room // _SCORED_PARTS)
+        if room is None:
+            yield from portions
+            return
+        scored = {session.caller for session, _ in portions if session.scored < session.to_score}
+        share = max(1, room // (max(1, len(scored)) * (_SCORED_PARTS if decoding else 1)))
+        left = dict.fromkeys(scored, share)
         for session, size in portions:
-            if room is None or session.scored == session.to_score:
+            if session.scored == session.to_score:
                 yield session, size
-            elif room > 0:
-                yield session, min(size, room)
-                room -= min(size, room)
+            elif left[session.caller] > 0:
+                yield session, min(size, left[session.caller])
+                left[session.caller] -= min(size, left[session.caller])
 
     def _whole(self, order: Sequence[Session]) -> list[tuple[Session, int]]:
         """As many whole prompts as fit, but at least the first."""
@@ -254,6 +300,36 @@ class Scheduler:
                 room -= session.pending
             portions.append((session, session.pending))
         return portions
+
+
+def _by_caller(sessions: Sequence[Session]) -> list[list[Session]]:
+    """The sessions of each caller, in the given order."""
+    found: dict[str, list[Session]] = {}
+    for session in sessions:
+        found.setdefault(session.caller, []).append(session)
+    return list(found.values())
+
+
+def _pending(sessions: Sequence[Session]) -> int:
+    return sum(session.pending for session in sessions)
+
+
+def _oldest_then_shortest(sessions: Sequence[Session]) -> list[Session]:
+    oldest, *others = sessions
+    return [oldest, *sorted(others, key=lambda session: session.pending)]
+
+
+def _shared(sessions: Sequence[Session], room: int) -> list[tuple[Session, int]]:
+    """Portions of one caller's prompts: at least half of the room for the first one."""
+    rest = _pending(sessions[1:])
+    portions: list[tuple[Session, int]] = []
+    for session in sessions:
+        size = min(session.pending, room if portions else max((room + 1) // 2, room - rest))
+        if size <= 0:
+            break
+        portions.append((session, size))
+        room -= size
+    return portions
 
 
 def _first_of_each_page(order: Sequence[Session]) -> list[Session]:

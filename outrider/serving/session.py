@@ -37,6 +37,7 @@ class Session:
         self.stop = request.stop
         self.prompt_length = request.prompt_length
         self.priority = request.priority
+        self.caller = request.caller
         self.max_draft_tokens = UNBOUNDED if request.max_draft_tokens is None else request.max_draft_tokens
         self.draft_sources: frozenset[SourceKind] = request.draft_sources if self.max_draft_tokens else frozenset()
         self.length = len(request.tokens)

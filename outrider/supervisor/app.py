@@ -47,7 +47,7 @@ from outrider.service_token import make_token_file
 from outrider.supervisor.display import Display, first_curl
 from outrider.supervisor.draft_watch import DRAFT_BACKOFF, DraftWatch
 from outrider.supervisor.hangs import SILENT_SECONDS
-from outrider.supervisor.memory import share_device
+from outrider.supervisor.memory import check_model, share_device
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, stop_and_kill_events, supervise
 from outrider.supervisor.resolution import resolve_config, target_on_cpu
 from outrider.telemetry import setup_logging
@@ -117,6 +117,11 @@ def check_values(config: ServeConfig) -> None:
         )
     if config.require_draft and draft.speculative_algorithm == "NONE":
         raise ConfigError("--require-draft needs a drafter; leave it out with --speculative-algorithm NONE")
+    if config.target.node_rank > 0:
+        raise ConfigError(
+            f"--node-rank {config.target.node_rank}: only machine 0 serves; start `outrider target` here, with the "
+            "flags of the target"
+        )
     tree_shape(config.shared, draft.speculative_algorithm)
     config.service_token()
     gateway.server_tls()
@@ -185,6 +190,7 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
             listen=config.listen_draft or f"unix:{runtime}/draft.sock", require_draft=config.require_draft,
         )  # fmt: skip
     target.check()
+    check_model(target)
     target, draft = share_device(target, draft)
     control_socket = config.gateway.control_socket or f"{runtime}/control.sock"
     gateway = GatewayConfig(

@@ -185,7 +185,8 @@ def _target_device(config: ServeConfig) -> str:
         device = f"{'CPU' if on_cpu else 'cuda'}, found by --device auto"
     if target.tp_size == 1:
         return device
-    return f"{device}; {target.tp_size} tensor-parallel {'processes' if on_cpu else 'devices'}"
+    machines = f" on {target.nnodes} machines" if target.nnodes > 1 else ""
+    return f"{device}; {target.tp_size} tensor-parallel {'processes' if on_cpu else 'devices'}{machines}"
 
 
 def _draft_device(draft: DraftConfig) -> str:

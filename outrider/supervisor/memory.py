@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 from outrider.checkpoints import checkpoint
 from outrider.checkpoints.sizes import ITEMSIZES, CheckpointSizes
 from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, MODEL_ALGORITHMS, DraftConfig, TargetConfig
+from outrider.config.ranks import rank_places
 from outrider.errors import ConfigError
 from outrider.placement.devices import free_host_memory, gpu_memory, has_gpu
 from outrider.placement.memory import (
@@ -29,6 +31,7 @@ from outrider.placement.memory import (
     plan_host,
 )
 from outrider.placement.step_sizes import step_sizes
+from outrider.supervisor.ranks import check_division
 
 _JAX_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _GPU_NAMES = ("cuda", "gpu")
@@ -46,7 +49,7 @@ def plan_of(target: TargetConfig, draft: DraftConfig | None, total: int | None =
     gpus = target_gpus(target) if total is None else range(target.tp_size)
     itemsize = ITEMSIZES.get(target.dtype) or sizes.itemsize or 2
     numbers = 1 if target.kv_cache_dtype.startswith("fp8") else itemsize
-    token_bytes = sizes.token_bytes(numbers, latent=target.tp_size == 1)
+    token_bytes = sizes.token_bytes(numbers)
     if not gpus:
         weights = sizes.weights(itemsize, target.quantization)
         free = max(0, free_host_memory() - weights)
@@ -57,13 +60,19 @@ def plan_of(target: TargetConfig, draft: DraftConfig | None, total: int | None =
     return plan_device(
         total,
         sizes.weights(itemsize, target.quantization) // target.tp_size,
-        -(-token_bytes // target.tp_size),
+        -(-token_bytes // (1 if sizes.latent else target.tp_size)),  # every rank caches all latents
         working=step_sizes(target, sizes.hidden, sizes.vocab).working_bytes(itemsize),
         draft=target.draft_headroom_bytes
         if target.draft_headroom_bytes is not None
         else headroom_of(target, draft).bytes,
         **cache_flags(target),
     )
+
+
+def check_model(target: TargetConfig) -> None:
+    """Raise ConfigError for a checkpoint on this machine that the target would refuse."""
+    if (sizes := _sizes(target.model_path)) is not None:
+        check_division(target, sizes)
 
 
 def share_device(target: TargetConfig, draft: DraftConfig | None) -> tuple[TargetConfig, DraftConfig | None]:
@@ -119,9 +128,11 @@ def _need(target: TargetConfig, draft: DraftConfig, total: int | None) -> DraftH
     return draft_headroom(budget, weights // shards, token_bytes, wanted, fixed=chosen is not None)
 
 
-def target_gpus(target: TargetConfig) -> range:
+def target_gpus(target: TargetConfig) -> Sequence[int]:
     """Numbers of the GPUs that the target uses; empty on a CPU."""
-    return _gpus(target.device, target.tp_size) if target.device != "auto" or has_gpu() else range(0)
+    if "," in target.device:
+        return [int(name.partition(":")[2]) for name in rank_places(target).devices]
+    return _gpus(target.device, target.tp_size // target.nnodes) if target.device != "auto" or has_gpu() else range(0)
 
 
 def draft_gpus(draft: DraftConfig) -> range:

@@ -37,6 +37,7 @@ def open_to_pb(request: OpenSession) -> common_pb2.OpenSession:
         max_draft_tokens=request.max_draft_tokens,
         traceparent=request.traceparent,
         draft_sources=draft_sources_to_pb(request.draft_sources),
+        caller=request.caller,
     )
 
 
@@ -60,6 +61,7 @@ def open_from_pb(message: common_pb2.OpenSession) -> OpenSession:
         max_draft_tokens=message.max_draft_tokens if message.HasField("max_draft_tokens") else None,
         traceparent=message.traceparent,
         draft_sources=draft_sources_from_pb(message.draft_sources),
+        caller=message.caller,
     )
 
 

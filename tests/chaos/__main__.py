@@ -1,7 +1,8 @@
 """Run the campaign, and write a page with its results.
 
-make chaos                                    each fault on each process, some minutes
-make chaos ARGS="--all"                       every temperature and number of sessions, too
+make chaos                                    each fault on each process, and some with a head as the drafter; minutes
+make chaos ARGS="--all --minutes 30"          every temperature and number of sessions, too, as far as time allows
+make chaos ARGS="--all --minutes 30 --resume" the cells that are missing in the page
 make chaos ARGS="--only target SIGSTOP"       cells whose name has all of these words; no page is written
 """
 
@@ -9,11 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
+import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,13 +28,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.harness import report
 from bench.harness.errors import BenchError
-from tests.chaos.campaign import Campaign, Result
-from tests.chaos.cells import Cell, all_cells, selected
+from tests.chaos.campaign import Campaign
+from tests.chaos.cells import Cell, all_cells, head_cells, selected
 from tests.chaos.network import Network, network
-from tests.chaos.system import Levels, running_system
+from tests.chaos.page import Page
+from tests.chaos.system import running_system
+from tests.support.checkpoints.perfect import write_cyclic_target, write_perfect_eagle3
 from tests.support.tiny import write_model, write_slower_twin, write_tokenizer
 
 _WIDTH = 64000  # of the target's layers, most of it idle: slow enough for proposals to arrive in time
+_DEEP_WIDTH = 16000  # of one with four times as many layers
+_SHARPNESS = 0.25  # of a target whose head knows its text: sampled texts differ from the likeliest one
 _CLONE_NEWNS = 0x00020000
 
 
@@ -46,8 +54,12 @@ class Options:
     """Of the selection, and of what the network loses and reorders."""
     seconds: float = 40.0
     """Length of SIGSTOP and network cut, in seconds. The gateway notices a peer that is silent for 30 s."""
-    drafter: Literal["STANDALONE", "NGRAM"] = "STANDALONE"
-    """Drafter of the system."""
+    drafter: Literal["STANDALONE", "NGRAM", "EAGLE3"] | None = None
+    """Drafter of the system. Default: STANDALONE, and a few cells with EAGLE3."""
+    minutes: float = math.inf
+    """Begin no further cell after so many minutes."""
+    resume: bool = False
+    """Run only the cells that the page does not have yet, of the same commit, machine and settings."""
     log: str = "chaos.log"
     """File for the output of the system's processes."""
     output: str | None = None
@@ -55,14 +67,20 @@ class Options:
 
 
 def main(options: Options) -> int:
-    """Run the campaign. Returns 1 if anything was not as it should be."""
+    """Run the campaign. Returns 1 if anything was not as it should be, 2 if it could not run."""
     if os.geteuid():
         print("the campaign makes network namespaces and mounts file systems; run it as root", file=sys.stderr)
         return 2
-    cells = all_cells() if options.all else selected(options.seed)
-    cells = [cell for cell in cells if all(word in cell.name for word in options.only)]
+    cells = [cell for cell in _cells(options) if all(word in cell.name for word in options.only)]
     if not cells:
         print(f"no cell has all of {', '.join(options.only)} in its name", file=sys.stderr)
+        return 2
+    report.set_folder(Path(options.output) if options.output else None)
+    page = Page(cells, _command(options), seed=options.seed, seconds=options.seconds, kept=not options.only)
+    try:
+        missing = page.resume() if options.resume else cells
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 2
     _own_mounts()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -71,38 +89,53 @@ def main(options: Options) -> int:
         network(options.seed) as emulated,
         Progress(*columns, console=Console(stderr=True)) as bar,
     ):
-        task = bar.add_task("writing the models", total=len(cells))
-        flags = _flags(Path(folder), options.drafter)
-
-        def note(text: str) -> None:
-            bar.update(task, description=text)
-
-        try:
-            results = asyncio.run(_run(options, emulated, flags, cells, note, lambda: bar.advance(task)))
-        except BenchError as error:
-            print(f"the campaign ended: {error.message}; the system's output is in {options.log}", file=sys.stderr)
-            return 1
-    if not options.only:
-        _write(options, results)
-    failed = [result for result in results if result.faults]
+        task = bar.add_task("writing the models", total=len(missing))
+        until = time.monotonic() + 60 * options.minutes
+        for drafter, of_drafter in itertools.groupby(missing, lambda cell: cell.drafter):
+            run = _Run(options, emulated, until, page, lambda text: bar.update(task, description=text))
+            flags = _flags(Path(folder), drafter)
+            try:
+                asyncio.run(run(flags, list(of_drafter), lambda: bar.advance(task)))
+            except BenchError as error:
+                print(f"the campaign ended: {error.message}; the system's output is in {options.log}", file=sys.stderr)
+                return 1
+    failed = [result for result in page.results if result.faults]
     for result in failed:
         print(f"{result.cell.name}: {'; '.join(result.faults)}", file=sys.stderr)
-    print(f"{len(results) - len(failed)} passed, {len(failed)} failed")
+    left = len(cells) - len(page.rows)
+    print(f"{len(page.results) - len(failed)} passed, {len(failed)} failed" + (f", {left} left" if left else ""))
     return 1 if failed else 0
 
 
-async def _run(
-    options: Options, emulated: Network, flags: list[str], cells: Sequence[Cell], note, done
-) -> list[Result]:
-    results = []
-    async with running_system(emulated, flags, Path(options.log), note) as system:
-        campaign = Campaign(system, options.seconds, note)
-        await campaign.prepare()
-        for cell in cells:
-            results.append(await campaign.run(cell))
-            print(report.format_row(results[-1].row() | {"took": results[-1].seconds}), flush=True)
-            done()
-    return results
+def _cells(options: Options) -> list[Cell]:
+    drafter = options.drafter or "STANDALONE"
+    cells = all_cells(drafter) if options.all else selected(options.seed, drafter)
+    return cells + head_cells() if options.drafter is None else cells
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Runs the cells of one system. until: no cell begins after this time; note: shows what is being done."""
+
+    options: Options
+    emulated: Network
+    until: float
+    page: Page
+    note: Callable[[str], None]
+
+    async def __call__(self, flags: list[str], cells: Sequence[Cell], done: Callable[[], None]) -> None:
+        if time.monotonic() > self.until:
+            return
+        async with running_system(self.emulated, flags, Path(self.options.log), self.note) as system:
+            campaign = Campaign(system, self.options.seconds, self.note)
+            await campaign.prepare(cells)
+            for cell in cells:
+                if time.monotonic() > self.until:
+                    return
+                result = await campaign.run(cell)
+                print(report.format_row(result.row() | {"took": result.seconds}), flush=True)
+                self.page.add(result)
+                done()
 
 
 def _own_mounts() -> None:
@@ -114,47 +147,20 @@ def _own_mounts() -> None:
 
 
 def _flags(folder: Path, drafter: str) -> list[str]:
-    draft = write_tokenizer(write_model(folder / "draft", seed=3))
-    target = write_tokenizer(write_slower_twin(folder / "target", draft, _WIDTH))
+    """Flags of `outrider serve`. The models of each drafter are in a folder of their own."""
+    folder = folder / drafter
+    if drafter == "EAGLE3":
+        fast = write_tokenizer(write_cyclic_target(folder / "fast", sharpness=_SHARPNESS))
+        target = write_tokenizer(write_slower_twin(folder / "target", fast, _DEEP_WIDTH))
+        draft = write_perfect_eagle3(folder / "draft", target)
+    else:
+        draft = write_tokenizer(write_model(folder / "draft", seed=3))
+        target = write_tokenizer(write_slower_twin(folder / "target", draft, _WIDTH))
     # An explicit tree: draft tokens are verified although they might not be profitable here.
     tree = ["--speculative-num-steps", "4", "--speculative-num-draft-tokens", "5", "--speculative-eagle-topk", "1"]
-    model = ["--speculative-draft-model-path", str(draft)] if drafter == "STANDALONE" else []
+    model = [] if drafter == "NGRAM" else ["--speculative-draft-model-path", str(draft)]
     own = ["--self-speculation", "off", "--max-running-requests", "64", "--max-total-tokens", "32768"]
     return ["--model-path", str(target), "--speculative-algorithm", drafter, *model, *tree, *own]
-
-
-def _write(options: Options, results: Sequence[Result]) -> None:
-    report.set_folder(Path(options.output) if options.output else None)
-    failed = sum(bool(result.faults) for result in results)
-    page = report.Report(
-        "chaos",
-        "Faults: texts and recovery",
-        command=_command(options),
-        notes=[
-            f"{len(results)} cells, {failed} with a finding; seed {options.seed}, drafter {options.drafter}, a small "
-            "random model as a target slowed down, its fast twin as the draft, two gateway workers",
-            "The fault begins when a quarter of all tokens has arrived. Equal texts: those with the tokens of an "
-            "undisturbed run that decoded plainly. Asked again: streams that ended with their gateway worker, which a "
-            "client repeats; what they had was the beginning of the same text",
-            f"SIGSTOP and network cut last {options.seconds:g} s. Half-open: the process is killed behind a cut of "
-            "6 s; its peers see no end of their connections. Disk full: the process starts anew with an empty cache "
-            "and no room. Clock step: an hour forwards, and back a second later. Slow reader: half of the clients do "
-            "not read for 8 s, or the service's network takes 6 kB/s for as long",
-            "Longest pause: of a stream between two tokens, from the fault on; of slow readers, the others. Whole "
-            "again: seconds until all processes run and are connected, and a new request has its text with accepted "
-            "draft tokens; from a kill, or from the end of a fault without one",
-            "Levels: leased pages, open sessions, open files and resident memory of each process are what undisturbed "
-            "loads leave, at most 45 s later",
-            "The delay is each way. Delay, loss and reordering last until all streams have ended; a program in user "
-            "space carries the packets between the processes' network namespaces",
-        ],
-    )
-    page.rows = [result.row() for result in results]
-    last = next((result.levels for result in reversed(results) if result.levels is not None), None)
-    first = next((result.levels for result in results if result.levels is not None), None)
-    if first is not None and last is not None:
-        page.more = [("Levels after the first and the last cell", _level_rows(first, last))]
-    page.write()
 
 
 def _command(options: Options) -> str:
@@ -162,19 +168,9 @@ def _command(options: Options) -> str:
     flags = ["--all"] if options.all else []
     for name in ("seed", "seconds", "drafter"):
         value = getattr(options, name)
-        if value != getattr(Options, name):
+        if value not in (None, getattr(Options, name)):
             flags += [f"--{name}", str(value)]
     return "make chaos" + (f' ARGS="{" ".join(flags)}"' if flags else "")
-
-
-def _level_rows(first: Levels, last: Levels) -> list[dict[str, object]]:
-    return [
-        {
-            "process": role, "memory first, MB": first.memory[role], "memory last, MB": last.memory[role],
-            "open files first": first.files[role], "open files last": last.files[role],
-        }
-        for role in first.memory
-    ]  # fmt: skip
 
 
 if __name__ == "__main__":

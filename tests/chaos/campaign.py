@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 import aiohttp
 
 from bench.harness.errors import BenchError
-from tests.chaos.cells import SESSIONS, TEMPERATURES, TOKENS, Cell
+from tests.chaos.cells import TOKENS, Cell
 from tests.chaos.clients import Readers, Request, Stream, follow
 from tests.chaos.faults import FAULTS, Fault, Scene
 from tests.chaos.system import Levels, System
@@ -45,8 +45,7 @@ class Result:
         """A row of the table."""
         cell = self.cell
         return {
-            "process": cell.role, "fault": cell.fault, "T": cell.temperature, "sessions": cell.sessions,
-            "equal texts": f"{self.equal} of {cell.sessions}", "asked again": self.repeated,
+            **cell.columns, "equal texts": f"{self.equal} of {cell.sessions}", "asked again": self.repeated,
             "longest pause, s": self.pause, "whole again, s": self.whole,
             "levels": "returned" if not self.faults else "; ".join(self.faults),
         }  # fmt: skip
@@ -60,12 +59,12 @@ class Campaign:
         self._texts: dict[tuple[float, int], list[int]] = {}
         self._level: Levels | None = None
 
-    async def prepare(self) -> None:
-        """Get the undisturbed texts, decoded plainly, and the levels of a system that has served."""
-        most = max(TOKENS.values())
-        for temperature in TEMPERATURES:
+    async def prepare(self, cells: Sequence[Cell]) -> None:
+        """Get the undisturbed texts, decoded plainly, of the loads of some cells."""
+        sessions, most = max(cell.sessions for cell in cells), max(TOKENS[cell.sessions] for cell in cells)
+        for temperature in sorted({0.0, *(cell.temperature for cell in cells)}):
             self._note(f"undisturbed texts at T={temperature:g}")
-            requests = [Request(index, temperature, most, draft=False) for index in range(max(SESSIONS))]
+            requests = [Request(index, temperature, most, draft=False) for index in range(sessions)]
             for stream in await self._streams(requests):
                 if stream.error:
                     raise BenchError(f"an undisturbed request failed: {stream.error}")

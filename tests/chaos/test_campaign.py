@@ -4,9 +4,12 @@ import itertools
 
 import pytest
 
-from tests.chaos.cells import ROLES, SESSIONS, TEMPERATURES, all_cells, selected
+from bench.harness import report
+from tests.chaos.campaign import Result
+from tests.chaos.cells import ROLES, SESSIONS, TEMPERATURES, all_cells, head_cells, selected
 from tests.chaos.emulator import Rule, Wire
 from tests.chaos.faults import FAULTS
+from tests.chaos.page import Page
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -18,6 +21,40 @@ def test_a_selection_has_each_fault_on_each_process_and_each_fault_under_all_loa
     for fault in FAULTS.keys() - {"none"}:
         assert {cell.sessions for cell in cells if cell.fault == fault} == set(SESSIONS)
         assert {cell.temperature for cell in cells if cell.fault == fault} == set(TEMPERATURES)
+
+
+def result(cell):
+    return Result(cell, equal=cell.sessions)
+
+
+def test_a_campaign_that_was_interrupted_runs_the_missing_cells(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "_folder", tmp_path)
+    monkeypatch.setattr(report, "commit", lambda: "abc")
+    cells = [*selected(0), *head_cells()]
+    calm = [cell for cell in cells if cell.fault == "none" and cell.drafter == "STANDALONE"]
+
+    def page(seed=0):
+        return Page(cells, "make chaos", seed=seed, seconds=40.0)
+
+    first = page()
+    assert first.resume() == cells
+    for cell in cells[:10]:
+        first.add(result(cell))
+    assert "10 of 45 cells, 0 with a finding" in (tmp_path / "chaos.md").read_text()
+    second = page()
+    missing = second.resume()
+    assert missing == [*calm, *cells[10:]]
+    for cell in missing[:-3]:
+        second.add(result(cell))
+    third = page()
+    assert third.resume() == [
+        cell for cell in cells if cell.drafter == "EAGLE3" and (cell.fault == "none" or cell in cells[-3:])
+    ]
+    assert len(third.rows) == len(cells) - 4
+    assert len(page(seed=1).resume()) == len(cells)
+    monkeypatch.setattr(report, "commit", lambda: "def")
+    with pytest.raises(ValueError, match="omit --resume"):
+        page().resume()
 
 
 def arrivals(rule, count=1000, size=100):

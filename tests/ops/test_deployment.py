@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gateway.admission.access import Access
+from outrider.config import GatewayConfig, parse_flags
+
 ROOT = Path(__file__).parents[2]
 COMPOSE = (ROOT / "compose.yaml").read_text()
 VARIABLES = re.compile(r"\$\{(\w+):?-([^}]*)\}")
@@ -164,6 +167,23 @@ def test_the_gateway_gets_the_keys_of_its_callers(name):
     given = SERVICES[name]["environment"]
     assert given["OUTRIDER_API_KEY"] == "${API_KEY:-}"
     assert given["OUTRIDER_ADMIN_API_KEY"] == "${ADMIN_API_KEY:-}"
+
+
+@pytest.mark.parametrize("hosts", [(), ("api.example.com", ".example.org")])
+@pytest.mark.parametrize("name", [name for name in OWN if name.startswith("gateway")])
+def test_an_operator_reaches_the_control_routes_by_the_names_in_the_settings(name, hosts):
+    settings = {"ALLOWED_HOSTS": " ".join(hosts), "ALLOWED_ORIGINS": "https://page.example"}
+    command = VARIABLES.sub(lambda found: settings.get(found[1], found[2]), SERVICES[name]["command"])
+    config = parse_flags(GatewayConfig, command.split(), "outrider gateway")
+    config.check_access()
+    assert (config.allowed_hosts, config.allowed_origins) == (hosts, ("https://page.example",))
+    access = Access(config)
+    assert [access.allows(host) for host in ("api.example.com", "a.example.org", "evil.example")] == [
+        *[bool(hosts)] * 2,
+        False,
+    ]
+    environment = {key: VARIABLES.sub("superior", value) for key, value in SERVICES[name]["environment"].items()}
+    assert config.admin_keys(environment) == ["superior"]
 
 
 def test_only_gateways_are_published_with_the_api():

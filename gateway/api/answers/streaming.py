@@ -15,11 +15,14 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.api.answers.errors import body_of
 from gateway.orchestration.generation import Generation
-from outrider.errors import EngineFault, OutriderError
+from outrider.errors import DeadlineExceeded, EngineFault, OutriderError
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+CONNECTION = "outrider.connection"
+"""Key of the ASGI scope: the request's connection, whose `cut` sends the event that its `last_event` makes."""
 
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"  # ignored by clients
@@ -27,6 +30,7 @@ _SILENCE = 15.0  # seconds; proxies close streams that are silent for 30 or 60
 _LAST_SECONDS = 1.0  # beyond a stream's deadline, for the error that reports it
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _CLIENT_CLOSED_REQUEST = 499
+_UNREAD = "the client did not read its answer in time; read events as they come"
 
 
 class ClientGone(Exception):
@@ -140,12 +144,16 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events, unless the client disconnects. Raises errors that precede the first event."""
         self._due = asyncio.get_running_loop().time() + self._silence
+        connection = scope.get(CONNECTION)
+        if connection is not None:
+            connection.last_event = partial(self._failed, DeadlineExceeded(_UNREAD))
         try:
             async with asyncio.timeout_at(self._deadline):
                 await until_disconnect(receive, self._send(send), partial(self._keep_alive, send))
         except TimeoutError:
-            # Nothing more can be sent to this client; the listener closes the connection.
             log.warning("a stream is cut: its client had not read all of it when the deadline of the request passed")
+            if connection is not None:
+                connection.cut()
         except ClientGone:
             if not self._started:
                 await Response(status_code=_CLIENT_CLOSED_REQUEST)(scope, receive, send)

@@ -33,6 +33,7 @@ from services.draft.model.programs.runner import ModelRunner
 from services.draft.online.options import options_of
 from services.draft.online.swap import WeightFormat
 from services.draft.process.checkpoints import describe_model, draft_folder, read_draft, vocab_limit, with_map_of
+from services.draft.process.program_cache import cache_programs
 from services.draft.process.weights import choose_backend, chosen_quantization, place_weights
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def load_model_drafter(
     shape: of explicit trees; children: candidates a node of adaptive ones
     """
     devices = choose_devices(config.draft_device, config.draft_tp_size)
-    _cache_programs()
+    cache_programs(cache_folder() / "xla")
     origin = draft_folder(config)
     folder, draft, vocabulary, online = _read(origin, config)
     facts = describe_model(folder, vocabulary, config, draft.config, dtype_of(config, devices[0])[1])
@@ -170,9 +171,3 @@ def _runner(
         fusion_params=fusion_params,
     )
     return runner, PrefixCache(PageAllocator(total_pages, page_size), enabled=not config.disable_radix_cache)
-
-
-def _cache_programs() -> None:
-    """Cache compiled programs beside the converted models, for the next start-up."""
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -37,7 +37,8 @@ def plan_memory(model: Model, config: TargetConfig) -> MemoryPlan:
     """The memory plan of a loaded model, which is logged. Raises ConfigError if the KV cache has no room."""
     memory = device_memory(model.device)
     if memory is None:
-        plan = plan_host(free_host_memory(), model.token_bytes, **cache_flags(config))
+        ranks = config.tp_size // config.nnodes  # of this machine, which have as many caches
+        plan = plan_host(free_host_memory() // ranks, model.token_bytes, **cache_flags(config))
     else:
         sizes = step_sizes(config, model.hidden_size, model.vocab_size)
         # With a fraction, this process's own context counts, too: the fraction is of all that the device has.
@@ -48,7 +49,7 @@ def plan_memory(model: Model, config: TargetConfig) -> MemoryPlan:
             model.token_bytes,
             working=sizes.working_bytes(model.dtype.itemsize),
             draft=config.draft_headroom_bytes or 0,
-            taken=max(0, memory.total - memory.free - memory.weights - own),
+            taken=max(0, memory.total - memory.free - memory.weights - own) + model.shortage,
             **cache_flags(config),
         )
     log.info("memory of %s: %s", model.device, plan)

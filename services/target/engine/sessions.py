@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outrider.errors import EngineFault, InvalidRequest, OutriderError
-from outrider.serving.messages import OpenSession, SessionFailure, namespace_of
+from outrider.serving.messages import OpenSession, SessionFailure
 from outrider.serving.scheduler import Scheduler
 from outrider.serving.session import Session
 from services.target.features.features import Features
@@ -49,9 +49,7 @@ class OpenSessions:
             if request.grammar is None:
                 self._scheduler.add(session)
             else:
-                self.grammars.request(
-                    session.id, request.grammar, namespace_of(request.cache_salt), bounded=session.new_tokens == 0
-                )
+                self.grammars.request(session.id, request.grammar, request.caller, bounded=session.new_tokens == 0)
         except Exception:
             self._features.close(session.id)
             raise

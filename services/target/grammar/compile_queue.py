@@ -1,8 +1,8 @@
 """Grammars that wait to be compiled, and the threads that compile them.
 
-The namespaces of sessions take turns, so that a caller with a thousand grammars delays the others by one of them; it
-may occupy one thread, and a bounded number of its grammars wait. A grammar that no session waits for is not compiled,
-or no longer. Sessions without a namespace cannot be distinguished, and share one.
+Callers take turns, and a bounded number of a caller's grammars wait. Two threads compile; a caller that has none of
+them gets another one, so that a caller with a thousand grammars does not delay the others. A grammar that no session
+waits for is not compiled, or no longer.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from outrider.serving.messages import Grammar
 from services.target.grammar.sandbox import Abandoned
 
 MAX_WAITING = 256
-"""Grammars of a namespace that may wait."""
+"""Grammars of a caller that may wait."""
 
 _THREADS = 2
+_MOST_THREADS = 8  # with those of callers that have none of the first
 _IDLE_SECONDS = 10.0  # after which a thread ends
 _RETRY_SECONDS = 2
 
@@ -44,19 +45,19 @@ class Job:
 
 
 class CompileQueue:
-    """Compiles grammars, in turns by namespace, in threads that start when there are some."""
+    """Compiles grammars, in turns by caller, in threads that start when there are some."""
 
     def __init__(self, compile_now: Compile) -> None:
         self._compile = compile_now
         self._changed = threading.Condition(threading.RLock())
-        self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()  # by namespace, the next one first
-        self._running: list[str] = []  # namespaces whose grammars are being compiled
+        self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()  # by caller, the next turn first
+        self._running: list[str] = []  # callers whose grammars are being compiled
         self._threads = 0
 
-    def add(self, job: Job, namespace: str, *, bounded: bool = True) -> None:
-        """Compile a job in a namespace's turn, too. Raises Overloaded if it is bounded and too many wait."""
+    def add(self, job: Job, caller: str, *, bounded: bool = True) -> None:
+        """Compile a job in a caller's turn, too. Raises Overloaded if it is bounded and too many wait."""
         with self._changed:
-            jobs = self._waiting.setdefault(namespace, deque())
+            jobs = self._waiting.setdefault(caller, deque())
             if job in jobs:
                 return
             if bounded and len(jobs) >= MAX_WAITING:
@@ -67,7 +68,8 @@ class CompileQueue:
                     retry_after=_RETRY_SECONDS,
                 )
             jobs.append(job)
-            if self._threads < _THREADS:
+            idle = self._threads - len(self._running)
+            if self._threads < _THREADS or (not idle and self._threads < _MOST_THREADS and caller not in self._running):
                 self._threads += 1
                 threading.Thread(target=self._work, name="grammar", daemon=True).start()
             self._changed.notify()
@@ -104,29 +106,29 @@ class CompileQueue:
                     if not self._changed.wait(_IDLE_SECONDS) and not self._waiting:
                         self._threads -= 1
                         return
-                namespace, job = turn
-                self._running.append(namespace)
+                caller, job = turn
+                self._running.append(caller)
             try:
                 self._run(job)
             finally:
                 with self._changed:
-                    self._running.remove(namespace)
+                    self._running.remove(caller)
                     self._changed.notify_all()
 
     def _next(self) -> tuple[str, Job] | None:
-        """The next job and its namespace, which goes behind the others."""
-        for namespace in list(self._waiting):
-            if namespace and namespace in self._running:
+        """The next job and its caller, which goes behind the others."""
+        for caller in sorted(self._waiting, key=self._running.count):
+            if caller in self._running and len(self._running) >= _THREADS:
                 continue
-            jobs = self._waiting.pop(namespace)
+            jobs = self._waiting.pop(caller)
             job = jobs.popleft()
             if jobs:
-                self._waiting[namespace] = jobs
-            return namespace, job
+                self._waiting[caller] = jobs
+            return caller, job
         return None
 
     def _run(self, job: Job) -> None:
-        """Compile a job, unless no session waits for it or another thread has it: it may stand in two namespaces."""
+        """Compile a job, unless no session waits for it or another thread has it: two callers may want it."""
         with self._changed:
             if job.begun or not self.wanted(job):
                 return

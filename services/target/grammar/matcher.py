@@ -79,7 +79,7 @@ class Grammars:
         self._eos = list(eos_token_ids)
         self._compiled: OrderedDict[Grammar, Job] = OrderedDict()
         self._waiting: dict[int, Job] = {}  # by session id
-        self._namespaces: dict[int, str] = {}  # of sessions with a grammar
+        self._callers: dict[int, str] = {}  # of sessions with a grammar
         self._alone: set[int] = set()  # sessions with an automaton of their own
         self._queue = CompileQueue(self._compile)
         self._tokenizer_lock = threading.Lock()
@@ -106,17 +106,17 @@ class Grammars:
 
         threading.Thread(target=prepare, name="grammar", daemon=True).start()
 
-    def request(self, session_id: int, grammar: Grammar, namespace: str = "", *, bounded: bool = True) -> None:
+    def request(self, session_id: int, grammar: Grammar, caller: str = "", *, bounded: bool = True) -> None:
         """Compile a grammar for a session; `ready` reports when it is done. `check` must have passed.
 
-        namespace: of the session; namespaces take turns. bounded: raise Overloaded if too many of it wait
+        caller: of the session; callers take turns. bounded: raise Overloaded if too many of it wait
         """
         job = self._compiled.get(grammar)
         if job is None or not self._queue.join(job, session_id):
             job = Job(grammar, {session_id})
         if not job.begun:
             try:
-                self._queue.add(job, namespace, bounded=bounded)
+                self._queue.add(job, caller, bounded=bounded)
             except OutriderError:
                 self._queue.leave(job, session_id)
                 raise
@@ -124,7 +124,7 @@ class Grammars:
         self._compiled.move_to_end(grammar)
         if len(self._compiled) > _CACHED:
             self._compiled.popitem(last=False)
-        self._waiting[session_id], self._namespaces[session_id] = job, namespace
+        self._waiting[session_id], self._callers[session_id] = job, caller
 
     def renew(self, session_id: int, grammar: Grammar) -> bool:
         """Compile a grammar again for a session that exceeded a limit, and for later sessions.
@@ -137,14 +137,14 @@ class Grammars:
             return False
         self._alone.add(session_id)
         job = self._waiting[session_id] = Job(grammar, {session_id})
-        self._queue.add(job, self._namespaces[session_id], bounded=False)
+        self._queue.add(job, self._callers[session_id], bounded=False)
         return True
 
     def forget(self, session_id: int) -> None:
         """Drop the state of a session that has ended. A grammar that only it waits for is not compiled."""
         if (job := self._waiting.pop(session_id, None)) is not None:
             self._queue.leave(job, session_id)
-        self._namespaces.pop(session_id, None)
+        self._callers.pop(session_id, None)
         self._alone.discard(session_id)
 
     def wait(self, seconds: float) -> None:

@@ -41,7 +41,7 @@ class KVCache:
             return rows
 
         self.dtype = dtype
-        self.on_move: Callable[[Tensor, Tensor], None] | None = None  # called with every move before it is made
+        self.on_move: Callable[[Tensor], None] | None = None  # called with all moves, [2, ...], before they are made
         self.keys = [pool(shape.kv_heads, shape.key_dim) for shape in shapes]
         self.values = [
             keys[..., : shape.value_dim] if shape.shared else pool(shape.kv_heads, shape.value_dim)
@@ -82,13 +82,8 @@ class KVCache:
     def move(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy rows between slots in every layer. Both [n] int64. No destination may be a later source."""
         if self.on_move is not None:
-            self.on_move(sources, destinations)
-        if self._mover is not None:
-            self._mover.move(sources, destinations)
-            return
-        for pool in self._pools:
-            rows = indexable(pool).flatten(0, 1)
-            rows.index_copy_(0, destinations, rows.index_select(0, sources))
+            self.on_move(torch.stack([sources, destinations]))
+        self._move(sources, destinations)
 
     def move_paths(self, moves: Tensor) -> None:
         """Copy rows of many sessions between slots in every layer. moves: [2, S, D] int64, sources and destinations.
@@ -96,7 +91,27 @@ class KVCache:
         Equal slots, such as 0 and 0, move nothing. A session's moves are made in order; no destination of one session
         is a source of another.
         """
+        if self.on_move is not None:
+            self.on_move(moves)
+        self._move_paths(moves)
+
+    def repeat(self, moves: Tensor) -> None:
+        """Make moves that were made in another cache of the same pages, as `on_move` got them."""
+        if moves.ndim == 2:
+            self._move(*moves)
+        else:
+            self._move_paths(moves)
+
+    def _move(self, sources: Tensor, destinations: Tensor) -> None:
+        if self._mover is not None:
+            self._mover.move(sources, destinations)
+            return
+        for pool in self._pools:
+            rows = indexable(pool).flatten(0, 1)
+            rows.index_copy_(0, destinations, rows.index_select(0, sources))
+
+    def _move_paths(self, moves: Tensor) -> None:
         if self._on_device:
             self._mover.move_paths(moves)
         else:
-            self.move(*moves.flatten(1))
+            self._move(*moves.flatten(1))

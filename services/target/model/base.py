@@ -46,7 +46,7 @@ class Runner(Protocol):
         ...
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace some of `weights()`. The caller has checked names and shapes.
+        """Replace some of `weights()`. The caller has checked names and shapes. ConfigError: nothing has changed.
 
         tensors: of any float dtype, on the host. Updates tied weights and packed copies, too. Addresses of plain
         parameters do not change, so that captured programs read the new values.
@@ -65,6 +65,7 @@ class Model:
     copied: True if the runner can draft with a copy of the weights in fewer bits (quantized self-draft)
     head: the local EAGLE head, if there is one; not beside a copy
     prompt_lookup: True if prompt lookup drafts for it, too
+    shortage: bytes that another tensor-parallel rank's device has less free than this one
     """
 
     runner: Runner
@@ -81,6 +82,7 @@ class Model:
     copied: bool = False
     head: EagleHead | None = None
     prompt_lookup: bool = False
+    shortage: int = 0
 
     @property
     def drafts(self) -> bool:

@@ -79,7 +79,7 @@ def _latent(layer: Any) -> Latent | None:
     """A and B of a layer that computes keys and values from latents in this way; None for all others."""
     linear = getattr(layer, "kv_b_proj", None)
     if type(linear) is not nn.Linear or linear.bias is not None or type(linear.weight) is not nn.Parameter:
-        return None  # not latent attention, or its weight is packed or sharded
+        return None  # not latent attention, or its weight is packed
     if not hasattr(layer, "expand_kv"):
         return None
     nope, rope, value = layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim

@@ -55,10 +55,14 @@ class ModuleRunner:
         logits: Tensor = output.logits[0]
         return logits
 
+    def slots(self) -> WeightSlots:
+        """The slots of the weights."""
+        return WeightSlots(self.module)
+
     def weights(self) -> Mapping[str, tuple[int, ...]]:
         """Names and shapes of the weights, as checkpoints have them."""
-        return WeightSlots(self.module).shapes
+        return self.slots().shapes
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace weights in place, tied and packed ones included."""
-        WeightSlots(self.module).write(tensors)
+        self.slots().write(tensors)

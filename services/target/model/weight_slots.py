@@ -6,20 +6,37 @@
     one expert's projection         a slice of the parameter in which `transformers` fuses all experts of a layer
     a name tied to another          none of its own: a write to the other name writes it, too
 
+With tensor parallelism a slot holds this rank's part of the tensor; names and shapes are those of the whole one.
 A model whose loading changes names or layouts in other ways has no slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
+from services.target.model.parallel.shard import Shard
+from services.target.model.parallel.split import shards_of
+
 Write = Callable[[Tensor], object]
-Slot = tuple[str, tuple[int, ...], Write]
+
+
+class Slot(NamedTuple):
+    """The place of a tensor. shard: the part of it that is written; None for all of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    write: Write
+    shard: Shard | None = None
+
+    def part(self, whole: Tensor) -> Tensor:
+        """What is written of a tensor."""
+        return whole if self.shard is None else self.shard.part(whole)
+
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _EVERY = ".*."  # in a converter's pattern: the number of an expert
@@ -31,27 +48,39 @@ class WeightSlots:
     def __init__(self, module: Any) -> None:
         """module: a causal LM of `transformers`; its linear layers may be packed."""
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._writes: dict[str, list[Write]] = {}
+        self._slots: dict[str, list[Slot]] = {}
         fused = _fused(module)
         if fused is None or not all(_plain(parameter) for parameter in module.parameters()):
             return
         tied: Mapping[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
-        for name, shape, write in _own_slots(module, fused):
-            source = tied.get(name, name)
-            self._writes.setdefault(source, []).append(write)
-            self.shapes.setdefault(source, shape)
+        slots = list(_own_slots(module, fused, shards_of(module)))
+        if any(slot is None for slot in slots):
+            return
+        for slot in filter(None, slots):
+            source = tied.get(slot.name, slot.name)
+            self._slots.setdefault(source, []).append(slot)
+            self.shapes.setdefault(source, slot.shape)
 
     @torch.inference_mode()
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Write tensors to their slots. Names and shapes must be those of `shapes`."""
         for name, tensor in tensors.items():
-            assert tuple(tensor.shape) == self.shapes[name], "names and shapes are checked before anything is written"
-            for write in self._writes[name]:
-                write(tensor)
+            self.write_parts(name, self.parts(name, tensor))
+
+    def parts(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """What `write` would write of a tensor, in each of its slots; views of it."""
+        assert tuple(tensor.shape) == self.shapes[name], "names and shapes are checked before anything is written"
+        return [slot.part(tensor) for slot in self._slots[name]]
+
+    @torch.inference_mode()
+    def write_parts(self, name: str, parts: Sequence[Tensor]) -> None:
+        """Write the parts of a tensor to its slots."""
+        for slot, part in zip(self._slots[name], parts, strict=True):
+            slot.write(part)
 
 
 def _plain(parameter: nn.Parameter) -> bool:
-    """False for weights that are quantized or sharded."""
+    """False for quantized weights."""
     return type(parameter.data) is Tensor and parameter.dtype in _DTYPES
 
 
@@ -74,19 +103,26 @@ def _fused(module: Any) -> Mapping[str, tuple[str, str, tuple[str, ...]]] | None
     return fused
 
 
-def _own_slots(module: nn.Module, fused: Mapping[str, tuple[str, str, tuple[str, ...]]]) -> Iterator[Slot]:
-    """Every name with its shape and write function, including names that share a tensor."""
+def _own_slots(
+    module: nn.Module, fused: Mapping[str, tuple[str, str, tuple[str, ...]]], shards: Mapping[str, Shard]
+) -> Iterator[Slot | None]:
+    """Every name, including names that share a tensor. None for a tensor that the rank's part of does not show."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         replace = getattr(child, "replace_weight", None)
         if replace is not None:
-            yield f"{dot}weight", (child.out_features, child.in_features), replace
+            yield _slot(f"{dot}weight", (child.out_features, child.in_features), replace, shards)
         for name, tensor in _tensors(child):
             parts = next((fused[end] for end in fused if (dot + name).endswith(end)), None)
             if parts is None:
-                yield dot + name, tuple(tensor.shape), tensor.copy_
+                yield _slot(dot + name, tuple(tensor.shape), tensor.copy_, shards)
             else:
-                yield from _slices(dot + name, tensor, *parts)
+                yield from _slices(dot + name, tensor, *parts, shards.get(dot + name))
+
+
+def _slot(name: str, shape: tuple[int, ...], write: Write, shards: Mapping[str, Shard]) -> Slot:
+    shard = shards.get(name)
+    return Slot(name, shape if shard is None else shard.whole_shape(shape), write, shard)
 
 
 def _tensors(child: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -97,9 +133,16 @@ def _tensors(child: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def _slices(name: str, tensor: Tensor, end: str, before: str, behind: tuple[str, ...]) -> Iterator[Slot]:
-    """tensor: [experts, parts * rows, columns]."""
+def _slices(
+    name: str, tensor: Tensor, end: str, before: str, behind: tuple[str, ...], shard: Shard | None
+) -> Iterator[Slot | None]:
+    """tensor: [experts, parts * rows, columns], or a rank's part of it."""
     head = name.removesuffix(end) + before
+    of_matrix = None if shard is None else shard.of_matrix(len(behind))
+    if shard is not None and of_matrix is None:
+        yield None
+        return
     for expert, matrix in enumerate(tensor):
         for part, rows in zip(behind, matrix.chunk(len(behind)), strict=True):
-            yield f"{head}.{expert}.{part}", tuple(rows.shape), rows.copy_
+            shape = tuple(rows.shape) if of_matrix is None else of_matrix.whole_shape(tuple(rows.shape))
+            yield Slot(f"{head}.{expert}.{part}", shape, rows.copy_, of_matrix)

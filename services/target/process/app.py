@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.checkpoints import checkpoint
 from outrider.config import TargetConfig, check_device, parse_flags
 from outrider.config.compatibility.on_cpu import for_cpu
+from outrider.config.ranks import rank_places
 from outrider.placement.shares import share_of_target
 from outrider.process import process
 from outrider.process.garbage_collection import imports_without_gc
@@ -50,9 +51,12 @@ def main(argv: Sequence[str], prepare: Callable[[TargetEngine], None] = _as_buil
 
 async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = _as_built) -> int:
     """Serve until a signal or a fault. Returns the process's exit code. prepare: as of `main`. Raises ConfigError."""
+    check_device(config.device)
+    config.check()
+    if config.node_rank > 0:
+        return await _serve_ranks(config)
     servicers: list[TargetServicer] = []
     tls, token = config.port_security(config.listen)
-    check_device(config.device)
 
     def register(server: GrpcServer, hub: StreamHub[Any, Any], loop: EngineLoop) -> Sequence[str]:
         servicers.append(TargetServicer(hub, loop))
@@ -78,6 +82,14 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
             build, config.listen, verify_request_from_pb, verify_response_to_pb, register, tls=tls, token=token,
             watch=partial(watch_engine, limit=config.hang_timeout),
         )  # fmt: skip
+
+
+async def _serve_ranks(config: TargetConfig) -> int:
+    """Compute ranks for the target of another machine. Returns the exit code. Raises ConfigError."""
+    with imports_without_gc():
+        from services.target.process.ranks.further import serve_ranks
+
+    return await serve_ranks(_for_device(config))
 
 
 def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:
@@ -109,7 +121,7 @@ def _for_device(config: TargetConfig) -> TargetConfig:
     with imports_without_gc():
         from services.target.model.loading.load import pick_device
 
-    if pick_device(config.device).type != "cpu":
+    if pick_device(rank_places(config).devices[0]).type != "cpu":
         return config
     config, notes = for_cpu(config)
     for note in notes:
@@ -123,10 +135,10 @@ def _load(folder: Path, config: TargetConfig) -> Model:
             from services.target.model.loading.load import load
 
         return load(folder, config)
-    from services.target.process.tensor_parallel import load_split
+    from services.target.process.ranks.processes import load_split
 
-    model, workers = load_split(folder, config, _exit_process)
-    atexit.register(workers.stop)
+    model, ranks = load_split(folder, config, _exit_process)
+    atexit.register(ranks.stop)
     return model
 
 

@@ -7,7 +7,8 @@
 
 Weights that do not fit, or cannot be read, are rejected before anything changes. An error during the update, such as a
 disk error, leaves a mixture of old and new weights: then the process ends and restarts with the weights of its flags,
-and the gateway lets it load those that it had before, if they came from a folder.
+and the gateway lets it load those that it had before, if they came from a folder. Tensor-parallel ranks receive all
+weights before any is replaced: an error on one of them leaves the old ones everywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from services.target.engine.engine import TargetEngine
 from services.target.model.loading.settings import RunningSettings
 from services.target.model.loading.updates import (
     CheckpointFolder,
+    FolderTensors,
     IncomingTensors,
     WeightsOrigin,
     by_own_names,
@@ -147,18 +149,18 @@ class Control:
         """In the engine thread: load checked tensors. Raises EngineFault."""
         origin = self._origin.under(incoming.digests)
         whole = self.weights.whole or origin.covered(self._shapes)
-        return self._update([incoming.tensors], origin, update, whole=whole)
+        return self._update(incoming.tensors, origin, update, whole=whole)
 
     def _update(
         self,
-        shards: Iterable[Mapping[str, Tensor]],
+        tensors: Mapping[str, Tensor],
         origin: WeightsOrigin,
         update: Update,
         *,
         whole: bool,
         folder: str = "",
     ) -> Weights:
-        engine, start, replaced = self._engine, time.perf_counter(), 0
+        engine, start = self._engine, time.perf_counter()
         engine.finish()
         aborted = engine.abort() if update.abort_all_requests else 0
         retracted = 0
@@ -167,25 +169,30 @@ class Control:
             retracted = engine.scheduler.retract()
             for session in engine.scheduler:
                 session.score_anew()
-        begun = False
         try:
-            for tensors in shards:
-                begun = True
-                engine.model.runner.update(tensors)
-                replaced += len(tensors)
+            engine.model.runner.update(tensors)
+        except ConfigError:
+            raise
         except Exception as error:
-            if not begun:
+            if isinstance(tensors, FolderTensors) and not tensors.begun:
                 raise ConfigError(f"the weights cannot be read, so nothing has changed: {error}") from error
             raise EngineFault(f"the weights are changed in part, so the target restarts: {error}") from error
         if update.weight_version is not None:
             engine.weight_version = update.weight_version
         before, self._origin = self.weights.fingerprint, origin
         self.weights = Weights(
-            engine.weight_version, origin.fingerprint(self._shapes), replaced, aborted, retracted, before, whole, folder
+            engine.weight_version,
+            origin.fingerprint(self._shapes),
+            len(tensors),
+            aborted,
+            retracted,
+            before,
+            whole,
+            folder,
         )
         log.info(
             "weights \"%s\": %d tensors replaced in %.2f s; %d sessions aborted, %d computed again",
-            engine.weight_version, replaced, time.perf_counter() - start, aborted, retracted,
+            engine.weight_version, len(tensors), time.perf_counter() - start, aborted, retracted,
         )  # fmt: skip
         return self.weights
 

@@ -16,6 +16,7 @@ from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.speculation.tree import TreeSlice
 from services.target.engine.engine import TargetEngine
 from services.target.model.cuda.graphs import GraphRunner
+from services.target.process.ranks.leading import LeadingRunner
 from services.target.speculation.budget import Budget, Selection
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.mode_selector import SpeculationMode
@@ -62,7 +63,7 @@ def step_by_step(engine: TargetEngine) -> Iterator[None]:
 
 
 def _run(engine: TargetEngine) -> None:
-    if isinstance(engine.model.runner, GraphRunner):
+    if isinstance(engine.model.runner, GraphRunner | LeadingRunner):
         engine.model.runner.capture(engine.cache, engine.model.device)
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
         _open(engine, min(4, engine.max_session_tokens - 1), 3, params)

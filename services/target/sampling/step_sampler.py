@@ -135,8 +135,8 @@ class StepSampler:
         return launched
 
     def _trees(self, drawing: Sequence[SessionWork], batch: Batch, uploads: UploadBatch) -> Callable[[], Trees] | None:
-        """The trees, if the device can walk them. With tensor parallelism the host broadcasts the moves instead."""
-        if not self._walks or self._cache.on_move is not None or not any(len(work.draft) for work in drawing):
+        """The trees, if the device can walk them."""
+        if not self._walks or not any(len(work.draft) for work in drawing):
             return None
         return compaction.lay_out(drawing, batch, uploads)
 

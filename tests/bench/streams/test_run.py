@@ -3,6 +3,7 @@
 import pytest
 import uvloop
 
+from bench.streams.checks import seconds_of_checks
 from bench.streams.clients import over_grpc
 from bench.streams.run import main, measure, system
 from outrider.errors import ConfigError
@@ -17,6 +18,11 @@ def test_relays_and_both_listeners_are_measured(tmp_path):
     assert {name for name in figures if name.endswith("_ms")} == TIMES
     assert all(figures[name] >= 5 for name in TIMES)
     assert figures["gateway_cpu_us_sse"] > 0
+
+
+def test_checks_of_messages_are_timed():
+    few, many = seconds_of_checks(1), seconds_of_checks(64)
+    assert 0 < few < many < 1e-3
 
 
 def test_a_missing_profiler_is_reported_first(monkeypatch):

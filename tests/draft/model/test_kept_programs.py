@@ -6,6 +6,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from services.draft.process.program_cache import cache_programs
 from tests.support.draft.helpers import standalone
 from tests.support.tiny import write_model
 
@@ -47,4 +48,27 @@ def test_a_second_start_compiles_no_program(tmp_path, events):
     found, compiled = start()
     assert found == 0
     assert compiled > 5  # a program a shape, and that of moves
+    assert start() == (compiled, 0)
+
+
+@pytest.mark.parametrize("length", [0, 1, 500, -1], ids=["empty", "byte", "part", "almost"])
+def test_a_torn_program_is_compiled_and_cached_again(tmp_path, events, caplog, length):
+    """As a full disk, or a kill, leaves it. JAX itself would report it, and compile it at every start."""
+
+    def start() -> tuple[int, int]:
+        jax.clear_caches()
+        compilation_cache.reset_cache()
+        cache_programs(tmp_path)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        events.clear()
+        assert jax.jit(lambda x: x * 2 + length)(1.0) == 2 + length
+        return events["cache_hits"], events["cache_misses"]
+
+    _, compiled = start()
+    assert compiled > 0
+    assert start() == (compiled, 0)
+    (*_, entry) = sorted(tmp_path.glob("*-cache"))
+    entry.write_bytes(entry.read_bytes()[:length])
+    assert start() == (compiled - 1, 1)
+    assert f"{entry.name} is torn" in caplog.text
     assert start() == (compiled, 0)

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from gateway.admission.admission import Keys
-from gateway.admission.caller import Caller
+from gateway.admission.caller import Caller, client_network, peer_network
 from outrider.client import Client
 from outrider.config import GatewayConfig
 from outrider.errors import Unauthenticated
@@ -208,6 +208,35 @@ def test_keys_share_no_caches(guarded, target, draft):
     native = {"text": "A", "sampling_params": {"max_new_tokens": 1}, "cache_salt": "x"}
     guarded.client.post("/generate", json=native, headers=KEY)
     assert target.engine.seen[-1].cache_salt == own[0]
+
+
+def test_services_know_callers_by_key_or_by_network(guarded, gateway_without_admin, target):
+    def caller(gateway, key=None):
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        body = {"prompt": "A", "max_tokens": 1, "temperature": 0}
+        assert gateway.client.post("/v1/completions", json=body, headers=headers).status_code == 200
+        rest = target.engine.seen[-1].caller
+        with Client(f"127.0.0.1:{gateway.grpc_port}", api_key=key) as client:
+            client.complete(A, max_tokens=1, temperature=0)
+        assert target.engine.seen[-1].caller == rest
+        return rest
+
+    assert caller(gateway_without_admin) == "127.0.0.1"
+    assert len({caller(guarded, "alpha"), caller(guarded, "beta"), "", "127.0.0.1"}) == 4
+
+
+@pytest.mark.parametrize(
+    ("peer", "client", "network"),
+    [
+        ("ipv4:10.1.2.3:4567", ("10.1.2.3", 4567), "10.1.2.3"),
+        ("ipv6:%5B2001:db8:1:2:3:4:5:6%5D:4567", ("2001:db8:1:2:3:4:5:6", 4567), "2001:db8:1:2::/64"),
+        ("ipv6:[::ffff:10.1.2.3]:4567", ("::ffff:10.1.2.3", 4567), "10.1.2.3"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:4567", ("fe80::1%eth0", 4567), "fe80::/64"),
+        ("unix:/run/outrider/socket", None, ""),
+    ],
+)
+def test_networks_of_callers(peer, client, network):
+    assert (peer_network(peer), client_network(client)) == (network, network)
 
 
 def test_caches_can_be_shared_by_all_keys(tmp_path):

@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import httpx
 import openai
 import pytest
 
-from gateway.api.answers.streaming import _LAST_SECONDS, EventStream
+from gateway.api.answers.streaming import _LAST_SECONDS, CONNECTION, EventStream
 from gateway.process.slow_readers import end_slow_readers
 from outrider.errors import Overloaded
 
@@ -162,8 +163,11 @@ async def test_a_stream_that_is_not_read_ends_at_its_deadline(caplog):
     reply = Reply([b"data: {}\n\n"], at_once)
     now = asyncio.get_running_loop().time()
     stream = EventStream(reply, [reply], silence=LONG, deadline=now - _LAST_SECONDS + 0.05)
-    await asyncio.wait_for(stream({"type": "http"}, Line().receive, stuck), 10)
+    cuts = []
+    connection = SimpleNamespace(cut=lambda: cuts.append(connection.last_event()))
+    await asyncio.wait_for(stream({"type": "http", CONNECTION: connection}, Line().receive, stuck), 10)
     assert reply.closed
+    assert b"deadline_exceeded" in cuts[0]
     assert "had not read all of it" in caplog.text
 
 
@@ -177,6 +181,9 @@ async def test_connections_whose_clients_do_not_read_are_closed(caplog):
         def connection_made(self, transport):
             self.transport = transport
             made.append(self)
+
+        def cut(self):
+            self.transport.abort()
 
         def connection_lost(self, exc):
             made.remove(self)

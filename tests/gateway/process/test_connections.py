@@ -2,30 +2,44 @@
 
 import asyncio
 import contextlib
+import itertools
 import resource
 import socket
 
 import pytest
 
+from gateway.api.answers.streaming import EventStream
 from gateway.process.connections import Connections, possible_connections
 from gateway.process.listeners import start_rest, stop_rest
+from gateway.process.slow_readers import end_slow_readers
 
 TIMEOUT = 0.15  # seconds
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 class App:
-    """Answers at once; GET /held when it is released."""
+    """Answers at once; GET /held when it is released, GET /endless with events until the client has gone."""
 
     def __init__(self):
-        self.release, self.held = asyncio.Event(), 0
+        self.release, self.held, self.ended = asyncio.Event(), 0, asyncio.Event()
 
     async def __call__(self, scope, receive, send):
+        if scope["path"] == "/endless":
+            await EventStream(self, [self], silence=60.0)(scope, receive, send)
+            return
         if scope["path"] == "/held":
             self.held += 1
             await self.release.wait()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
+
+    async def events(self, generations):
+        while True:
+            yield b"data: " + b"x" * 50_000 + b"\n\n"
+            await asyncio.sleep(0)
+
+    def close(self):
+        self.ended.set()
 
 
 class Client:
@@ -60,9 +74,12 @@ class Client:
 @contextlib.asynccontextmanager
 async def serving(limit):
     """The app, its port and its connections."""
-    app, limits = App(), Connections(limit, TIMEOUT)
+    app, unread = App(), itertools.count()
+    limits = Connections(limit, TIMEOUT, lambda: next(unread))
+    limits.counted = unread
     listener = socket.create_server(("127.0.0.1", 0))
     server = start_rest(app, listener, None, limits)
+    limits.open = server[0].server_state.connections
     port = listener.getsockname()[1]
     clients = []
 
@@ -188,3 +205,22 @@ def test_no_more_connections_than_files_may_be_open(monkeypatch, caplog, limits,
     assert possible_connections(8192) == possible
     assert done == raised
     assert ("ulimit" in caplog.text) == (possible < 8192)
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+async def test_a_client_that_did_not_read_gets_the_reason_once_it_reads(monkeypatch, resumes):
+    monkeypatch.setattr("gateway.process.connections._CUT_SECONDS", 10.0 if resumes else 0.1)
+    async with serving(9) as (app, connect, limits):
+        client = await connect()
+        client.writer.transport.pause_reading()
+        await client.send(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
+        watch = asyncio.create_task(end_slow_readers(limits.open, 0.2))
+        await asyncio.wait_for(app.ended.wait(), 10)  # its session is closed
+        assert next(limits.counted) == 1
+        if not resumes:
+            while limits.count:
+                await asyncio.sleep(0.01)
+        client.writer.transport.resume_reading()
+        whole = await client.closed()
+        watch.cancel()
+    assert (b"did not read its answer" in whole, whole.endswith(b"0\r\n\r\n")) == (resumes, resumes)

@@ -349,6 +349,25 @@ def test_numbers_out_of_range_of_the_target_are_refused_before_the_start(flag, v
         plan(f"--{flag}", value)
 
 
+@pytest.mark.parametrize(("flags", "reason"), [
+    (["--tp-size", "2", "--deterministic"], "--deterministic does not go with --tp-size 2"),
+    (["--tp-size", "2", "--self-speculation", "lookup"], "--self-speculation lookup and --tp-size 2"),
+    (["--tp-size", "2", "--device", "cuda:1,cuda:2,cuda:3"], "names 3 devices for 2 ranks"),
+    (["--tp-size", "4"], "--tp-size 4 does not divide the model's 2 key-value heads; choose a divisor of 2"),
+    (["--tp-size", "2", "--nnodes", "2"], "--nnodes 2 needs --dist-init-addr HOST:PORT"),
+    (["--tp-size", "2", "--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "a:1"], "start `outrider target`"),
+])  # fmt: skip
+def test_what_ranks_cannot_do_is_refused_before_the_start(flags, reason, tmp_path):
+    with pytest.raises(ConfigError, match=reason):
+        plan("--model", str(write_model(tmp_path / "model")), *flags)
+
+
+def test_ranks_on_two_machines_are_planned():
+    made = plan("--tp-size", "16", "--nnodes", "2", "--dist-init-addr", "10.0.0.1:29500", "--model", "not/here")
+    assert made.processes["target"].device == "CPU, found by --device auto; 16 tensor-parallel processes on 2 machines"
+    assert "--nnodes" in made.processes["target"].argv
+
+
 def test_a_port_in_use_and_a_missing_folder_are_warnings(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -97,13 +97,13 @@ def test_a_session_larger_than_the_pool_is_a_fault():
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=8),
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20), st.sampled_from("aab")), min_size=1, max_size=8),
     st.integers(6, 12), st.one_of(st.none(), st.integers(3, 8)), st.sampled_from(["fcfs", "lpm"]), st.booleans(),
 )  # fmt: skip
 def test_every_session_ends_whatever_the_pool(shapes, pages, step, policy, enabled):
     s = scheduler(pages=pages, page_size=4, max_running=3, step=step, policy=policy)
     s.prefix.enabled = enabled
-    sessions = [session(s, i, n, shared=min(n, shared)) for i, (n, shared) in enumerate(shapes)]
+    sessions = [session(s, i, n, shared=min(n, shared), caller=caller) for i, (n, shared, caller) in enumerate(shapes)]
     for one in sessions:
         s.add(one)
     for _ in range(3000):
@@ -299,7 +299,115 @@ def test_prompts_have_a_limit_of_their_own_in_a_step():
     assert spans(s.plan()) == [(1, 0, 10)]
 
 
+def test_callers_share_the_tokens_for_prompts_evenly():
+    s = scheduler(pages=1000, step=30, max_running=20)
+    for i in range(8):
+        s.add(session(s, i, 40, caller="greedy"))
+    s.add(session(s, 8, 100, caller="modest"))
+    s.add(session(s, 9, 4, caller="short"))
+    plan = s.plan()
+    assert spans(plan)[:2] == [(9, 0, 4), (8, 0, 13)]  # what the short prompt leaves is shared by the others
+    assert sum(len(chunk) for chunk in plan) == 30
+    assert all(chunk.session.caller == "greedy" for chunk in plan[2:])
+    advance(s, plan)
+    assert (8, 13, 28) in spans(s.plan())  # one of 30 tokens decodes
+
+
+def test_callers_share_the_tokens_with_log_probabilities_evenly():
+    s = scheduler(pages=1000, step=100, scored_tokens=16)
+    for i, caller in enumerate(["greedy", "greedy", "modest"]):
+        s.add(session(s, i, 40, caller=caller, prompt_logprobs=1))
+    assert spans(s.plan()) == [(2, 0, 8), (0, 0, 8)]
+
+
 # --- the queue ---
+
+
+def run_to_the_end(s):
+    """Ids in the order of admission, if each session ends after one step."""
+    order = []
+    while len(s):
+        s.plan()
+        for one in list(s._running.values()):
+            order.append(one.id)
+            s.remove(one)
+    return order
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_callers_take_turns_at_admission(policy):
+    s = scheduler(pages=1000, step=100, max_running=1, policy=policy)
+    for i in range(20):
+        s.add(session(s, i, 5, caller="greedy"))
+    for i in (100, 101):
+        s.add(session(s, i, 5, caller="modest"))
+    s.add(session(s, 200, 5, caller="third"))
+    assert run_to_the_end(s)[:6] == [0, 100, 200, 1, 101, 2]
+
+
+def test_the_caller_with_the_fewest_running_sessions_is_admitted():
+    s = scheduler(pages=1000, step=100, max_running=4)
+    for i in range(8):
+        s.add(session(s, i, 5, caller="greedy"))
+    s.plan()
+    for i in range(100, 103):
+        s.add(session(s, i, 5, caller="modest"))
+    for end, admitted in ((0, 100), (1, 101), (2, 4)):
+        s.remove(next(one for one in s if one.id == end))
+        s.plan()
+        assert list(s._running)[-1] == admitted
+
+
+def test_a_caller_without_a_running_session_takes_the_place_of_the_greediest():
+    s = scheduler(pages=40, page_size=4, max_running=4)
+    for i in range(6):
+        s.add(session(s, i, 5, caller="greedy"))
+    advance(s, s.plan())
+    for i in (100, 101):
+        s.add(session(s, i, 5, caller="modest"))
+    assert not s.fits()  # a step that is in flight would lose a session
+    advance(s, s.plan())
+    assert (list(s._running), s.preemptions) == ([0, 1, 2, 100], 1)
+    assert s.fits()
+    s.remove(next(one for one in s if one.id == 100))
+    advance(s, s.plan())
+    assert (list(s._running), s.preemptions) == ([0, 1, 2, 101], 1)
+    s.remove(next(one for one in s if one.id == 101))
+    s.plan()
+    assert list(s._running) == [0, 1, 2, 3], "the one that was preempted goes on"
+    s.check()
+
+
+@pytest.mark.parametrize(("length", "admitted"), [(30, True), (90, False)])
+def test_a_caller_displaces_others_for_its_share_of_the_pages_alone(length, admitted):
+    s = scheduler(pages=32, page_size=4, max_running=9, step=200)
+    for i in range(4):
+        s.add(session(s, i, 30, caller="greedy"))
+    advance(s, s.plan())
+    s.add(session(s, 100, length, caller="modest"))
+    advance(s, s.plan())
+    assert (100 in s._running) == admitted
+    assert s.preemptions == (1 if admitted else 0)
+    s.check()
+
+
+def test_a_caller_s_priorities_do_not_starve_another():
+    s = scheduler(pages=1000, step=100, max_running=1)
+    for i in range(30):
+        s.add(session(s, i, 5, caller="greedy", priority=-(2**31)))
+    s.add(session(s, 100, 5, caller="modest"))
+    assert run_to_the_end(s).index(100) == MAX_PREFERRED + 1
+
+
+def test_a_caller_with_more_sessions_is_preempted_first():
+    s = scheduler(pages=6, page_size=4)
+    for i in (1, 2):
+        s.add(session(s, i, 7, caller="greedy"))
+    s.add(session(s, 3, 7, caller="modest"))
+    for _ in range(3):
+        advance(s, s.plan())
+    assert (s.preemptions, list(s._running)) == (1, [1, 3])
+    s.check()
 
 
 def test_the_longest_match_is_next_but_no_session_starves():

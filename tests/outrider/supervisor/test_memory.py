@@ -104,6 +104,26 @@ def test_a_draft_on_another_device_needs_no_headroom(one_card, tmp_path, large, 
     assert memory.headroom_of(ngram.target, ngram.draft).bytes == 0
 
 
+def test_ranks_share_the_devices_that_are_named(one_card, tmp_path, large, small):
+    draft = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model", str(small)]
+    ranks = ["--tp-size", "2", "--device", "cuda:2,cuda:5"]
+    for device, shared in (("cuda:1", False), ("cuda:3", False), ("cuda:5", True)):
+        processes = made(tmp_path, "--model", str(large), *draft, *ranks, "--draft-device", device)
+        assert bool(memory.headroom_of(processes.target, processes.draft).bytes) is shared
+    alone = made(tmp_path, "--model", str(large), "--speculative-algorithm", "NONE")
+    whole, half = (memory.plan_of(one.target, None) for one in (alone, processes))
+    assert (half.weights, half.token_bytes) == (whole.weights // 2, whole.token_bytes // 2)
+
+
+def test_every_rank_caches_all_latents(one_card, tmp_path):
+    config = {"model_type": "deepseek_v3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "kv_lora_rank": 16, "qk_rope_head_dim": 8, "vocab_size": 320, "max_position_embeddings": 512}  # fmt: skip
+    folder = write_header(tmp_path / "latent", config, {"model.embed_tokens.weight": (320, 64)})
+    for size in ("1", "2"):
+        processes = made(tmp_path, "--model", str(folder), "--speculative-algorithm", "NONE", "--tp-size", size)
+        assert memory.plan_of(processes.target, None).token_bytes == 2 * (16 + 8) * 2
+
+
 def test_without_a_jax_plugin_the_draft_runs_on_the_cpu(one_card, monkeypatch, tmp_path, large, small):
     monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: None)
     flags = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model", str(small)]

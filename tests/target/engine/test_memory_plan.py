@@ -1,6 +1,7 @@
 """The size of the KV cache of a loaded model, from what the device has."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -66,7 +67,11 @@ def test_memory_of_other_processes_is_not_taken(model, device):
     with pytest.raises(ConfigError, match=r"a draft or other processes 6.25"):
         engine(model, **flags, draft_headroom_bytes=GIB)
     device(8 * GIB, GIB, free=2 * GIB)
-    assert 0 < engine(model, **flags).cache.pages < alone
+    shared = engine(model, **flags).cache.pages
+    assert 0 < shared < alone
+    device(8 * GIB, GIB, free=3 * GIB)  # of this rank's device; another one has less
+    assert engine(replace(model, shortage=GIB), **flags).cache.pages == shared
+    assert engine(model, **flags).cache.pages > shared
 
 
 def test_on_a_cpu_the_cache_takes_a_part_of_the_free_memory(model, monkeypatch, caplog):
@@ -75,4 +80,5 @@ def test_on_a_cpu_the_cache_takes_a_part_of_the_free_memory(model, monkeypatch, 
     assert engine(model).cache.pages == 50
     assert engine(model, mem_fraction_static=0.25).cache.pages == 25
     assert engine(model, max_total_tokens=160).cache.pages == 10
+    assert engine(model, tp_size=2).cache.pages == 25  # of each rank
     assert "0.5 of the free memory" in caplog.text

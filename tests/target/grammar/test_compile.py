@@ -6,7 +6,7 @@ import time
 import pytest
 
 from outrider.errors import InvalidRequest, Overloaded
-from outrider.serving.messages import MAX_GRAMMAR_LENGTH, Grammar, GrammarKind, cache_salt_of, namespace_of
+from outrider.serving.messages import MAX_GRAMMAR_LENGTH, Grammar, GrammarKind
 from services.target.grammar import compile_queue
 from services.target.grammar.compile_queue import CompileQueue, Job
 from services.target.grammar.gbnf import readable
@@ -53,30 +53,27 @@ class Compiler:
         raise AssertionError(f"{self.order} instead of {texts}")
 
 
-def test_a_caller_with_many_grammars_delays_the_others_by_one():
+def test_a_caller_with_many_grammars_does_not_delay_the_others():
     compiler = Compiler()
     many = [compiler.add(f"m{i}", "greedy") for i in range(compile_queue.MAX_WAITING)]
-    compiler.wait_for(["m0"])  # a second thread is left to the others
+    compiler.wait_for(["m0", "m1"])  # both threads
     few = [compiler.add(f"f{i}", "modest") for i in range(2)]
-    compiler.wait_for(["m0", "f0"])
-    compiler.settled(*few, *many[:2])
-    assert compiler.order.index("f1") <= 4
+    compiler.wait_for(["m0", "m1", "f0"])
+    other = compiler.add("o", "third")
+    compiler.wait_for(["m0", "m1", "f0", "o"])
+    compiler.settled(*few, other)  # while the first two are still compiled
+    assert compiler.order == ["m0", "m1", "f0", "o", "f1"]
     assert len(compiler.settled(*many)) == len(many)
-
-
-def test_a_caller_has_one_turn_whatever_salts_it_chooses():
-    assert {namespace_of(cache_salt_of("key", salt)) for salt in ("", "a", "b\x1fc")} == {"key"}
-    assert [namespace_of(salt) for salt in ("", "tenant")] == ["", "tenant"]
 
 
 def test_grammars_that_no_session_waits_for_are_not_compiled():
     compiler = Compiler()
-    first, second, third = (compiler.add(text, "one") for text in "abc")
-    compiler.wait_for(["a"])
+    first, _, second, third = (compiler.add(text, "one") for text in "abcd")
+    compiler.wait_for(["a", "b"])
     for job in (first, second):  # one is being compiled, one waits
         compiler.queue.leave(job, 0)
-    compiler.wait_for(["a", "c"])
-    assert compiler.settled(third) == ["c"]
+    compiler.wait_for(["a", "b", "d"])
+    assert compiler.settled(third) == ["d"]
     assert first.future.cancelled()
     assert second.future.cancelled()
     assert not compiler.queue.join(first, 1), "a later session needs a job of its own"
@@ -85,15 +82,15 @@ def test_grammars_that_no_session_waits_for_are_not_compiled():
 def test_the_grammars_of_a_caller_that_wait_are_bounded(monkeypatch):
     monkeypatch.setattr(compile_queue, "MAX_WAITING", 3)
     compiler = Compiler()
-    running = compiler.add("r", "one")
-    compiler.wait_for(["r"])
+    running = [compiler.add("r", "one"), compiler.add("s", "one")]
+    compiler.wait_for(["r", "s"])
     jobs = [compiler.add(text, "one") for text in "abc"]
     with pytest.raises(Overloaded, match="3 grammars of this caller"):
         compiler.add("d", "one")
     other = compiler.add("o", "two")
     compiler.queue.leave(jobs[0], 0)  # its client has left
     jobs[0] = compiler.add("d", "one")
-    assert sorted(compiler.settled(running, other, *jobs)) == ["b", "c", "d", "o", "r"]
+    assert sorted(compiler.settled(*running, other, *jobs)) == ["b", "c", "d", "o", "r", "s"]
 
 
 # --- the process ---

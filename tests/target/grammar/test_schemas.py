@@ -48,6 +48,15 @@ NESTED = {"properties": {"properties": {"type": "array", "items": {"$ref": "#/$d
 
 
 EITHER = {"anyOf": [A, B]}
+BOTH_FORMS = {
+    "prefixItems": [{"allOf": [{"$ref": "#/$defs/A"}, B]}],
+    "items": {"$ref": "#/$defs/A"},
+    "$defs": {"A": A},
+}
+RECURSIVE = {
+    "allOf": [{"$ref": "#/$defs/Base"}, {"properties": {"name": {}, "children": {"items": {"$ref": "#"}}}}],
+    "$defs": {"Base": {"properties": {"value": {"type": "integer"}}}},
+}
 
 
 @pytest.mark.parametrize(
@@ -65,6 +74,16 @@ EITHER = {"anyOf": [A, B]}
         ({"type": "object", "properties": {}}, "{}", '{"a":1}'),
         ({"properties": {"o": {"type": "object", "properties": {}}}, "required": ["o"]}, '{"o":{}}', '{"o":{"a":1}}'),
         ({"items": {"properties": {}}}, "[{},{}]", '[{"a":1}]'),
+        ({"allOf": [{"$ref": "#/$defs/A"}, B], "$defs": {"A": A}}, '{"a":1,"b":2}', '{"a":1,"b":2,"c":3}'),
+        ({"allOf": [B, {"allOf": [A]}], "required": ["c"]}, '{"b":1,"a":2,"c":[3]}', '{"b":1,"a":2,"c":3,"d":4}'),
+        ({"allOf": [A], "title": "one part"}, '{"a":1}', '{"a":1,"c":3}'),
+        ({"$ref": "#/$defs/A", **B, "$defs": {"A": A}}, '{"a":1,"b":2}', '{"c":3}'),
+        ({"$ref": "#/$defs/A", "required": ["b"], "$defs": {"A": A}}, '{"a":1,"b":[2]}', '{"a":1,"b":[2],"c":3}'),
+        (A | {"anyOf": [B, {"required": ["c"]}]}, '{"a":1,"b":2,"c":[3]}', '{"a":1,"b":2,"d":4}'),
+        (BOTH_FORMS, '[{"a":1,"b":2},{"a":1}]', '[{"a":1,"b":2},{"a":1,"b":2}]'),
+        (BOTH_FORMS, '[{"a":1,"b":2}]', '[{"a":1,"b":2,"c":3}]'),
+        (RECURSIVE, '{"value":1,"name":[],"children":[{"value":2,"name":[]}]}', '{"value":1,"name":[],"more":1}'),
+        (RECURSIVE, '{"value":1,"children":[{"value":2}]}', '{"value":1,"children":[{"value":2,"more":1}]}'),
     ],
 )
 def test_objects_have_the_properties_that_are_named(folder, tokenizer, schema, fits, does_not):
@@ -81,9 +100,11 @@ def test_objects_have_the_properties_that_are_named(folder, tokenizer, schema, f
         A | {"additionalProperties": True},
         A | {"patternProperties": {"^z": {"type": "integer"}}},
         A | {"required": ["a"], "minProperties": 2},
-        A | {"anyOf": [B, {"required": ["c"]}]},
-        {"allOf": [{"$ref": "#/$defs/A"}, B], "$defs": {"A": A}},
-        {"$ref": "#/$defs/A", **B, "$defs": {"A": A}},
+        {"allOf": [A | {"additionalProperties": True}, B]},
+        {"allOf": [A | {"additionalProperties": False}, B]},
+        {"allOf": [A, {"patternProperties": {"^z": {"type": "integer"}}}]},
+        {"allOf": [{"$ref": "#/items"}, B], "items": A},
+        {"allOf": [{"type": "string"}, {"maxLength": 3}]},
         {"type": "object"},
         {"type": "object", "properties": ["a"]},
         {"properties": {}, "additionalProperties": {"type": "integer"}},
@@ -127,6 +148,7 @@ def test_numbers_of_properties_are_kept(folder, tokenizer, required, optional, l
         ({"type": "array", "uniqueItems": False}, "[1,1]", "{}"),
         ({"type": "array", "uniqueItems": True, "maxItems": 1}, "[1]", "[1,1]"),
         ({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, "[1,1]", "{}"),
+        ({"propertyNames": {"type": "string"}, "type": "object"}, '{"a":1}', "[]"),
         (
             {"properties": {"not": {"type": "integer"}, "uniqueItems": {}}},
             '{"not":1,"uniqueItems":[1,1]}',
@@ -141,6 +163,88 @@ def test_keywords_that_leave_nothing_to_enforce_are_accepted(folder, tokenizer, 
     assert json.dumps(schema) == before
 
 
+COLOURS = {"enum": ["red", "green", "blue"]}
+
+
+def texts(values):
+    """Short lists of some values as JSON, and whether none is repeated."""
+    every = [one for size in range(len(values) + 2) for one in itertools.product(values, repeat=size)]
+    return {json.dumps(one, separators=(",", ":")): len(set(one)) == len(one) for one in every}
+
+
+@pytest.mark.parametrize(
+    ("schema", "cases"),
+    [
+        ({"type": "array", "items": COLOURS, "uniqueItems": True}, texts(COLOURS["enum"])),
+        (
+            {"items": {"$ref": "#/$defs/C"}, "uniqueItems": True, "$defs": {"C": COLOURS}},
+            {'["red","red"]': False, "7": True},
+        ),
+        ({"type": ["array", "null"], "items": COLOURS, "uniqueItems": True}, {"null": True, '["red","red"]': False}),
+        (
+            {"type": "array", "items": {"enum": list(range(26))}, "uniqueItems": True, "maxItems": 2},
+            {"[25,3]": False, "[3,25]": True},
+        ),
+        (
+            {"type": "array", "items": {"enum": list(range(16))}, "uniqueItems": True, "maxItems": 2},
+            {"[15,3]": True, "[3]": True, "[]": True, "[3,3]": False, "[1,2,3]": False},
+        ),
+        (
+            {
+                "type": "array",
+                "items": {"anyOf": [{"type": "boolean"}, {"const": None}]},
+                "uniqueItems": True,
+                "minItems": 2,
+            },
+            {"[true,null]": True, "[null,true,false]": True, "[true]": False, "[true,true]": False},
+        ),
+        (
+            {"items": {"type": "integer", "minimum": 1, "maximum": 8}, "type": "array", "uniqueItems": True},
+            {"[1,3,8]": True, "[3,1]": False, "[1,2,3,4,5,6,7,8]": True, "[2,2]": False},
+        ),
+        ({"type": "array", "items": {"enum": [1, 1.0, True]}, "uniqueItems": True}, {"[1,true]": True, "[1,1]": False}),
+    ],
+)
+def test_items_differ_where_they_have_few_values(folder, tokenizer, schema, cases):
+    matcher = matcher_of(folder, schema)
+    for text, fits in cases.items():
+        assert matcher.admits([*tokenizer.encode(text).ids, EOS]) == fits, text
+
+
+NAMES = {"type": "object", "additionalProperties": {"type": "integer"}}
+OPEN = {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "additionalProperties": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits", "does_not"),
+    [
+        (
+            NAMES | {"propertyNames": {"enum": ["x", "y"]}},
+            ['{"x":1,"y":2}', '{"y":1}', "{}"],
+            ['{"z":1}', '{"x":1,"x":1}'],
+        ),
+        (NAMES | {"propertyNames": {"enum": ["x", "y"]}, "minProperties": 2}, ['{"x":1,"y":2}'], ['{"y":1}']),
+        (NAMES | {"propertyNames": {"pattern": "^x"}}, ['{"xa":1}', "{}"], ['{"ax":1}']),
+        (OPEN | {"propertyNames": {"enum": ["a", "c"]}}, ['{"a":1,"c":2}'], ['{"b":1}', '{"d":1}']),
+        (
+            OPEN | {"minProperties": 2},
+            ['{"a":1,"b":1}', '{"a":1,"z":1}', '{"b":1,"z":1,"y":1}'],
+            ['{"z":1,"z":1}', '{"b":1}'],
+        ),
+        (OPEN | {"minProperties": 3}, ['{"a":1,"b":1,"z":1}'], ['{"a":1,"b":1}', '{"a":1,"z":1,"z":1}']),
+        (
+            OPEN | {"minProperties": 3, "required": ["c"]},
+            ['{"a":1,"b":1,"c":1}'],
+            ['{"a":1,"c":1}', '{"c":1,"z":1,"z":1}'],
+        ),
+    ],
+)
+def test_names_of_properties_are_counted_once(folder, tokenizer, schema, fits, does_not):
+    matcher = matcher_of(folder, schema)
+    for text in fits + does_not:
+        assert matcher.admits([*tokenizer.encode(text).ids, EOS]) == (text in fits), text
+
+
 LISTS = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
 
 
@@ -151,11 +255,19 @@ LISTS = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
         ({"properties": {"tags": LISTS}}, "`properties.tags.uniqueItems` cannot be enforced"),
         ({"anyOf": [A, {"not": A}]}, "`anyOf.1.not` cannot be enforced"),
         (
-            {"$ref": "#/$defs/A", "$defs": {"A": {"items": {"propertyNames": {}}}}},
+            {"$ref": "#/$defs/A", "$defs": {"A": {"items": {"propertyNames": {"minLength": 2}}}}},
             "`$defs.A.items.propertyNames` cannot",
         ),
+        (
+            {"items": {"enum": list(range(20))}, "uniqueItems": True},
+            "`uniqueItems` cannot be enforced by this server with 20",
+        ),
         ({"type": "object", "minProperties": 2}, "`minProperties` cannot be enforced by this server above 1 where"),
-        ({"items": {"required": ["a"], "minProperties": 3}}, "`items.minProperties` cannot be enforced by this server"),
+        (
+            {"items": {"required": ["a"], "minProperties": 3}},
+            "`items.minProperties` cannot be enforced by this server above 2",
+        ),
+        (OPEN | {"minProperties": 4}, "`minProperties` cannot be enforced by this server above 3"),
         (
             {"properties": {name: {} for name in "abcdefghijkl"}, "minProperties": 6},
             "`minProperties` cannot be enforced",

@@ -1,7 +1,5 @@
 """Accepted rows move to where they belong: walked on the device as on the host, and in the cache alike."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -17,6 +15,7 @@ from services.target.sampling.compaction import Moves, lay_out
 from services.target.step.batch import build
 from services.target.step.upload import UploadBatch
 from tests.support.target.driving import chain, engine_of, load_model, opening, run
+from tests.support.target.graphs import history
 from tests.support.target.works import random_case, random_works
 from tests.support.tiny import VOCAB, write_model
 
@@ -94,11 +93,13 @@ def test_engines_that_walk_on_the_device_give_the_same_text(tmp_path, temperatur
     assert found.accepted > 40
 
 
-def test_moves_are_broadcast_to_all_ranks(tmp_path):
-    model = load_model(write_model(tmp_path))
-    engine = engine_of(model)
-    engine.sampler._walks = True
-    engine.cache.on_move = lambda *_: None
-    works = random_works(np.random.default_rng(3), 4, 5)
-    assert any(len(work.draft) for work in works)
-    assert engine.sampler._trees(works, SimpleNamespace(), UploadBatch()) is None
+@torch.inference_mode()
+def test_moves_can_be_repeated_in_another_cache():
+    caches = [history(random_works(np.random.default_rng(3), 4, 5)) for _ in range(2)]
+    caches[0].on_move = caches[1].repeat
+    slots = torch.arange(4, 4 + 12)
+    caches[0].move(slots[:3], slots[5:8])
+    caches[0].move_paths(torch.stack([slots[8:12].view(2, 2), slots[:4].view(2, 2)]))
+    for mine, its in zip(caches[0].keys + caches[0].values, caches[1].keys + caches[1].values, strict=True):
+        assert torch.equal(mine, its)
+    assert not torch.equal(caches[0].keys[0], history(random_works(np.random.default_rng(3), 4, 5)).keys[0])

@@ -4,13 +4,15 @@ A layer of seven products and about twenty small operations becomes four product
 
     norm > queries, keys, values > rotate and store > attention > output > sum and norm > gates and values > down > sum
 
-The parameters of `transformers` become views of the merged weights, so a write to a parameter changes these.
+The parameters of `transformers` become views of the merged weights, so a write to a parameter changes these. With
+tensor parallelism this rank's parts are merged, and the sums over ranks follow the output and down products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +28,14 @@ from services.target.model.attention import Probe
 from services.target.model.base import Outputs
 from services.target.model.capture import joined
 from services.target.model.modules import ModuleRunner
+from services.target.model.parallel.exchange import join_columns, sum_of_ranks
+from services.target.model.parallel.split import is_split, shards_of
 from services.target.step.batch import Batch, Capture
 from services.target.step.upload import upload
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Exchange = Callable[[Tensor], Tensor]
 
 
 def unsupported_reason(module: Any) -> str | None:
@@ -39,7 +45,7 @@ def unsupported_reason(module: Any) -> str | None:
     linears = [part for part in module.model.layers.modules() if isinstance(part, nn.Linear)]
     linears.append(module.lm_head)
     if any(type(linear.weight.data) is not Tensor or linear.weight.dtype not in _DTYPES for linear in linears):
-        return "its weights have a quantized or sharded format"
+        return "its weights have a quantized format"
     if module.model.layers[0].self_attn.head_dim % 2:
         return "its head dimension is odd"
     return None
@@ -87,6 +93,7 @@ class FusedRunner(ModuleRunner):
             for index, layer in enumerate(self._model.layers)
         ]
         self._norm, self._head = self._norm_of(self._model.norm), _Linear(module.lm_head.weight, module.lm_head.bias)
+        self._sum, self._join = _exchanges(module)
 
     def _layer(self, parts: decoder.LayerModules, tables: tuple[Tensor, Tensor], probe: Probe, index: int) -> _Layer:
         call = probe.calls[index]
@@ -120,10 +127,11 @@ class FusedRunner(ModuleRunner):
             states.pass_by(index, stream)
             branch = self._attend(index, layer, normed, batch, cache, attention)
             normed = add_norm(stream, branch, layer.before_feed_forward, layer.after_attention)
-            branch, after = _linear(_gated(normed, layer.gates, gelu=self._gelu), layer.down), layer.after_feed_forward
+            branch = self._sum(_linear(_gated(normed, layer.gates, gelu=self._gelu), layer.down))
+            after = layer.after_feed_forward
         normed = add_norm(stream, branch, self._norm, after)
         states.pass_by(len(self._layers), stream)
-        logits = _linear(normed.index_select(0, batch.sampled), self._head)
+        logits = self._join(_linear(normed.index_select(0, batch.sampled), self._head))
         if self._softcap:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return Outputs(logits, states.features(normed))
@@ -143,7 +151,18 @@ class FusedRunner(ModuleRunner):
         else:
             queries = rotate_and_store(_linear(normed, layer.projections, early=True), *where, layer.head_norms)
         attended = attention(queries, *pools, **layer.attending)
-        return _linear(attended.flatten(1), layer.output)
+        return self._sum(_linear(attended.flatten(1), layer.output))
+
+
+def _exchanges(module: Any) -> tuple[Exchange, Exchange]:
+    """What follows layers whose inputs are divided among ranks, and the LM head."""
+    shard = shards_of(module).get("lm_head.weight")
+    columns = partial(join_columns, size=shard.size) if shard is not None else _unchanged
+    return sum_of_ranks if is_split(module) else _unchanged, columns
+
+
+def _unchanged(whole: Tensor) -> Tensor:
+    return whole
 
 
 class _States:

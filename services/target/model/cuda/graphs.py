@@ -26,6 +26,9 @@ from services.target.kernels.grouped import GroupedAttention
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Outputs, Runner
 from services.target.model.modules import ModuleRunner
+from services.target.model.parallel.exchange import all_agree
+from services.target.model.parallel.split import is_split
+from services.target.model.weight_slots import WeightSlots
 from services.target.step.batch import Batch, Capture, TokenArrays, pad
 from services.target.step.layout import SHORT, Extent, Layout
 from services.target.step.upload import DeviceArrays, upload
@@ -50,8 +53,10 @@ def direct(run: Callable[[], Outputs]) -> Replay:
 class CudaCapturer:
     """Captures CUDA graphs that share memory, because only one runs at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: str = "global") -> None:
+        """mode: of the capture; thread_local where other threads use the device meanwhile."""
         self._pool = torch.cuda.graph_pool_handle()
+        self._mode = mode
 
     def __call__(self, run: Callable[[], Outputs]) -> Replay:
         """Capture. Calls `run` three times, the first two for lazy initialisation."""
@@ -62,13 +67,31 @@ class CudaCapturer:
             run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=self._mode):
             outputs = run()
 
         def replay() -> Outputs:
             graph.replay()
             return outputs
 
+        return replay
+
+
+class RankCapturer:
+    """Captures on all ranks, or raises RuntimeError on all: their collectives must go on matching."""
+
+    def __init__(self, capturer: Capturer) -> None:
+        self._capturer = capturer
+
+    def __call__(self, run: Callable[[], Outputs]) -> Replay:
+        """As the capturer of one rank."""
+        replay, reason = None, "another rank cannot capture them"
+        try:
+            replay = self._capturer(run)
+        except RuntimeError as error:
+            reason = str(error)
+        if not all_agree(replay is not None) or replay is None:
+            raise RuntimeError(reason)
         return replay
 
 
@@ -199,6 +222,10 @@ class GraphRunner:
             return None
         return self._sizes[at]
 
+    def slots(self) -> WeightSlots:
+        """As `ModuleRunner.slots`."""
+        return self._runner.slots()
+
     def weights(self) -> Mapping[str, tuple[int, ...]]:
         """As `Runner.weights`."""
         return self._runner.weights()
@@ -270,4 +297,9 @@ def wrap(runner: ModuleRunner, config: TargetConfig, device: torch.device) -> Ru
         runner = compiled(runner, most)
         if not captured:  # compiled programs need fixed sizes, too
             return GraphRunner(runner, [count for count in rows if count <= most], direct, padding=padding)
-    return GraphRunner(runner, rows, CudaCapturer(), padding=padding) if captured else runner
+    if not captured:
+        return runner
+    capturer: Capturer = CudaCapturer()
+    if is_split(runner.module):  # NCCL's own thread watches earlier collectives, also while a graph is captured
+        capturer = RankCapturer(CudaCapturer("thread_local"))
+    return GraphRunner(runner, rows, capturer, padding=padding)

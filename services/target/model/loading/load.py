@@ -25,7 +25,12 @@ from services.target.model.deterministic.batch_invariance import check as check_
 from services.target.model.loading import positions, quantized, self_check, shards, support
 from services.target.model.loading.probe import check_window, pass_a_token
 from services.target.model.loading.runners import choose_runner
-from services.target.model.loading.weight_quantization import quantization_arguments, warn_about_experts
+from services.target.model.loading.weight_quantization import (
+    quantization_arguments,
+    quantize_loaded,
+    warn_about_experts,
+)
+from services.target.model.parallel import split as parallel
 from services.target.step.upload import use_device
 
 log = logging.getLogger(__name__)
@@ -45,16 +50,20 @@ def load(folder: Path, config: TargetConfig) -> Model:
     transformers.utils.logging.set_verbosity_error()
     settings, remote = support.read_settings(folder, config.trust_remote_code)
     positions.stretch(settings.get_text_config(), config.context_length)
-    how = quantization_arguments(config.quantization, settings, device)
-    how |= shards.split(folder, settings, config.tp_size) | quantized.prepare(settings, device)
+    how = quantization_arguments(config.quantization, settings, device, config.tp_size)
+    how |= shards.split(folder, settings, config.tp_size) | quantized.prepare(settings, device, config.tp_size)
     dtype = pick_dtype(config.dtype, settings, device)
     module = _read_weights(folder, settings, dtype, remote, how)
+    if config.tp_size > 1:
+        parallel.install(module)
+        shards.warn_about_copies(module)
     module.to(device).eval().requires_grad_(False)
+    if config.tp_size > 1 and device.type == "cuda":
+        quantize_loaded(config.quantization, module)
     warn_about_experts(config.quantization, module)
-    vocab_size = module.get_output_embeddings().weight.shape[0]
+    vocab_size = parallel.whole_rows(module, module.get_output_embeddings())
     support.check_vocabulary(folder, vocab_size)
-    if config.tp_size == 1:
-        latent.install(module)
+    latent.install(module)
     probe = pass_a_token(module, device)
     assert probe.dtype is not None
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, probe.dtype, device)

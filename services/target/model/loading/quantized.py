@@ -3,6 +3,7 @@
 `transformers` has a quantizer for each format; most need a GPU and a package of their own. Without these, our own
 quantizer replaces it: it converts every stored group of tensors to a plain weight (`checkpoints.dequantize`), layer by
 layer and expert by expert as the files are read, so that the model is a plain one in the format of the computation.
+With tensor parallelism each rank unpacks whole tensors, because packed ones cannot be cut anywhere, and keeps its part.
 
 A new format needs an entry in `_FORMATS`, and its arithmetic in outrider/checkpoints/dequantize.py.
 """
@@ -25,12 +26,14 @@ from transformers.utils.quantization_config import Mxfp4Config, QuantizationConf
 
 from outrider.checkpoints.dequantize import check_layout, dequantize
 from outrider.errors import ConfigError
+from services.target.model.parallel.split import shard_of
 
 log = logging.getLogger(__name__)
 
 _METHOD = "outrider"
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # meaningless without their scales
 _FP8_CAPABILITY = (8, 9)
+_EXPERTS = 3  # number of dimensions of a parameter that holds all experts of a layer
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,10 @@ _NEEDS_PACKAGE = {"bitsandbytes": "bitsandbytes", "torchao": "torchao"}
 _INSTEAD = "choose a checkpoint that is not quantized, or one of fp8, GPTQ, AWQ, compressed-tensors or MXFP4"
 
 
-def prepare(settings: Any, device: torch.device) -> dict[str, Any]:
+def prepare(settings: Any, device: torch.device, ranks: int = 1) -> dict[str, Any]:
     """The arguments of `from_pretrained` for a quantized checkpoint. Changes `settings`.
 
-    Raises ConfigError for a format that this machine cannot load.
+    ranks: tensor-parallel ones. Raises ConfigError for a format that this machine cannot load.
     """
     text = settings.get_text_config()
     stored = getattr(settings, "quantization_config", None) or getattr(text, "quantization_config", None)
@@ -66,23 +69,28 @@ def prepare(settings: Any, device: torch.device) -> dict[str, Any]:
         return {}
     stored = dict(stored if isinstance(stored, Mapping) else stored.to_dict())
     method = _method(stored)
+    whole = {"device_map": {"": device}} if ranks == 1 else {}  # `transformers` places the parts of ranks itself
     if method == "mxfp4":
-        if device.type == "cpu":
+        if device.type == "cpu" or ranks > 1:
             return {"quantization_config": Mxfp4Config(dequantize=True)}
-        return {"device_map": {"": device}}
+        return whole
     if method in _NEEDS_PACKAGE:
+        if ranks > 1:
+            raise ConfigError(f"weights quantized by {method} cannot be divided among ranks; leave out --tp-size")
         _check_package(method, device)
-        return {"device_map": {"": device}}
+        return whole
     if method not in _FORMATS:
         raise ConfigError(f"weights quantized by {method} are not supported; {_INSTEAD}")
-    if _kept(method, device):
-        return {"device_map": {"": device}}
+    if _kept(method, device) and (ranks == 1 or (method == "fp8" and _whole_blocks(text, stored, ranks))):
+        return whole
     stored["quant_method"] = method
     try:
         check_layout(stored)
     except ConfigError as error:
         raise ConfigError(f"{error}; {_INSTEAD}") from None
-    if device.type == "cuda":
+    if device.type == "cuda" and ranks > 1:
+        log.warning("%s weights are unpacked, which takes memory; --tp-size divides only fp8 in whole blocks", method)
+    elif device.type == "cuda":
         wanted = " ".join(_FORMATS[method].packages)
         log.warning("%s weights are unpacked, which takes more memory; to keep them packed, install %s", method, wanted)
     else:
@@ -113,6 +121,25 @@ def _kept(method: str, device: torch.device) -> bool:
     return all(_installed(package) for package in _FORMATS[method].packages)
 
 
+def _whole_blocks(text: Any, stored: Mapping[str, Any], ranks: int) -> bool:
+    """True if the blocks that share a scale do not straddle the border between two ranks."""
+    block = stored.get("weight_block_size")
+    if not block:
+        return True
+
+    def number(name: str, otherwise: int = 0) -> int:
+        return getattr(text, name, None) or otherwise
+
+    heads, head, values = text.num_attention_heads, number("head_dim"), number("v_head_dim")
+    nope = number("qk_nope_head_dim")
+    divided = [
+        number("intermediate_size"), number("moe_intermediate_size"), heads * head,
+        number("num_key_value_heads", heads) * head,
+        heads * (nope + number("qk_rope_head_dim")), heads * (nope + values), heads * values,  # of latent attention
+    ]  # fmt: skip
+    return all(count % (ranks * max(block)) == 0 for count in divided)
+
+
 def _check_package(method: str, device: torch.device) -> None:
     package = _NEEDS_PACKAGE[method]
     if device.type != "cuda":
@@ -124,7 +151,7 @@ def _check_package(method: str, device: torch.device) -> None:
 def _array(tensor: torch.Tensor) -> NDArray[Any]:
     """A tensor as a NumPy array; bfloat16 and fp8, which NumPy lacks, become float32."""
     known = not tensor.is_floating_point() or tensor.dtype in (torch.float16, torch.float32)
-    return (tensor if known else tensor.float()).numpy()
+    return (tensor if known else tensor.float()).cpu().numpy()
 
 
 class _Unpack(ConversionOps):
@@ -136,20 +163,34 @@ class _Unpack(ConversionOps):
     def convert(  # type: ignore[override]  # the base class passes its other arguments by keyword only
         self, input_dict: dict[str, Any], *, model: Any = None, full_layer_name: str = "", **_: Any
     ) -> dict[str, Any]:
-        """input_dict: stored tensors, or lists of them, by name. Returns plain weights by their names."""
-        dtype = model.get_parameter(full_layer_name).dtype
+        """input_dict: stored tensors, or lists of them, by name. Returns plain weights by their names, or the parts of
+        them that this rank holds.
+        """
+        parameter = model.get_parameter(full_layer_name)
+        dtype, shard = parameter.dtype, shard_of(parameter)
         layers: dict[str, dict[str, list[Any]]] = defaultdict(dict)
         for key, value in input_dict.items():
             layer, _dot, name = key.rpartition(".")
             layers[layer][name] = value if isinstance(value, list) else [value]
+        if shard is not None and parameter.ndim == _EXPERTS:
+            shard = shard.of_matrix(len(layers))
         weights: dict[str, Any] = {}
         for stem, parts in layers.items():
             whole = [
                 self.hf_quantizer.unpack(full_layer_name, dict(zip(parts, tensors, strict=True)), dtype)
                 for tensors in zip(*parts.values(), strict=True)
             ]
+            if shard is not None:
+                whole = [shard.part(weight).clone() for weight in whole]
             weights[f"{stem}.weight" if stem else full_layer_name] = whole if stem else whole[0]
         return weights
+
+
+def _as_whole_tensors(_: Any, state: dict[str, Any], prefix: str, __: Any) -> None:
+    """In the state that `transformers` reads names and shapes from, replace parts of weights by whole tensors."""
+    for name, tensor in state.items():
+        if not prefix and not name.endswith("bias") and shard_of(tensor) is not None:
+            state[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 @register_quantization_config(_METHOD)
@@ -179,12 +220,22 @@ class _Unpacker(HfQuantizer):
             return tensors["weight"].to(dtype)
         try:
             arrays = {part: _array(tensor) for part, tensor in tensors.items()}
-            return torch.from_numpy(dequantize(name, arrays, self._stored)).to(dtype)
+            device = next(iter(tensors.values())).device  # of a rank: its GPU
+            return torch.from_numpy(dequantize(name, arrays, self._stored)).to(device, dtype)
         except Exception as error:
             if not self._failed:  # `transformers` collects failures without their text and continues
                 log.error("%s", error)
             self._failed = True
             raise
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        """Let `transformers` read whole tensors for the weights that are unpacked."""
+        self._reading = model.register_state_dict_post_hook(_as_whole_tensors)
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        """The names and shapes are read no more."""
+        self._reading.remove()
+        return model
 
     def get_load_operations(self) -> dict[str, Any]:
         """The operation on the stored tensors."""

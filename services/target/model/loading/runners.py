@@ -37,19 +37,19 @@ def choose_runner(
     device: torch.device,
 ) -> Runner:
     """The runner of a loaded model. how: the arguments of `from_pretrained`. Raises ConfigError for its flags."""
-    plain = config.tp_size > 1 or config.enable_torch_compile
     reason: str | None = "it needs compiled kernels on a CPU, without --tp-size and --enable-torch-compile"
-    if device.type == "cpu" and not plain:
-        reason = native.unsupported_reason(module, config.attention_backend, cache_dtype)
+    if device.type == "cpu" and not config.enable_torch_compile:
+        if config.tp_size == 1:
+            reason = native.unsupported_reason(module, config.attention_backend, cache_dtype)
         means = plan_self_speculation(config, module, reason)
         if reason is None:
             return _program(module, probe, cache_dtype, context_length, config, means)
         log.info("running module by module: %s", reason)
         pack(module, cpu_format(config.quantization))
     elif config.quantization is not None and device.type == "cpu":
-        raise ConfigError("--quantization on a CPU goes with neither --tp-size nor --enable-torch-compile")
+        raise ConfigError("--quantization on a CPU does not go with --enable-torch-compile; leave one of them out")
     plan_self_speculation(config, module, reason)  # raises if the flags ask for self-speculation
-    if device.type == "cuda" and config.tp_size == 1 and not config.deterministic:
+    if device.type == "cuda" and not config.deterministic:
         fused = _fused(module, probe, planner, context_length)
         if fused is not None:
             return graphs.wrap(fused, config, device)

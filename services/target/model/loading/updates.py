@@ -128,17 +128,39 @@ class CheckpointFolder:
         entries = self.entries
         for second, own in tied.items():
             if second in entries and own in entries:
-                pair = {name: name for name in (second, own)}
-                found = {name: tensor for part in self.tensors(pair) for name, tensor in part.items()}
+                found = self.tensors({name: name for name in (second, own)})
                 if not torch.equal(found[second], found[own]):
                     raise _differ(second, own)
 
-    def tensors(self, names: Mapping[str, str]) -> Iterator[dict[str, Tensor]]:
-        """Tensors, file by file. names: their names in the files, by the model's names."""
-        for file, entries in self.files.items():
-            here = {own: name for own, name in names.items() if name in entries}
-            with safe_open(file, "pt") as content:
-                yield {own: content.get_tensor(name) for own, name in here.items()}
+    def tensors(self, names: Mapping[str, str]) -> FolderTensors:
+        """Tensors, which are read when they are asked for. names: their names in the files, by the model's names."""
+        return FolderTensors(self.files, names)
+
+
+class FolderTensors(Mapping[str, Tensor]):
+    """Tensors of a checkpoint's files, read one by one, file after file. begun: one has been read."""
+
+    def __init__(self, files: Mapping[Path, Mapping[str, HeaderEntry]], names: Mapping[str, str]) -> None:
+        """files, names: as of CheckpointFolder and its `tensors`."""
+        self._places = {
+            own: (file, name) for file, entries in files.items() for own, name in names.items() if name in entries
+        }
+        self._open: tuple[Path, Any] | None = None
+        self.begun = False
+
+    def __getitem__(self, own: str) -> Tensor:
+        file, name = self._places[own]
+        if self._open is None or self._open[0] != file:
+            self._open = file, safe_open(file, "pt")
+        tensor: Tensor = self._open[1].get_tensor(name)
+        self.begun = True
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 def _file_header(file: Path) -> dict[str, HeaderEntry]:

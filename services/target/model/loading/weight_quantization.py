@@ -28,8 +28,13 @@ _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 _INT4_PACKAGE = "mslk"  # has torchao's int4 kernels
 
 
-def quantization_arguments(choice: Quantization | None, settings: Any, device: torch.device) -> dict[str, Any]:
-    """The arguments of `from_pretrained` that quantize a checkpoint's weights. Raises ConfigError."""
+def quantization_arguments(
+    choice: Quantization | None, settings: Any, device: torch.device, ranks: int = 1
+) -> dict[str, Any]:
+    """The arguments of `from_pretrained` that quantize a checkpoint's weights. Raises ConfigError.
+
+    ranks: tensor-parallel ones. With several, `quantize_loaded` quantizes each rank's parts instead.
+    """
     if choice is None:
         return {}
     flag = f"--quantization {choice}"
@@ -50,12 +55,28 @@ def quantization_arguments(choice: Quantization | None, settings: Any, device: t
     missing = [package for package in wanted if importlib.util.find_spec(package) is None]
     if missing:
         raise ConfigError(f"{flag} needs {' and '.join(missing)}; `pip install {' '.join(missing)}`, or leave it out")
-
-    import torchao.quantization as ao
+    if ranks > 1:
+        return {}
     from transformers import TorchAoConfig
 
+    return {"quantization_config": TorchAoConfig(_torchao(choice)), "device_map": {"": device}}
+
+
+def _torchao(choice: Quantization) -> Any:
+    import torchao.quantization as ao
+
     how = {"fp8": ao.Float8WeightOnlyConfig, "int8": ao.Int8WeightOnlyConfig, "int4": ao.Int4WeightOnlyConfig}
-    return {"quantization_config": TorchAoConfig(how[choice]()), "device_map": {"": device}}
+    return how[choice]()
+
+
+def quantize_loaded(choice: Quantization | None, module: Any) -> None:
+    """Quantize the linear layers of a loaded model on CUDA, without the LM head."""
+    if choice is None:
+        return
+    from torchao.quantization import quantize_
+
+    head = module.get_output_embeddings()
+    quantize_(module, _torchao(choice), filter_fn=lambda layer, _: type(layer) is nn.Linear and layer is not head)
 
 
 def warn_about_experts(choice: Quantization | None, module: nn.Module) -> None:

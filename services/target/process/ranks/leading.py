@@ -1,0 +1,61 @@
+"""Rank 0's runner: the other ranks do with it what the engine asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.target.kernels.kv_cache import KVCache
+from services.target.model.base import Outputs
+from services.target.model.cuda.graphs import GraphRunner
+from services.target.process.ranks.batches import pack, share_roots
+from services.target.process.ranks.channel import Channel, Kind
+from services.target.process.ranks.updates import SlotRunner, update_all
+from services.target.step.batch import Batch
+
+
+class LeadingRunner:
+    """A `Runner` of the whole model, of which this process computes a part. Logits and states are the whole ones."""
+
+    def __init__(self, runner: SlotRunner, channel: Channel, device: torch.device) -> None:
+        """runner: of this rank's part."""
+        self._runner, self._channel, self._device = runner, channel, device
+        self._cache: KVCache | None = None
+
+    def forward(self, batch: Batch, cache: KVCache) -> Outputs:
+        """As any runner: every rank computes its part of the same batch over its own cache."""
+        self._share_cache(cache)
+        self._channel.send(Kind.BATCH, *pack(batch))
+        if batch.roots is not None:
+            share_roots(batch.roots, self._channel)
+        return self._runner.forward(batch, cache)
+
+    @torch.inference_mode()
+    def capture(self, cache: KVCache, device: torch.device) -> None:
+        """Capture steps as CUDA graphs on all ranks, where steps are captured."""
+        if isinstance(self._runner, GraphRunner):
+            self._share_cache(cache)
+            self._channel.send(Kind.CAPTURE)
+            self._runner.capture(cache, device)
+
+    def weights(self) -> Mapping[str, tuple[int, ...]]:
+        """Names and shapes of the whole model's weights."""
+        return self._runner.weights()
+
+    def update(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace weights on all ranks. Raises ConfigError if one cannot take them; then none has changed."""
+        update_all(tensors, self._runner, self._device, self._channel)
+
+    def _share_cache(self, cache: KVCache) -> None:
+        """Make a new cache on the other ranks, too."""
+        if cache is not self._cache:
+            self._cache = cache
+            self._channel.send(Kind.CACHE, np.array([cache.pages, cache.page_size]))
+            cache.on_move = self._move
+
+    def _move(self, moves: Tensor) -> None:
+        self._channel.send(Kind.MOVE, np.array(moves.shape))
+        self._channel.share(moves.contiguous())

@@ -1,0 +1,353 @@
+"""Two ranks on the CPU are one: texts, features, caches, sampling and weight updates, with every feature on."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+from outrider.config import TargetConfig
+from outrider.errors import ConfigError
+from outrider.serving.features import FeatureFormat, FeatureSpec
+from outrider.speculation.sampling import SamplingParams
+from services.target.engine.engine import TargetEngine
+from services.target.kernels.cpu import library
+from services.target.model.cuda.graphs import GraphRunner
+from services.target.model.linear import NativeLinear
+from services.target.model.parallel import split
+from services.target.model.parallel.shard import Shard
+from services.target.process.control import Control, Update
+from services.target.process.ranks.batches import pack, unpack
+from services.target.step.batch import Batch, Capture, DeferredRoots, SessionWork, TokenArrays, build
+from services.target.step.layout import Layout
+from tests.support.checkpoints import quantizers
+from tests.support.checkpoints.families import write_family
+from tests.support.checkpoints.quantizers import GROUP, write_quantized
+from tests.support.target.driving import engine_of, load_model, load_modules, opening, run
+from tests.support.target.features import Reader, configured
+from tests.support.target.greedy_text import NEW, PROMPT, check_text, greedy, proposals_near
+from tests.support.target.interpreter import need_interpreter
+from tests.support.target.rank_pair import RankPair
+from tests.support.tiny import VOCAB, write_model
+
+GPTQ = {"quant_method": "gptq", "group_size": GROUP, "desc_act": False, "checkpoint_format": "gptq", "sym": True,
+        "bits": 4}  # fmt: skip
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [20, 20]}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+          "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+          "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "head_dim": 8, "num_key_value_heads": 4}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair():
+    ranks = RankPair()
+    yield ranks
+    ranks.close()
+
+
+@torch.inference_mode()
+def prompt_logits(model):
+    engine = engine_of(model)
+    engine.open(opening(1, PROMPT, prompt_logprobs=0))
+    (chunk,) = engine.scheduler.plan()
+    return model.runner.forward(build([SessionWork(chunk)], model.device), engine.cache).logits.clone()
+
+
+def near_text(model, expected, **flags):
+    """The text with proposals, next to another session; and that proposals are accepted."""
+    engine = engine_of(model, page_size=4, chunked_prefill_size=7, speculative_num_draft_tokens=10, **flags)
+    sessions = [opening(1, PROMPT, max_tokens=NEW), opening(2, PROMPT[::-1], max_tokens=NEW)]
+    result = run(engine, sessions, proposals_near(expected, 4))
+    assert result.new[1] == expected
+    assert 0 < result.accepted < result.verified
+
+
+def test_the_text_is_that_of_one_rank_at_every_page_size(pair, tmp_path):
+    folder = write_family(tmp_path / "model", "gemma-3")  # tied embeddings, sliding windows
+    model = pair.load(folder)
+    assert {shape.kv_heads for shape in model.shapes} == {1}  # of two
+    check_text(model, greedy(folder))
+
+
+@pytest.mark.parametrize("family", ["llama-2", "qwen2.5", "qwen3-moe", "deepseek-v3", "glm-4.5", "gpt-oss"])
+def test_the_text_of_a_family_is_that_of_one_rank(family, pair, tmp_path, caplog):
+    folder = write_family(tmp_path / "model", family)
+    near_text(pair.load(folder), greedy(folder))
+    if family == "gpt-oss":  # whose plan divides the embedding alone
+        assert "--tp-size saves little memory" in caplog.text
+
+
+def test_each_rank_caches_the_latents_and_divides_the_heads(pair, tmp_path):
+    folder = write_model(tmp_path / "model", "deepseek_v2", **LATENT)
+    model = pair.load(folder)
+    assert {(shape.kv_heads, shape.key_dim, shape.shared) for shape in model.shapes} == {(1, 24, True)}
+    near_text(model, greedy(folder))
+
+
+@pytest.mark.parametrize(("family", "quantizer", "config"), [
+    ("qwen3-moe", quantizers.gptq(4, symmetric=True), GPTQ), ("deepseek-v3", quantizers.fp8(20), FP8),
+], ids=["gptq", "fp8"])  # fmt: skip
+def test_quantized_checkpoints_are_divided(family, quantizer, config, pair, tmp_path):
+    torch.manual_seed(1)
+    folder = write_family(tmp_path / "quantized", family, hidden_size=64)
+    write_quantized(folder, tmp_path / "plain", quantizer, config)
+    near_text(pair.load(folder), greedy(tmp_path / "plain"))
+
+
+def test_fp8_in_whole_blocks_stays_packed(pair, tmp_path):
+    torch.manual_seed(1)
+    folder = write_family(tmp_path / "quantized", "llama-2", hidden_size=64)
+    write_quantized(folder, tmp_path / "plain", quantizers.fp8(16), FP8 | {"weight_block_size": [16, 16]})
+    model = pair.load(folder, fp8=True)
+    down = model.runner._runner.module.model.layers[1].mlp.down_proj
+    assert (down.weight.dtype, tuple(down.weight.shape)) == (torch.float8_e4m3fn, (64, 48))
+    near_text(model, greedy(tmp_path / "plain"))
+
+
+@pytest.mark.skipif(not library.available(), reason="the CPU kernels do not compile on this machine")
+@pytest.mark.parametrize("choice", ["int4", "int8"])
+def test_quantized_parts_are_as_exact_as_the_whole(choice, pair, tmp_path):
+    folder = write_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
+    plain, alone = load_modules(folder), load_model(folder, attention_backend="torch_native", quantization=choice)
+    divided = pair.load(folder, quantization=choice)
+    packed = [layer for layer in divided.runner._runner.module.modules() if isinstance(layer, NativeLinear)]
+    assert len(packed) == 2 * 7 + 1
+    whole, one, two = (prompt_logits(model) for model in (plain, alone, divided))
+    assert 0 < (two - whole).norm() < 1.2 * (one - whole).norm()
+
+
+def test_features_are_those_of_one_rank(pair, tmp_path):
+    folder = write_family(tmp_path / "model", "llama-2")
+    states = []
+    spec = FeatureSpec((0, 1, 3), final=True, format=FeatureFormat.FLOAT32)
+    for model in (load_modules(folder), pair.load(folder)):
+        engine = engine_of(model, chunked_prefill_size=7)
+        reader = Reader(engine)
+        name = configured(engine, spec)
+        reader.open(replace(opening(1, PROMPT, max_tokens=NEW), feature_spec=name))
+        reader.run(proposals_near(greedy(folder), 1))
+        states.append((reader.tokens[1], reader.states(1)))
+    assert states[0][0] == states[1][0]
+    np.testing.assert_allclose(states[1][1], states[0][1], atol=1e-3)
+
+
+@pytest.mark.parametrize("as_on_cuda", [True, False])
+def test_sampled_texts_are_those_of_one_rank(as_on_cuda, pair, tmp_path):
+    """as_on_cuda: steps overlap, and the device walks the trees and moves the rows of accepted nodes."""
+    folder = write_model(tmp_path / "model")
+    requests = [opening(i, PROMPT[i:], SamplingParams(1.0, seed=i, top_p=0.9), max_tokens=NEW) for i in (1, 2, 3)]
+    expected = run(engine_of(load_modules(folder)), requests).new
+    engine = engine_of(pair.load(folder), page_size=4)
+    engine.overlap, engine.sampler._walks, engine.sampler._compiled = as_on_cuda, as_on_cuda, not as_on_cuda
+
+    result = run(engine, requests, lambda i, path: ahead(i, path, expected))
+    assert result.new == expected
+    assert result.accepted > 0
+
+
+def ahead(session_id, path, expected):
+    """Trees whose second branch goes on as the text does, so that accepted rows must move."""
+    from outrider.speculation.proposal import Proposal, path_hash
+
+    done = len(path) - (len(PROMPT) - session_id)
+    true = expected[session_id][done : done + 3]
+    nodes = np.array([(path[-1] + 1) % VOCAB, *true], np.uint32)
+    parents = np.array([-1, -1, *range(1, len(true))][: len(nodes)], np.int32)
+    if len(nodes) > 1 and nodes[0] == nodes[1]:
+        return []
+    scores = -np.ones(len(nodes), np.float32)
+    return [Proposal(session_id, len(path), path_hash(np.array(path)), nodes, parents, scores)]
+
+
+def test_a_style_of_plans_that_is_not_known_is_refused():
+    with pytest.raises(ConfigError, match="in the style sequence_parallel, which is not supported"):
+        split._exchange("layer.3", torch.nn.LayerNorm(4), "sequence_parallel", None)
+
+
+@pytest.mark.parametrize(("shard", "part"), [
+    (Shard(0, 6, 1, 3, 6), [3, 4, 5]), (Shard(0, 6, 2, 1, 3), [1, 2, 4, 5]), (Shard(0, 6, 1, 4, 5), [4]),
+])  # fmt: skip
+def test_a_part_is_an_interval_of_each_group(shard, part):
+    whole = torch.arange(6)[:, None] * torch.ones(2)
+    assert shard.part(whole)[:, 1].tolist() == part
+    assert shard.whole_shape((len(part), 2)) == (6, 2)
+
+
+def test_one_expert_has_its_part_of_what_is_stacked():
+    stacked = torch.arange(2 * 8 * 3).view(2, 8, 3)  # two experts, gates above values
+    shard = Shard(1, 8, 2, 2, 4)
+    of_matrix = shard.of_matrix(2)
+    mine = torch.cat([of_matrix.part(matrix) for matrix in stacked[1].chunk(2)])
+    assert torch.equal(mine, shard.part(stacked)[1])
+    assert shard.of_matrix(1) is None
+    assert Shard(0, 2, 1, 0, 1).of_matrix(2) is None
+    assert torch.equal(Shard(2, 3, 1, 0, 2).of_matrix(2).part(stacked[1][:4]), stacked[1][:4, :2])
+
+
+# --- steps as on CUDA ---
+
+
+def test_fused_and_captured_steps_give_the_text_of_one_rank(pair, tmp_path):
+    need_interpreter()
+    folder = write_family(tmp_path / "model", "qwen2.5", num_hidden_layers=1)  # with biases and tied embeddings
+    model = pair.load(folder, fused=True)
+    engine = engine_of(model, page_size=4)
+    model.runner.capture(engine.cache, model.device)
+    inner = model.runner._runner
+    assert isinstance(inner, GraphRunner)
+    requests = [opening(i, PROMPT[i : i + 9], max_tokens=6) for i in (1, 2)]
+    expected = run(engine_of(load_modules(folder)), requests).new
+    assert run(engine, requests, lambda i, path: ahead_short(i, path, expected)).new == expected
+    name = configured(engine, FeatureSpec((0,), final=True, format=FeatureFormat.FLOAT32))
+    reader = Reader(engine)
+    reader.open(replace(requests[0], feature_spec=name))
+    reader.run()
+    assert reader.tokens[1][9:] == expected[1]
+
+
+def ahead_short(session_id, path, expected):
+    from tests.support.target.driving import chain
+
+    return [chain(session_id, path, expected[session_id][len(path) - 9 :][:2])]
+
+
+def test_a_step_that_one_rank_cannot_capture_is_captured_by_none(pair, tmp_path):
+    need_interpreter()
+    model = pair.load(write_model(tmp_path / "model", num_hidden_layers=1), fused=True)
+    engine = engine_of(model)
+    inner = model.runner._runner
+
+    def refuse(_):
+        raise RuntimeError("not here")
+
+    inner._capturer._capturer = refuse
+    model.runner.capture(engine.cache, model.device)
+    assert not inner._works
+    assert len(run(engine, [opening(1, PROMPT[:9], max_tokens=4)]).new[1]) == 4
+
+
+@torch.inference_mode()
+def test_roots_that_only_the_device_knows_reach_all_ranks(pair, tmp_path):
+    from tests.support.target.works import decoding
+
+    model = pair.load(write_model(tmp_path / "model"))
+    works = decoding(3)
+    allocator = works[0].chunk.session.table._allocator
+    cache = model.new_cache(allocator.total_pages, allocator.page_size)
+    batch = build(works, model.device)
+    known = model.runner.forward(batch, cache).logits.clone()
+    ids = torch.from_numpy(batch.rows.ids.copy())
+    blank = replace(batch.rows, ids=np.zeros_like(batch.rows.ids))
+    rows = np.arange(len(ids))
+    roots = DeferredRoots(rows, rows[::-1].copy(), ids.flip(0))
+    found = model.runner.forward(replace(build(works, model.device), rows=blank, roots=roots), cache).logits
+    torch.testing.assert_close(found, known)
+
+
+def test_batches_are_broadcast_completely():
+    rng = np.random.default_rng(0)
+    starts, committed, parents = [0, 37, 16], [5, 1, 3], [[], [-1, 0, 0, -1], [-1]]
+    nodes = list(map(len, parents))
+    keys = np.array(starts) + committed + nodes
+    pages = rng.integers(1, 99, int((-(-keys // 16)).sum())).astype(np.int32)
+    layout = Layout.of(starts, committed, nodes, pages, np.concatenate(parents).astype(np.int32), 16)
+    rows = int(layout.first[-1])
+    flat = TokenArrays(*rng.integers(0, 9, (2, rows)), np.array([4, 5, 6]))
+    batch = Batch(layout, flat, torch.device("cpu"), 2, Capture((1, 4), False, np.array([2])))
+    twin = unpack(np.concatenate(pack(batch)).astype(np.int64), torch.device("cpu"), None)
+    assert (twin.sample_count, len(twin.spans)) == (2, 3)
+    assert twin.capture == Capture((1, 4), False, None)
+    assert np.array_equal(twin.layout.slots, layout.slots)
+    for name in ("ids", "positions", "sampled"):
+        assert np.array_equal(getattr(twin.rows, name), getattr(flat, name))
+    for mine, its in zip(batch.spans, twin.spans, strict=True):
+        for name in ("first", "rows", "start", "committed", "page_size"):
+            assert getattr(mine, name) == getattr(its, name)
+        for name in ("pages", "positions", "parents", "slots", "tree_mask"):
+            assert np.array_equal(getattr(mine, name), getattr(its, name))
+
+
+# --- weight updates ---
+
+
+@pytest.fixture(scope="module")
+def updates(tmp_path_factory):
+    """Two checkpoints of a model with experts, and their texts."""
+    base = tmp_path_factory.mktemp("weights")
+    folders = [write_family(base / str(seed), "qwen3-moe", seed=seed) for seed in (1, 2)]
+    return folders, [greedy(folder) for folder in folders]
+
+
+def controlled(pair, folder, **options):
+    engine = engine_of(pair.load(folder, **options), page_size=4)
+    return engine, Control(engine, folder, roots=[str(folder.parent)])
+
+
+def text(engine):
+    return run(engine, [opening(1, PROMPT, max_tokens=NEW)]).new[1]
+
+
+def sent(control, folder):
+    tensors = load_file(folder / "model.safetensors")
+    with control.incoming() as incoming:
+        incoming.add(save(tensors))
+        incoming.finish()
+    return incoming
+
+
+@pytest.mark.parametrize("way", ["folder", "tensors"])
+def test_an_update_reaches_all_ranks(way, pair, updates):
+    folders, texts = updates
+    engine, control = controlled(pair, folders[0])
+    assert text(engine) == texts[0]
+    if way == "folder":
+        weights = control.update_from_folder(control.read_folder(str(folders[1])), Update("two"))
+    else:
+        weights = control.update_from_tensors(sent(control, folders[1]), Update("two"))
+    assert (weights.weight_version, weights.whole) == ("two", True)
+    assert weights.replaced == len(load_file(folders[1] / "model.safetensors"))
+    assert text(engine) == texts[1]
+
+
+def test_a_rank_that_takes_no_weights_leaves_the_old_ones_everywhere(pair, updates):
+    folders, texts = updates
+    late = "model.layers.2.self_attn.o_proj.weight"  # after tensors that both ranks have taken
+    engine, control = controlled(pair, folders[0], refuses=late)
+    with pytest.raises(ConfigError, match=rf"not changed on any rank: rank 1: {late} cannot be kept: no room"):
+        control.update_from_folder(control.read_folder(str(folders[1])), Update("two"))
+    assert engine.load().weight_version == "default"
+    assert text(engine) == texts[0]
+
+
+def test_weights_that_cannot_be_read_leave_the_old_ones_everywhere(pair, updates, tmp_path):
+    folders, texts = updates
+    engine, control = controlled(pair, folders[0])
+
+    class Broken(dict):
+        def items(self):
+            yield from list(super().items())[:9]
+            raise OSError("the disk has failed")
+
+    incoming = sent(control, folders[1])
+    incoming.tensors = Broken(incoming.tensors)
+    with pytest.raises(ConfigError, match="rank 0: the weights cannot be read: the disk has failed"):
+        control.update_from_tensors(incoming, Update())
+    assert text(engine) == texts[0]
+    control.update_from_folder(control.read_folder(str(folders[1])), Update())
+    assert text(engine) == texts[1]
+
+
+def test_the_ranks_do_what_serving_asks_of_one(pair, tmp_path):
+    """Warm-up, the prefix cache, and compiled sampling with penalties."""
+    from services.target.process.warmup import warm_up
+
+    folder = write_model(tmp_path / "model")
+    params = SamplingParams(1.0, seed=3, frequency_penalty=0.4)
+    requests = [opening(i, PROMPT, params, max_tokens=NEW, logprobs=2) for i in (1, 2)]
+    outcomes = []
+    for model in (load_modules(folder), pair.load(folder)):
+        engine = TargetEngine(model, TargetConfig(max_total_tokens=4096))
+        warm_up(engine)
+        outcomes.append(run(engine, requests))
+    assert outcomes[0].new == outcomes[1].new
