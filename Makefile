@@ -34,8 +34,10 @@ $(PACKAGES): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) --quiet --upgrade pip || true
 	@$(CHOOSE) explain
-	index="$(TORCH_INDEX)"; test -n "$$index" || index=$$($(CHOOSE) torch-index) || exit 1; \
-	test -z "$$index" || $(INSTALL) --index-url "$$index" \
+	@build=$$($(CHOOSE) torch-build) || exit 1; test -z "$$build" || test -n "$(TORCH_INDEX)" || \
+		{ echo "this machine needs PyTorch's build $$build: name its package index, which PyTorch's installation page" \
+			"shows: make TORCH_INDEX=https://... install" >&2; exit 1; }
+	index="$(TORCH_INDEX)"; test -z "$$index" || $(INSTALL) --index-url "$$index" \
 		"$$($(PYTHON) docker/requirements.py target < pyproject.toml | grep '^torch[<>=]')"
 	extras=$$($(CHOOSE) extras) && $(INSTALL) -e ".[gateway,draft,train,target,bench,otel,dev$$extras]"
 	@touch $@

@@ -1,7 +1,7 @@
 # The target service, in PyTorch, with the default model.
 # Build arguments: BASE_IMAGE, a Python of at least 3.11 on Debian or Ubuntu; PIP_INDEX_URL and PIP_EXTRA_INDEX_URL,
 # package indexes of pip; ACCELERATOR: cpu, cuda12 or cuda13; TORCH_INDEX, the package index of a build of PyTorch, such
-# as https://download.pytorch.org/whl/cpu (the usual index has the one for CUDA 13).
+# as the one for CPUs (the usual index has the one for CUDA 13).
 ARG BASE_IMAGE=python:3.11.13-slim-bookworm
 FROM ${BASE_IMAGE} AS build
 ARG PIP_INDEX_URL

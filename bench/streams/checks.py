@@ -24,7 +24,7 @@ from outrider.speculation.proposal import Proposal
 from outrider.transport import guard
 from outrider.transport.outbox import Outbox, Routes
 
-COLUMNS = ("sessions", "steps_per_s", "steps_per_s_unchecked", "cost", "checks_us", "share")
+COLUMNS = ("sessions", "steps_per_s", "steps_per_s_unchecked", "cost_percent", "checks_us", "share_percent")
 _MESSAGES = 4  # of a step, each of which a service receives
 _BEATS = 3  # of the heart for a message: begin, rest, and begin of the step that follows
 _REPEATS = 2000
@@ -82,7 +82,7 @@ def _bounded_parser() -> Callable[[bytes], Any]:
         stream_stream = staticmethod(lambda *_: None)
 
     parser = guard._bounded(Handler, 1 << 20).request_deserializer
-    assert parser is not None
+    assert parser is not None, "the handler has one"
     return parser
 
 
@@ -107,9 +107,9 @@ def compared(rounds: int, sessions: Sequence[int], steps: int, report: Report) -
                 sessions=count,
                 steps_per_s=1 / with_checks,
                 steps_per_s_unchecked=1 / without,
-                cost=statistics.median(pair[0] / pair[1] for pair in pairs) - 1,
+                cost_percent=100 * (statistics.median(pair[0] / pair[1] for pair in pairs) - 1),
                 checks_us=1e6 * _MESSAGES * alone,
-                share=_MESSAGES * alone / with_checks,
+                share_percent=100 * _MESSAGES * alone / with_checks,
             )
 
 
@@ -123,7 +123,8 @@ def main(argv: list[str]) -> None:
     report = Report("checks", "Cost of the services' checks of every message", columns=COLUMNS)
     report.notes = [
         "steps_per_s: of simulated engines that do nothing, over gRPC, with four messages a step; unchecked: without "
-        "heartbeat, owners of sessions and sizes of messages; cost: median of the ratios of pairs, less 1",
+        "heartbeat, owners of sessions and sizes of messages; cost: median of the ratios of pairs, less 1; noise where "
+        "other processes share the cores",
         "checks_us: of a step, timed alone on the same messages; share: of the time of a step",
         f"medians of {args.rounds} pairs of {args.steps} steps, in turns",
     ]

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import resource
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -162,7 +162,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._headers_came()
         if self._counted:
             self._limits.works(self)
-        self.scope[CONNECTION] = self  # type: ignore[literal-required]
+        cast("dict[str, Any]", self.scope)[CONNECTION] = self
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

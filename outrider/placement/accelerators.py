@@ -4,7 +4,7 @@
 
     explain        what is chosen, and why
     extras         the project's extras, each behind a comma
-    torch-index    the package index of PyTorch's build; nothing for pip's own
+    torch-build    the build of PyTorch that pip's own index lacks, such as cu126; nothing if any will do
     env            lines for .env, by which compose builds images for this machine
 
 `make install` asks before anything is installed, so this module imports the standard library alone.
@@ -26,9 +26,7 @@ Accelerator = Literal["cpu", "cuda12", "cuda13", "tpu"]
 CUDA12_DRIVER, CUDA13_DRIVER = 525, 580
 # CUDA 13 has no kernels for older GPUs, and CUDA 12.6 none for Blackwell and later ones.
 _CUDA13_CAPABILITY, _BLACKWELL = (7, 5), (10, 0)
-# PyPI has PyTorch for CUDA 13; its other builds are in indexes of PyTorch's own.
-_TORCH_INDEX = "https://download.pytorch.org/whl/"
-CPU_INDEX = _TORCH_INDEX + "cpu"
+# PyPI has PyTorch for CUDA 13; its other builds have package indexes of their own.
 _EXTRAS: dict[Accelerator, tuple[str, ...]] = {
     "cpu": (),
     "cuda12": ("draft-cuda12", "target-cuda12"),
@@ -39,11 +37,11 @@ _EXTRAS: dict[Accelerator, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What to install. reason: one sentence. torch_index: of PyTorch's build; None for pip's own index."""
+    """What to install. reason: one sentence. torch_build: of PyTorch; None for that of pip's own index."""
 
     accelerator: Accelerator
     reason: str
-    torch_index: str | None = None
+    torch_build: str | None = None
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -70,13 +68,13 @@ def choose(found: Sequence[Gpu], tpus: int = 0, *, bare_gpus: int = 0) -> Choice
         return Choice("cuda13", f"{what}: CUDA 13")
     old_driver = oldest.driver_branch < CUDA13_DRIVER
     why = f"CUDA 13 needs driver {CUDA13_DRIVER}" if old_driver else "CUDA 13 needs compute capability 7.5"
-    return Choice("cuda12", f"{what}: CUDA 12, because {why}", _cuda12_index(most))
+    return Choice("cuda12", f"{what}: CUDA 12, because {why}", _cuda12_build(most))
 
 
 def named(accelerator: Accelerator, found: Sequence[Gpu]) -> Choice:
     """The packages for an accelerator that the user names, for another machine or against the choice."""
     most = max((gpu.capability for gpu in found), default=(0, 0))
-    return Choice(accelerator, "named by ACCELERATOR", _cuda12_index(most) if accelerator == "cuda12" else None)
+    return Choice(accelerator, "named by ACCELERATOR", _cuda12_build(most) if accelerator == "cuda12" else None)
 
 
 def choose_here() -> Choice:
@@ -84,8 +82,8 @@ def choose_here() -> Choice:
     return choose(gpus(hidden=True), tpu_chips(), bare_gpus=nvidia_devices())
 
 
-def _cuda12_index(capability: tuple[int, int]) -> str:
-    return _TORCH_INDEX + ("cu128" if capability >= _BLACKWELL else "cu126")
+def _cuda12_build(capability: tuple[int, int]) -> str:
+    return "cu128" if capability >= _BLACKWELL else "cu126"
 
 
 def explanation(choice: Choice) -> str:
@@ -96,8 +94,8 @@ def explanation(choice: Choice) -> str:
         "cuda12": "JAX's plugin for CUDA 12, torchao, PyTorch for CUDA 12",
         "cuda13": "JAX's plugin for CUDA 13, torchao, PyTorch for CUDA 13",
     }[choice.accelerator]
-    source = f" from {choice.torch_index}" if choice.torch_index else ""
-    return f"accelerators: {choice.reason}; {wanted}{source}"
+    build = f" (build {choice.torch_build})" if choice.torch_build else ""
+    return f"accelerators: {choice.reason}; {wanted}{build}"
 
 
 def environment(choice: Choice) -> str:
@@ -106,20 +104,23 @@ def environment(choice: Choice) -> str:
         return f"# {choice.reason}: the defaults of .env.example suit"
     if choice.accelerator == "tpu":
         return "ACCELERATOR=tpu"
-    return f"ACCELERATOR_GPU={choice.accelerator}\nTORCH_INDEX_GPU={choice.torch_index or ''}"
+    build = (
+        f"# the address of the package index of PyTorch's build {choice.torch_build}:\n" if choice.torch_build else ""
+    )
+    return f"ACCELERATOR_GPU={choice.accelerator}\n{build}TORCH_INDEX_GPU="
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what is asked for. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m outrider.placement.accelerators")
-    parser.add_argument("what", choices=("explain", "extras", "torch-index", "env"))
+    parser.add_argument("what", choices=("explain", "extras", "torch-build", "env"))
     parser.add_argument("--accelerator", default="auto", choices=("auto", *get_args(Accelerator)))
     args = parser.parse_args(argv)
     chosen = choose_here() if args.accelerator == "auto" else named(args.accelerator, gpus(hidden=True))
     words = {
         "explain": explanation(chosen),
         "extras": "".join(f",{name}" for name in chosen.extras),
-        "torch-index": chosen.torch_index or "",
+        "torch-build": chosen.torch_build or "",
         "env": environment(chosen),
     }
     sys.stdout.write(words[args.what] + "\n")

@@ -13,7 +13,7 @@ from services.target.model.cuda.compiled import compiled
 from services.target.model.cuda.graphs import CudaCapturer, GraphRunner
 from services.target.model.modules import ModuleRunner
 from services.target.step.batch import Capture, build
-from tests.support.target.graphs import SHAPES, SIZES, modules
+from tests.support.target.cuda.graphs import SHAPES, SIZES, modules
 from tests.support.target.works import decoding
 from tests.support.tiny import write_model
 

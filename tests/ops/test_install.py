@@ -12,7 +12,7 @@ NEEDED = (
     "Makefile", "pyproject.toml", "docker/requirements.py", "outrider/__init__.py", "outrider/placement/__init__.py",
     "outrider/placement/accelerators.py", "outrider/placement/devices.py",
 )  # fmt: skip
-PYTORCH = "https://download.pytorch.org/whl/"
+PYTORCH = "https://packages.invalid/"
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def checkout(tmp_path):
         (["ACCELERATOR=cpu"], None, []),
         (["ACCELERATOR=cpu", f"TORCH_INDEX={PYTORCH}cpu"], "cpu", []),
         (["ACCELERATOR=cuda13"], None, ["draft-cuda13", "target-cuda13"]),
-        (["ACCELERATOR=cuda12"], "cu126", ["draft-cuda12", "target-cuda12"]),
+        (["ACCELERATOR=cuda12", f"TORCH_INDEX={PYTORCH}cu126"], "cu126", ["draft-cuda12", "target-cuda12"]),
         (["ACCELERATOR=tpu"], None, ["draft-tpu"]),
     ],
 )
@@ -48,6 +48,13 @@ def test_pip_gets_the_packages_of_an_accelerator(checkout, variables, index, ext
     )
     wanted = ["gateway", "draft", "train", "target", "bench", "otel", "dev", *extras]
     assert project.endswith(f"-e .[{','.join(wanted)}]")
+
+
+def test_a_build_that_pip_does_not_find_by_itself_is_asked_for(checkout):
+    command = ["make", ".venv/.packages", f"PYTHON={sys.executable}", "ACCELERATOR=cuda12"]
+    result = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
+    assert (result.returncode, "PyTorch's build cu126: name its package index" in result.stderr) == (2, True)
+    assert "-e ." not in (checkout / "calls").read_text()
 
 
 def test_an_accelerator_that_does_not_exist_installs_nothing(checkout):

@@ -6,9 +6,11 @@ compiles anew at every start, because it never replaces an entry.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import zlib
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -35,10 +37,11 @@ def _is_whole(content: bytes) -> bool:
     """True if a compressed entry ends where it should, with the right checksum if it has one."""
     if content.startswith(_ZSTD):
         try:
-            import zstandard
+            zstandard = importlib.import_module("zstandard")
         except ImportError:  # JAX cannot read it either
             return True
-        decompressor, errors = zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
+        decompressor: Any = zstandard.ZstdDecompressor().decompressobj()
+        errors: type[Exception] = zstandard.ZstdError
     else:
         decompressor, errors = zlib.decompressobj(), zlib.error
     try:

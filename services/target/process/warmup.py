@@ -78,6 +78,8 @@ def _run(engine: TargetEngine) -> None:
 
 def _try_prepared_steps(engine: TargetEngine) -> None:
     """Run steps that the device prepares, which compiles their kernels. Where these fail, steps go one by one."""
+    planner = engine.speculation.planner
+    budget, planner.budget = planner.budget, Measuring()  # draft tokens are verified at any cost
     try:
         with engine.speculation.only(SpeculationMode.DRAFT_IF_READY):
             for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)):
@@ -89,6 +91,8 @@ def _try_prepared_steps(engine: TargetEngine) -> None:
         engine.close(_ID)
         engine.prepares = False
         log.warning("steps with draft tokens do not overlap: %s", (str(error) or repr(error)).splitlines()[0])
+    finally:
+        planner.budget = budget
 
 
 def _propose(engine: TargetEngine) -> None:

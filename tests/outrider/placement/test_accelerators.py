@@ -15,11 +15,10 @@ from tests.support.gpu_machine import H100, L4, OLD, RTX, V100, put_gpus, smi, t
 
 ROOT = Path(__file__).parents[3]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-PYTORCH = "https://download.pytorch.org/whl/"
 
 
 @pytest.mark.parametrize(
-    ("cards", "others", "accelerator", "index", "reason"),
+    ("cards", "others", "accelerator", "build", "reason"),
     [
         ([], {}, "cpu", None, "neither NVIDIA GPU nor TPU"),
         ([H100], {}, "cuda13", None, "driver 580.65.06: CUDA 13"),
@@ -33,10 +32,10 @@ PYTORCH = "https://download.pytorch.org/whl/"
         ([], {"bare_gpus": 2}, "cpu", None, "without a driver that works (2 on the PCI bus)"),
     ],
 )
-def test_packages_follow_driver_and_devices(cards, others, accelerator, index, reason):
+def test_packages_follow_driver_and_devices(cards, others, accelerator, build, reason):
     choice = choose(parse_gpus(smi(*cards)), **others)
     assert choice.accelerator == accelerator
-    assert choice.torch_index == (index and PYTORCH + index)
+    assert choice.torch_build == build
     assert reason in explanation(choice)
     line = {"cpu": "# ", "tpu": "ACCELERATOR=tpu"}.get(accelerator, f"ACCELERATOR_GPU={accelerator}")
     assert environment(choice).startswith(line)
@@ -55,19 +54,21 @@ def test_extras_are_those_of_the_project_and_a_cpu_needs_none():
 def test_a_hidden_gpu_counts_for_the_installation(monkeypatch, tmp_path, capsys):
     put_gpus(monkeypatch, tmp_path, L4, visible="")
     main(["extras"])
-    main(["torch-index"])
-    assert capsys.readouterr().out.split() == [",draft-cuda12,target-cuda12", PYTORCH + "cu126"]
+    main(["torch-build"])
+    assert capsys.readouterr().out.split() == [",draft-cuda12,target-cuda12", "cu126"]
     main(["env"])
-    assert capsys.readouterr().out == f"ACCELERATOR_GPU=cuda12\nTORCH_INDEX_GPU={PYTORCH}cu126\n"
+    assert capsys.readouterr().out == (
+        "ACCELERATOR_GPU=cuda12\n# the address of the package index of PyTorch's build cu126:\nTORCH_INDEX_GPU=\n"
+    )
     take_gpus(monkeypatch, tmp_path)
     main(["extras"])
-    main(["torch-index"])
+    main(["torch-build"])
     assert capsys.readouterr().out == "\n\n"
 
 
 def test_an_accelerator_may_be_named_for_another_machine():
-    assert named("cuda12", []).torch_index == PYTORCH + "cu126"
-    assert named("cuda12", parse_gpus(smi(RTX))).torch_index == PYTORCH + "cu128"
+    assert named("cuda12", []).torch_build == "cu126"
+    assert named("cuda12", parse_gpus(smi(RTX))).torch_build == "cu128"
     assert named("cpu", parse_gpus(smi(H100))).extras == ()
 
 

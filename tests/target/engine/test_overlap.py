@@ -18,6 +18,7 @@ from services.target.sampling import sampler
 from services.target.speculation.budget import Budget
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.step.batch import DeferredRoots, build
+from tests.support.target.cuda.graphs import CPU, history, modules
 from tests.support.target.driving import (
     chain,
     engine_of,
@@ -27,7 +28,6 @@ from tests.support.target.driving import (
     random_tree,
     run,
 )
-from tests.support.target.graphs import CPU, history, modules
 from tests.support.target.proposals import Drafts
 from tests.support.target.works import random_works
 from tests.support.tiny import VOCAB, write_model, write_tokenizer

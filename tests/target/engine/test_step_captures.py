@@ -8,9 +8,9 @@ from outrider.serving.features import FeatureSpec
 from services.target.model.cuda.graphs import GraphRunner
 from services.target.model.cuda.step_captures import StepCaptures
 from services.target.step.batch import Capture
+from tests.support.target.cuda.graphs import CPU, modules
 from tests.support.target.driving import engine_of, load_model, opening
 from tests.support.target.features import F32, Reader, configured, proposals_of
-from tests.support.target.graphs import CPU, modules
 from tests.support.tiny import write_model
 
 SIZES = [1, 4, 32]

@@ -12,8 +12,8 @@ from services.target.kernels.dispatch import choose
 from services.target.model.deterministic import batch_invariance, invariant_mode
 from services.target.model.deterministic import selection as deterministic
 from tests.support.checkpoints.families import write_family
+from tests.support.target.cuda.interpreter import need_interpreter
 from tests.support.target.driving import chain, load_model, opening, random_tree, run
-from tests.support.target.interpreter import need_interpreter
 from tests.support.tiny import VOCAB
 
 need_interpreter()

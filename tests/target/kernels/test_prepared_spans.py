@@ -12,9 +12,9 @@ from services.target.kernels.reference import paged_attention
 from services.target.model.cuda.graphs import GraphRunner, direct
 from services.target.step.batch import build
 from services.target.step.prepared import PreparedSpans
+from tests.support.target.cuda.graphs import CPU, modules
+from tests.support.target.cuda.interpreter import need_interpreter
 from tests.support.target.driving import engine_of, load_model, opening, preparing_engine, run
-from tests.support.target.graphs import CPU, modules
-from tests.support.target.interpreter import need_interpreter
 from tests.support.target.prepared import Case, known_works, prepared_batch, real_rows
 from tests.support.target.proposals import Drafts
 from tests.support.tiny import write_model
@@ -23,7 +23,7 @@ need_interpreter()
 
 from services.target.kernels.cuda.attention import TritonAttention  # noqa: E402
 from services.target.kernels.cuda.prepared_spans import FusedSpans  # noqa: E402
-from tests.support.target.triton_attention import SMALL  # noqa: E402
+from tests.support.target.cuda.triton_attention import SMALL  # noqa: E402
 
 
 def outcomes(prepared, batch, samples):

@@ -25,9 +25,9 @@ from services.target.kernels.pools import LayerShape
 from services.target.kernels.reference import paged_attention
 from services.target.step.batch import SessionWork, build, pad
 from services.target.step.layout import Layout, tree_mask
+from tests.support.target.cuda.interpreter import need_interpreter
+from tests.support.target.cuda.triton_attention import CPU, LONGEST, SMALL, attention_case
 from tests.support.target.driving import opening, random_tree, run
-from tests.support.target.interpreter import need_interpreter
-from tests.support.target.triton_attention import CPU, LONGEST, SMALL, attention_case
 from tests.support.target.works import random_works, shuffled_allocator
 from tests.support.tiny import VOCAB, write_model
 
@@ -85,7 +85,7 @@ def test_fp8_pools_with_scales(pool_dtype):
 _GUARDED = """
 import ctypes, mmap
 import numpy, torch
-from tests.support.target.triton_attention import SMALL, attention_case
+from tests.support.target.cuda.triton_attention import SMALL, attention_case
 from services.target.kernels.cuda.attention import TritonAttention
 batch, q, keys, values = attention_case(3)
 attention = TritonAttention(batch, SMALL)

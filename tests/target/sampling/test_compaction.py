@@ -14,8 +14,8 @@ from services.target.kernels.pools import LayerShape
 from services.target.sampling.compaction import Moves, lay_out
 from services.target.step.batch import build
 from services.target.step.upload import UploadBatch
+from tests.support.target.cuda.graphs import history
 from tests.support.target.driving import chain, engine_of, load_model, opening, run
-from tests.support.target.graphs import history
 from tests.support.target.works import random_case, random_works
 from tests.support.tiny import VOCAB, write_model
 

@@ -15,9 +15,9 @@ from outrider.serving.features import FeatureSpec
 from services.target.model.cuda.compiled import CompiledRunner, compiled
 from services.target.model.cuda.graphs import GraphRunner, direct
 from services.target.model.loading.load import load
+from tests.support.target.cuda.graphs import modules
 from tests.support.target.driving import engine_of, opening, run
 from tests.support.target.features import F32, Reader, configured
-from tests.support.target.graphs import modules
 from tests.support.tiny import write_model
 
 pytestmark = [

@@ -15,6 +15,7 @@ from services.target.kernels.dispatch import choose
 from services.target.model.cuda import graphs
 from services.target.model.modules import ModuleRunner
 from services.target.step.batch import Capture
+from tests.support.target.cuda.interpreter import need_interpreter
 from tests.support.target.decoders import (
     MODELS,
     cache_of,
@@ -25,7 +26,6 @@ from tests.support.target.decoders import (
     written,
 )
 from tests.support.target.driving import engine_of, load_model, opening, random_tree, run
-from tests.support.target.interpreter import need_interpreter
 from tests.support.tiny import VOCAB, write_model
 
 need_interpreter()

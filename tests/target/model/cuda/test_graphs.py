@@ -16,9 +16,9 @@ from services.target.model.cuda.graphs import GraphRunner, direct
 from services.target.model.modules import ModuleRunner
 from services.target.step.batch import Capture, build, pad
 from services.target.step.layout import Extent
+from tests.support.target.cuda.graphs import CPU, SIZES, history, modules
+from tests.support.target.cuda.interpreter import need_interpreter
 from tests.support.target.driving import engine_of, load_model, opening, random_tree, run
-from tests.support.target.graphs import CPU, SIZES, history, modules
-from tests.support.target.interpreter import need_interpreter
 from tests.support.target.works import decoding
 from tests.support.tiny import VOCAB, write_model
 

@@ -24,10 +24,10 @@ from services.target.step.layout import Layout
 from tests.support.checkpoints import quantizers
 from tests.support.checkpoints.families import write_family
 from tests.support.checkpoints.quantizers import GROUP, write_quantized
+from tests.support.target.cuda.interpreter import need_interpreter
 from tests.support.target.driving import engine_of, load_model, load_modules, opening, run
 from tests.support.target.features import Reader, configured
 from tests.support.target.greedy_text import NEW, PROMPT, check_text, greedy, proposals_near
-from tests.support.target.interpreter import need_interpreter
 from tests.support.target.rank_pair import RankPair
 from tests.support.tiny import VOCAB, write_model
 

@@ -7,7 +7,7 @@ from services.target.kernels.cuda.ragged import Split
 from services.target.kernels.kv_cache import KVCache
 from services.target.kernels.pools import LayerShape
 from services.target.step.batch import build
-from tests.support.target.interpreter import need_interpreter
+from tests.support.target.cuda.interpreter import need_interpreter
 from tests.support.target.works import allocator_of, random_works
 
 need_interpreter()

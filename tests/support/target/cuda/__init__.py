@@ -1,0 +1,1 @@
+"""Helpers for the kernels and graphs of CUDA."""
