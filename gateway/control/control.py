@@ -263,7 +263,7 @@ class Control:
     def adopt_pause(self, paused: bool) -> None:
         """Set whether targets are paused before they are used again."""
         for target in self._targets:
-            target.paused = paused
+            target.set_paused(paused)
 
     # --- calls ---
 

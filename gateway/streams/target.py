@@ -58,6 +58,7 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         self._load_error = ""  # of the last weights that the target could not load
         self.update_lock: UpdateLock = nullcontext
         self.paused: bool | None = None
+        self._pause_reported = False  # by the target, since `set_paused`
         self.clear()
 
     def clear(self) -> None:
@@ -103,10 +104,20 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         """As in Link."""
         return error.state if isinstance(error, OtherWeights) else ReplicaState.REFUSED
 
+    def set_paused(self, paused: bool) -> None:
+        """Set whether the target is paused before it is used again, because a client asked for it."""
+        self.paused, self._pause_reported = paused, False
+
     def update_load(self, load: common_pb2.EngineLoad) -> None:
-        """Take the engine's report. Its pause holds even if another gateway asked for it."""
+        """Take the engine's report. Its pause holds even if another gateway asked for it.
+
+        A report that is older than the pause does not end it: until one shows the pause, it is kept.
+        """
         self.load = load
-        self.paused = load.paused or None
+        if load.paused:
+            self.paused = self._pause_reported = True
+        elif self._pause_reported or not self.paused:
+            self.paused = None
 
     def open(self, request: common_pb2.OpenSession) -> None:
         """Open a session. A frame applies closes after opens, so an earlier close of this session is dropped."""

@@ -103,6 +103,14 @@ async def test_a_target_s_reported_pause_is_kept(sent):
         assert sent == expected
 
 
+async def test_a_report_from_before_a_pause_does_not_end_it():
+    link = TargetLink("unix:/nowhere")
+    link.set_paused(True)
+    for reported, paused in ((False, True), (True, True), (False, None)):
+        link.update_load(common_pb2.EngineLoad(paused=reported))
+        assert link.paused is paused
+
+
 async def test_a_pause_reaches_other_workers(tmp_path):
     links = [TargetLink(f"unix:{tmp_path}/nowhere") for _ in range(2)]
     places = [Peers(index, 2, tmp_path) for index in range(2)]
