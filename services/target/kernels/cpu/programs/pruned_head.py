@@ -33,4 +33,4 @@ class PrunedHead:
             rounded = _ROUNDED * wide.shape[1] * torch.maximum(wide.norm(dim=1), narrow.norm(dim=1))
             self.error_norms[some] = (wide - narrow).norm(dim=1) + 2 * rounded
             self.narrow_norms[some] = narrow.norm(dim=1)
-            self.weight.fill(some, wide)
+            self.weight.fill_quantized(some, values, scales)
