@@ -5,7 +5,7 @@ per level  a program per level; the host reads the candidates of each, and choos
 floor      the time to read the weights once per level
 
 Explicit trees are complete, and equal on both sides. Of adaptive trees both sides expand the root and then as many
-nodes as the program does that serves so many sessions on accelerators; they grow on from there, which is not measured.
+nodes as the program does that serves as many sessions on accelerators; they grow on from there, which is not measured.
 
 Both use the same random weights, and run alternately in one process, from the target's features to the proposal.
 """

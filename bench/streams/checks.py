@@ -52,7 +52,7 @@ def remove_checks() -> None:
 
 
 def seconds_of_checks(sessions: int) -> float:
-    """Seconds that the checks of a message with so many proposals take."""
+    """Seconds that the checks of a message with proposals of `sessions` sessions take."""
     heart, routes = Heart(), Routes()
     outbox = Outbox(lambda: None)
     tokens = np.arange(4, dtype=np.uint32)

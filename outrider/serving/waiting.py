@@ -8,7 +8,7 @@ among the latter:
     lpm    longest prefix match first: cached pages make a session cheap, and may be evicted while it waits; a session
            is passed over at most MAX_PASSED_OVER times
 
-Sessions with a lower priority number go first, whoever their caller is. While the turn of a caller is passed over for
+Sessions with a lower priority number go first, of any caller. While the turn of a caller is passed over for
 that reason, every ninth admission is that of its earliest arrival, whatever its number, so that none waits for ever.
 """
 

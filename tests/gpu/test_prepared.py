@@ -13,7 +13,7 @@ from services.target.engine.engine import TargetEngine
 from services.target.model.loading.load import load
 from services.target.process.warmup import warm_up
 from services.target.speculation.mode_selector import SpeculationMode
-from tests.support.target.driving import opening, run
+from tests.support.target.driving import counting, opening, run
 from tests.support.target.features import F32, Reader, configured
 from tests.support.target.proposals import Drafts
 from tests.support.tiny import write_model
@@ -35,15 +35,7 @@ def engine_of(folder, **flags):
     config = TargetConfig(model_path=str(folder), dtype="float32", max_total_tokens=4096, device="cuda", **flags)
     engine = TargetEngine(load(folder, config), config, [SpeculationMode.DRAFT_IF_READY])
     warm_up(engine)
-    engine.prepared, launch = 0, engine._launch_prepared
-
-    def counted(step, sampled):
-        following = launch(step, sampled)
-        engine.prepared += following is not None
-        return following
-
-    engine._launch_prepared = counted
-    return engine
+    return counting(engine, "_launch_prepared", "prepared")
 
 
 def requests(temperature, **options):

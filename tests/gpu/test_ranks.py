@@ -1,7 +1,7 @@
 """Tensor-parallel ranks on GPUs: NCCL inside captured steps, overlap, and texts of one rank. Run by `make gpu`.
 
-With one GPU a single rank plays all parts: it broadcasts to nobody, but captures and replays the same collectives. With
-two, one model is divided between them.
+With one GPU a single rank plays all parts: it broadcasts to no other, but captures and replays the same collectives.
+With two, one model is divided between them.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ from services.target.process.ranks import group
 from services.target.process.ranks.leading import LeadingRunner
 from services.target.process.ranks.processes import load_split
 from services.target.process.warmup import warm_up
-from tests.support.target.driving import chain, opening, run
+from tests.support.target.driving import chain, counting, opening, run
 from tests.support.tiny import write_model
 
 # What libraries warn of on a GPU is theirs.
@@ -44,15 +44,7 @@ def engine_of(model, folder, **flags):
     config = TargetConfig(model_path=str(folder), max_total_tokens=4096, speculative_num_draft_tokens=6, **flags)
     engine = TargetEngine(model, config)
     warm_up(engine)
-    launch, engine.behind = engine._launch_behind, 0
-
-    def counted(flight):
-        ahead = launch(flight)
-        engine.behind += ahead is not None
-        return ahead
-
-    engine._launch_behind = counted
-    return engine
+    return counting(engine, "_launch_behind", "behind")
 
 
 def alone(folder):

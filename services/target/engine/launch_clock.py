@@ -4,9 +4,9 @@ but early enough for the device to find it when the step in flight ends."""
 from __future__ import annotations
 
 _WEIGHT = 0.2  # of the last step in averages
-_LAUNCHES = 2.0  # a launch begins so many usual launches before the device needs it ...
-_MAX_EXCESS = 2.0  # a step that takes longer than so many usual ones, as beside another process, counts as so many
-_MARGIN = 3e-4  # ... and so many seconds, for a host that wakes up late
+_LAUNCHES = 2.0  # a launch begins this many usual launches before the device needs it ...
+_MAX_EXCESS = 2.0  # a step that takes longer than this many usual ones, as beside another process, counts as this many
+_MARGIN = 3e-4  # ... and this many seconds, for a host that wakes up late
 
 
 class LaunchClock:

@@ -12,7 +12,7 @@ MAX_VALUES = 128
 """Values of a schema that are listed."""
 
 MAX_LISTS = 384
-"""Lists of values that are listed. llguidance takes half a second for so many, and two for twice as many."""
+"""Lists of values that are listed. llguidance takes half a second for this many, and two for twice as many."""
 
 _DEEPEST = 32  # references and alternatives in one another
 _FEW: dict[str, list[Any]] = {"boolean": [False, True], "null": [None]}  # values of types that have few

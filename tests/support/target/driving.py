@@ -22,6 +22,8 @@ GREEDY = SamplingParams(temperature=0.0)
 # Given a session's id and tokens: proposals for its next step.
 Proposals = Callable[[int, list[int]], Sequence[Proposal]]
 
+_SMALL = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "coalesce_seconds": 0.0}
+
 
 def load_model(folder: Path, **flags) -> Model:
     """A model on the CPU, in float32 unless flags say otherwise, also where the checkpoint is narrower."""
@@ -36,8 +38,21 @@ def load_modules(folder: Path) -> Model:
 def engine_of(model: Model, **flags) -> TargetEngine:
     """An engine with a small cache, which computes small prompts in one piece, verifies proposals at any cost,
     and returns after each step."""
-    small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "coalesce_seconds": 0.0}
-    return TargetEngine(model, TargetConfig(**(small | flags)), DRAFT_MODES)
+    return TargetEngine(model, TargetConfig(**(_SMALL | flags)), DRAFT_MODES)
+
+
+def counting(engine: TargetEngine, method: str, counter: str) -> TargetEngine:
+    """The engine, with a counter of the steps that one of its methods launches behind another step."""
+    launch = getattr(engine, method)
+    setattr(engine, counter, 0)
+
+    def counted(*arguments: Any) -> Any:
+        following = launch(*arguments)
+        setattr(engine, counter, getattr(engine, counter) + (following is not None))
+        return following
+
+    setattr(engine, method, counted)
+    return engine
 
 
 def preparing_engine(model: Model, **flags) -> TargetEngine:
@@ -45,20 +60,11 @@ def preparing_engine(model: Model, **flags) -> TargetEngine:
 
     prepared: such steps that were launched
     """
-    small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "coalesce_seconds": 0.0}
-    engine = TargetEngine(model, TargetConfig(**(small | flags)), [SpeculationMode.DRAFT_IF_READY])
+    engine = TargetEngine(model, TargetConfig(**(_SMALL | flags)), [SpeculationMode.DRAFT_IF_READY])
     assert not engine.prepares
     engine.overlap = engine.prepares = True
     engine.sampler._compiled, engine.sampler._walks, engine.sampler._async = False, True, True
-    engine.prepared, launch = 0, engine._launch_prepared
-
-    def counted(step, sampled):
-        following = launch(step, sampled)
-        engine.prepared += following is not None
-        return following
-
-    engine._launch_prepared = counted
-    return engine
+    return counting(engine, "_launch_prepared", "prepared")
 
 
 CACHES: Sequence[dict[str, Any]] = (

@@ -21,6 +21,7 @@ from services.target.step.batch import DeferredRoots, build
 from tests.support.target.cuda.graphs import CPU, history, modules
 from tests.support.target.driving import (
     chain,
+    counting,
     engine_of,
     load_model,
     opening,
@@ -49,16 +50,8 @@ def overlapping(model, **flags):
     """An engine whose steps overlap. behind: steps that were launched before the one before them was read."""
     engine = engine_of(model, **flags)
     assert not engine.overlap
-    engine.overlap, engine.behind = True, 0
-    launch = engine._launch_behind
-
-    def counted(step):
-        following = launch(step)
-        engine.behind += following is not None
-        return following
-
-    engine._launch_behind = counted
-    return engine
+    engine.overlap = True
+    return counting(engine, "_launch_behind", "behind")
 
 
 def sessions(count, temperature=1.0, seed=0, max_tokens=None, stops=12):
