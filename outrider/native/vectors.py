@@ -1,6 +1,7 @@
 """Headers that the CPU kernels of both services share, and the processor instructions that they need.
 
-memory.h                             aligned memory on huge pages, prefetches
+processor.h                          prefetches, conversions of half-precision numbers
+memory.h                             aligned memory on huge pages
 spin_wait.h pool.h                   waiting for another thread; a thread pool and its barrier
 lanes.h                              vectors of 16 numbers, for each instruction set
 simd.h softmax.h noise.h             functions of vectors; softmax sums; coupled noise
@@ -9,7 +10,7 @@ panel_pass.h dots.h matrix.h         products of a panel with some rows, by vect
 linear.h                             products of rows, which read each weight once for all rows
 kv_dot.h kv_dot_bf16.h fp8.h         dot products with numbers of a KV cache; FP8 formats
 
-Headers that depend on the instruction set are in avx512/ and avx2/, under the same names.
+Headers that depend on the instruction set are in avx512/ and avx2/, under the same names; x86/ has what both share.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Kind:
     @property
     def includes(self) -> tuple[Path, ...]:
         """Folders of headers."""
-        return _INCLUDE, _INCLUDE / self.name
+        return _INCLUDE, _INCLUDE / "x86", _INCLUDE / self.name
 
     def missing(self) -> tuple[str, ...]:
         """The instruction sets that this processor lacks."""
