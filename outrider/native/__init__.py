@@ -60,16 +60,12 @@ class Library:
             function.restype, function.argtypes = result, arguments
         return library
 
-    def compiled(self, cross_compiler: str | None = None) -> Path:
-        """The path of the compiled library; compiles it if needed. Raises Unavailable.
-
-        cross_compiler: for flags of another architecture's processors
-        """
+    def compiled(self) -> Path:
+        """The path of the compiled library; compiles it if needed. Raises Unavailable."""
         if (found := self.found()) is not None:
             return found
         name, folders = self._places()
-        compilers = _COMPILERS if cross_compiler is None else (cross_compiler,)
-        compiler = next((path for path in map(shutil.which, compilers) if path), None)
+        compiler = next((path for path in map(shutil.which, _COMPILERS) if path), None)
         if compiler is None:
             raise Unavailable("there is no C++ compiler (g++ or clang++); install one")
         reasons = []

@@ -125,7 +125,7 @@ int main(int, char** arguments) {
   memory = std::atoi(arguments[2]);
   copies = static_cast<char(*)[kPage]>(mmap(nullptr, kMaxPages * kPage, PROT_READ | PROT_WRITE,
                                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  void* library = dlopen(arguments[1], RTLD_NOW);
+  void* library = dlopen(arguments[1], RTLD_LAZY);
   if (library == nullptr) {
     std::fprintf(stderr, "emulated machine: %s\n", dlerror());
     return 1;
