@@ -127,8 +127,8 @@ def processor(model: str, cores: str, flags: Sequence[str]) -> Finding:
 def _arm_processor(text: str, has: set[str]) -> Finding:
     if "asimddp" not in has:
         return note(
-            TOPIC, "CPU", f"{text}; NEON without dot products: compiled kernels need them (asimddp), so PyTorch and XLA "
-            "compute instead, more slowly"
+            TOPIC, "CPU", f"{text}; NEON without dot products: compiled kernels need them (asimddp), so PyTorch "
+            "and XLA compute instead, more slowly"
         )  # fmt: skip
     found = ["dot products", *(name for name in ("i8mm", "bf16") if name in has)]
     text = f"{text}; NEON with {', '.join(found)}"

@@ -10,8 +10,8 @@ panel_pass.h dots.h matrix.h         products of a panel with some rows, by vect
 linear.h                             products of rows, which read each weight once for all rows
 kv_dot.h kv_dot_bf16.h fp8.h         dot products with numbers of a KV cache; FP8 formats
 
-Headers that depend on the instruction set are in avx512/, avx2/ and neon/, under the same names; x86/ has what the first
-two share.
+Headers that depend on the instruction set are in avx512/, avx2/ and neon/, under the same names; x86/ has what the
+first two share.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _x86(name: str, *instructions: str) -> Kind:
 
 
 def _arm(name: str, extensions: str, *instructions: str) -> Kind:
-    # Compilers may fuse a product and a sum into one rounding where both meet, which differs between copies of a function.
+    # Compilers may fuse a product and a sum into one rounding; whether they do may differ between copies of a function.
     return Kind(name, _ARM, "neon", instructions, (f"-march=armv8.2-a{extensions}", "-ffp-contract=off"))
 
 
