@@ -2,25 +2,15 @@
 // outputs for up to three rows, or four of them for up to six. Runs cover a block of k, so that the panel is read once from
 // start to end; the tile accumulates their sums.
 //
-// An instruction multiplies a vector of weights with one word of a row: a float32, a pair of bfloat16, or four 8-bit numbers.
-// Without i8mm, which multiplies unsigned with signed bytes, int8 weights become signed first; without bf16, bfloat16 weights
-// are widened and rows are float32.
-//
 // Every row's sums run over k in a fixed order, so a row's result does not depend on the batch.
 #pragma once
 
 #include <array>
-#include <type_traits>
 #include <utility>
 
-#include "panel_pass.h"
+#include "dot_steps.h"
 
 namespace outrider {
-
-constexpr int kDotRows = 6;  // rows of one pass over a panel
-
-constexpr int kFour = 4;        // outputs of a vector
-constexpr int64_t kLine = 128;  // bytes of a panel for a step of k
 
 // Numbers of k that a run goes over: a group, or, where there are none, what the first cache holds beside the rows.
 constexpr int64_t block_of(Format format) { return format == Format::kBFloat16 ? 2 * kGroup : kGroup; }
@@ -41,41 +31,6 @@ struct Run {
   }
 };
 
-inline uint8x16_t load_vector(const char* from) { return vld1q_u8(reinterpret_cast<const uint8_t*>(from)); }
-
-// f(0), f(1), ... with constants, so that what they index lies in registers, and lanes are constants.
-#define INLINE __attribute__((always_inline))
-template <class F, int... I>
-[[gnu::always_inline]] inline void each_of(std::integer_sequence<int, I...>, F&& f) {
-  (f(std::integral_constant<int, I>()), ...);
-}
-template <int N, class F>
-[[gnu::always_inline]] inline void each(F&& f) {
-  each_of(std::make_integer_sequence<int, N>(), f);
-}
-
-constexpr int kWords = 4;  // of a row in a register: that many lines at a time
-
-// Four words of each row; those of the others follow chunk by chunk.
-template <int M>
-struct Words {
-  uint8x16_t row[M];
-
-  INLINE explicit Words(const char* x) {
-    each<M>([&](auto m) INLINE { row[m] = load_vector(x + m * bytes_of_chunk(Format::kFloat32)); });
-  }
-};
-
-// sum += a line's weights times the rows' words LANE.
-template <int LANE>
-INLINE inline void add_product(float32x4_t& sum, float32x4_t w, uint8x16_t x) {
-  sum = vfmaq_laneq_f32(sum, w, vreinterpretq_f32_u8(x), LANE);
-}
-template <int LANE>
-INLINE inline void add_fours(int32x4_t& sum, uint8x16_t w, uint8x16_t x) {  // of weights below 128
-  sum = vdotq_laneq_s32(sum, vreinterpretq_s8_u8(w), vreinterpretq_s8_u8(x), LANE);
-}
-
 // --- float32 and bfloat16 ---
 
 // Four lines or fewer of float32, or of bfloat16: pairs, whose numbers follow one another in a widened row.
@@ -87,12 +42,12 @@ struct PlainLine {
 
   // Adds the products of a vector of line LINE with M rows.
   template <int LINE, int M>
-  INLINE static void add(float32x4_t* const (&sum)[M], uint8x16_t w, const Words<M>& x) {
+  INLINED static void add(float32x4_t* const (&sum)[M], uint8x16_t w, const Words<M>& x) {
     if constexpr (FORMAT == Format::kFloat32) {
-      each<M>([&](auto m) INLINE { add_product<LINE>(*sum[m], vreinterpretq_f32_u8(w), x.row[m]); });
+      each<M>([&](auto m) INLINED { add_product<LINE>(*sum[m], vreinterpretq_f32_u8(w), x.row[m]); });
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
     } else if constexpr (!kWide) {
-      each<M>([&](auto m) INLINE {
+      each<M>([&](auto m) INLINED {
         *sum[m] = vbfdotq_laneq_f32(*sum[m], vreinterpretq_bf16_u8(w), vreinterpretq_bf16_u8(x.row[m]), LINE);
       });
 #endif
@@ -100,7 +55,7 @@ struct PlainLine {
       const uint32x4_t both = vreinterpretq_u32_u8(w);
       const float32x4_t even = vreinterpretq_f32_u32(vshlq_n_u32(both, 16));
       const float32x4_t odd = vreinterpretq_f32_u32(vandq_u32(both, vdupq_n_u32(0xFFFF0000)));
-      each<M>([&](auto m) INLINE {
+      each<M>([&](auto m) INLINED {
         add_product<2 * LINE>(*sum[m], even, x.row[m]);
         add_product<2 * LINE + 1>(*sum[m], odd, x.row[m]);
       });
@@ -113,15 +68,15 @@ template <Format FORMAT, int M, int V>
   using Line = PlainLine<FORMAT>;
   constexpr int64_t kBlock = block_of(FORMAT), kChunkLines = bytes_of_chunk(FORMAT) / 16 * Line::kLines;
   float32x4_t sum[M][V];
-  each<M>([&](auto m) INLINE {
-    each<V>([&](auto v) INLINE { sum[m][v] = vld1q_f32(run.tile(m, v)); });
+  each<M>([&](auto m) INLINED {
+    each<V>([&](auto v) INLINED { sum[m][v] = vld1q_f32(run.tile(m, v)); });
   });
   const int64_t lines = std::min(kBlock, run.pass.weight.k - run.block * kBlock) / Line::kNumbers;
   const char* from = run.weight;
-  auto add_line = [&](auto line, const Words<M>& words) INLINE {
-    each<V>([&](auto v) INLINE {
+  auto add_line = [&](auto line, const Words<M>& words) INLINED {
+    each<V>([&](auto v) INLINED {
       float32x4_t* sums[M];
-      each<M>([&](auto m) INLINE { sums[m] = &sum[m][v]; });
+      each<M>([&](auto m) INLINED { sums[m] = &sum[m][v]; });
       Line::template add<line, M>(sums, load_vector(from + v * 16), words);
     });
     from += kLine;
@@ -132,7 +87,7 @@ template <Format FORMAT, int M, int V>
 #pragma GCC unroll 1
     for (; line + Line::kLines <= end; x += 16) {
       const Words<M> words(x);
-      each<Line::kLines>([&](auto i) INLINE {
+      each<Line::kLines>([&](auto i) INLINED {
         run.template fetch<V>(line + i);
         add_line(i, words);
       });
@@ -140,35 +95,19 @@ template <Format FORMAT, int M, int V>
     }
     if (line == end) continue;
     const Words<M> words(x);  // the last lines of float32, whose number is any
-    each<Line::kLines - 1>([&](auto i) INLINE {
+    each<Line::kLines - 1>([&](auto i) INLINED {
       if (line < end) {
         run.template fetch<V>(line++);
         add_line(i, words);
       }
     });
   }
-  each<M>([&](auto m) INLINE {
-    each<V>([&](auto v) INLINE { vst1q_f32(run.tile(m, v), sum[m][v]); });
+  each<M>([&](auto m) INLINED {
+    each<V>([&](auto v) INLINED { vst1q_f32(run.tile(m, v), sum[m][v]); });
   });
 }
 
 // --- int8 ---
-
-#ifdef __ARM_FEATURE_MATMUL_INT8
-constexpr bool kMultipliesUnsigned = true;
-#else
-constexpr bool kMultipliesUnsigned = false;
-#endif
-
-// sum += a vector of value + 128 times words of the rows; without i8mm of the values themselves.
-template <int LANE>
-INLINE inline void add_biased(int32x4_t& sum, uint8x16_t w, uint8x16_t x) {
-#ifdef __ARM_FEATURE_MATMUL_INT8
-  sum = vusdotq_laneq_s32(sum, w, vreinterpretq_s8_u8(x), LANE);
-#else
-  add_fours<LANE>(sum, w, x);
-#endif
-}
 
 template <int M, int V>
 [[gnu::noinline]] void run_int8(const Run& run) {
@@ -176,27 +115,27 @@ template <int M, int V>
   const int64_t index = run.block * run.pass.x.rows + run.pass.row;
   const int32_t* offsets = run.pass.x.offsets + index;
   int32x4_t sum[M][V];
-  each<M>([&](auto m) INLINE {
-    each<V>([&](auto v) INLINE { sum[m][v] = vdupq_n_s32(kMultipliesUnsigned ? offsets[m] : 0); });
+  each<M>([&](auto m) INLINED {
+    each<V>([&](auto v) INLINED { sum[m][v] = vdupq_n_s32(kMultipliesUnsigned ? offsets[m] : 0); });
   });
   const char *from = run.weight, *x = run.x;
 #pragma GCC unroll 1
   for (int i = 0; i < kLines; i += kWords, x += 16) {
     const Words<M> words(x);
-    each<kWords>([&](auto lane) INLINE {
+    each<kWords>([&](auto lane) INLINED {
       run.template fetch<V>(i + lane);
-      each<V>([&](auto v) INLINE {
+      each<V>([&](auto v) INLINED {
         const uint8x16_t stored = load_vector(from + v * 16);
         const uint8x16_t w = kMultipliesUnsigned ? stored : veorq_u8(stored, vdupq_n_u8(128));
-        each<M>([&](auto m) INLINE { add_biased<lane>(sum[m][v], w, words.row[m]); });
+        each<M>([&](auto m) INLINED { add_biased<lane>(sum[m][v], w, words.row[m]); });
       });
       from += kLine;
     });
   }
   const float* scales = run.pass.x.scales + index;
-  each<M>([&](auto m) INLINE {
+  each<M>([&](auto m) INLINED {
     const float32x4_t scale = vdupq_n_f32(scales[m]);
-    each<V>([&](auto v) INLINE {
+    each<V>([&](auto v) INLINED {
       float* tile = run.tile(m, v);
       vst1q_f32(tile, vfmaq_f32(vld1q_f32(tile), vcvtq_f32_s32(sum[m][v]), scale));
     });
@@ -208,18 +147,18 @@ template <int M, int V>
 // What half a group comes to: whole numbers in sum, times the half's scales, plus its centres times the sum of the row's
 // numbers. first: what the first half comes to before the row's scale, taken up by the second
 template <int M, int V, bool HIGH>
-INLINE inline void add_half(const Run& run, const int32x4_t sum[M][V], float32x4_t first[M][V]) {
+INLINED inline void add_half(const Run& run, const int32x4_t sum[M][V], float32x4_t first[M][V]) {
   const Operand& operand = run.pass.x;
   const int64_t at = run.block * operand.rows + run.pass.row;
   const int32_t* offsets = operand.offsets + (2 * run.block + HIGH) * operand.rows + run.pass.row;
   const char* scale_bytes = run.weight - run.first * 16 + kGroup / 8 * kLine;
-  each<V>([&](auto v) INLINE {
+  each<V>([&](auto v) INLINED {
     const auto* halves = reinterpret_cast<const uint16_t*>(scale_bytes) + HIGH * kPanel + (run.first + v) * kFour;
     const float32x4_t column = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(halves)));
     const uint32x4_t centres = vreinterpretq_u32_u8(load_vector(scale_bytes + 2 * kPanel * 2 + (run.first + v) * 16));
     const float32x4_t centre[2] = {vreinterpretq_f32_u32(vshlq_n_u32(centres, 16)),
                                    vreinterpretq_f32_u32(vandq_u32(centres, vdupq_n_u32(0xFFFF0000)))};
-    each<M>([&](auto m) INLINE {
+    each<M>([&](auto m) INLINED {
       const float32x4_t real = vcvtq_f32_s32(vaddq_s32(sum[m][v], vdupq_n_s32(offsets[m])));
       if constexpr (!HIGH) {
         first[m][v] = vmulq_f32(real, column);
@@ -237,23 +176,23 @@ INLINE inline void add_half(const Run& run, const int32x4_t sum[M][V], float32x4
 
 // 32 k of a group, the low or the high halves of its bytes.
 template <int M, int V, bool HIGH>
-INLINE inline void multiply_half(const Run& run, float32x4_t first[M][V]) {
+INLINED inline void multiply_half(const Run& run, float32x4_t first[M][V]) {
   constexpr int kLines = kGroup / 8, kScaleLines = kInt4ScaleBytes / kLine;
   const uint8x16_t nibble = vdupq_n_u8(15);
   int32x4_t sum[M][V];
-  each<M>([&](auto m) INLINE {
-    each<V>([&](auto v) INLINE { sum[m][v] = vdupq_n_s32(0); });
+  each<M>([&](auto m) INLINED {
+    each<V>([&](auto v) INLINED { sum[m][v] = vdupq_n_s32(0); });
   });
   const char *from = run.weight, *x = run.x + HIGH * kGroup / 2;
 #pragma GCC unroll 1
   for (int i = 0; i < kLines; i += kWords, x += 16) {
     const Words<M> words(x);
-    each<kWords>([&](auto lane) INLINE {
+    each<kWords>([&](auto lane) INLINED {
       if (!HIGH) run.template fetch<V>(i + lane);
-      each<V>([&](auto v) INLINE {
+      each<V>([&](auto v) INLINED {
         const uint8x16_t both = load_vector(from + v * 16);
         const uint8x16_t w = HIGH ? vshrq_n_u8(both, 4) : vandq_u8(both, nibble);
-        each<M>([&](auto m) INLINE { add_fours<lane>(sum[m][v], w, words.row[m]); });
+        each<M>([&](auto m) INLINED { add_fours<lane>(sum[m][v], w, words.row[m]); });
       });
       from += kLine;
     });
@@ -278,6 +217,7 @@ void multiply_block(const Run& run) {
     case Format::kBFloat16: return run_plain<Format::kBFloat16, M, V>(run);
     case Format::kInt8: return run_int8<M, V>(run);
     case Format::kInt4: return run_int4<M, V>(run);
+    default: return;  // block formats: block_dots.h
   }
 }
 
@@ -302,7 +242,5 @@ constexpr std::array<void (*)(const Pass&), sizeof...(M)> kernels_of(std::intege
   return {multiply<M + 1>...};
 }
 constexpr auto kDots = kernels_of(std::make_integer_sequence<int, kDotRows>());
-
-#undef INLINE
 
 }  // namespace outrider
