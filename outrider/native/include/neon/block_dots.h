@@ -22,16 +22,16 @@ struct BlockRun {
 };
 
 // Values of a line's four k of a vector's outputs, of the group's first or last 32 k. With 8 bits they are signed where
-// add_biased takes them so.
+// add_biased takes them so. LINE: known if there are upper bits
 template <Format FORMAT, bool HIGH, int LINE>
-INLINED inline uint8x16_t load_values(const char* values, int vector) {
+INLINED inline uint8x16_t load_values(const char* values, int line, int vector) {
   using T = BlockTraits<FORMAT>;
   const char* from = values + vector * 16;
   if constexpr (T::kFormat.bits == 8) {
-    const uint8x16_t stored = load_vector(from + (HIGH * 8 + LINE) * kLine);
+    const uint8x16_t stored = load_vector(from + (HIGH * 8 + line) * kLine);
     return kMultipliesUnsigned ? stored : veorq_u8(stored, vdupq_n_u8(128));
   } else {
-    const uint8x16_t both = load_vector(from + LINE * kLine);
+    const uint8x16_t both = load_vector(from + line * kLine);
     const uint8x16_t lower = HIGH ? vshrq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15));
     if constexpr (T::kUpper == 0) {
       return lower;
@@ -71,21 +71,28 @@ INLINED inline void sum_part(const BlockRun& run, int32x4_t whole[M][V]) {
   using T = BlockTraits<FORMAT>;
   constexpr bool kHigh = PART % 2;
   constexpr int kBegin = PART / 2 * T::kLines;
-  const char* x = run.pass.chunk(run.place.index) + kHigh * kGroup / 2 + kBegin * 4;
-  each<T::kLines / kWords>([&](auto four) INLINED {
-    const Words<M> words(x + four * 16);
+  const char* x = run.pass.chunk(run.place.index) + kHigh * kGroup / 2;
+  auto add_lines = [&](auto known, int first) INLINED {
+    const Words<M> words(x + first * 4);
     each<kWords>([&](auto lane) INLINED {
-      constexpr int kLineOfRun = kBegin + four * kWords + lane;
-      run.template fetch<FORMAT, V>(8 * kHigh + kLineOfRun);
+      run.template fetch<FORMAT, V>(8 * kHigh + first + lane);
       each<V>([&](auto v) INLINED {
-        const uint8x16_t w = load_values<FORMAT, kHigh, kLineOfRun>(run.place.values, run.first + v);
+        const uint8x16_t w = load_values<FORMAT, kHigh, known + lane>(run.place.values, first + lane, run.first + v);
         each<M>([&](auto m) INLINED {
           if constexpr (T::kFormat.bits == 8) add_biased<lane>(whole[m][v], w, words.row[m]);
           else add_fours<lane>(whole[m][v], w, words.row[m]);
         });
       });
     });
-  });
+  };
+  if constexpr (T::kUpper == 0) {
+#pragma GCC unroll 1
+    for (int first = kBegin; first < kBegin + T::kLines; first += kWords) add_lines(std::integral_constant<int, 0>(), first);
+  } else {
+    each<T::kLines / kWords>([&](auto four) INLINED {
+      add_lines(std::integral_constant<int, kBegin + four * kWords>(), kBegin + four * kWords);
+    });
+  }
 }
 
 // A part, added to the parts before it in so_far, or with these to the tile.
