@@ -131,10 +131,10 @@ class PackedWeight:
     ) -> None:
         """Pack some outputs of a block format from their parts.
 
-        outputs: [n] int64; values: [n, inputs] uint8. Symmetric formats: w = scale * (value - zero) with zero 8, 16, 128
-        or, of K6, 32; affine ones: w = scale * value + minimum. scales, minima: [n, blocks] float16, or of K formats uint8
-        (K6: int8) in units of scale_units and minimum_units, [n, super-blocks] float16. So scale * (value - zero point) of
-        GPTQ and AWQ is scale 1 in units of the scale, and minimum `zero point` in units of minus the scale.
+        outputs: [n] int64; values: [n, inputs] uint8. Symmetric formats: w = scale * (value - zero), with zero 8, 16,
+        128 or, of K6, 32; affine ones: w = scale * value + minimum. scales, minima: [n, blocks] float16, or of K
+        formats uint8 (K6: int8) in units of scale_units and minimum_units, [n, super-blocks] float16. GPTQ and AWQ,
+        scale * (value - zero point): scale 1 in units of theirs, minimum `zero point` in units of minus theirs.
         """
         parts = (values, scales, minima, scale_units, minimum_units)
         kept = [None if part is None else part.contiguous() for part in parts]
