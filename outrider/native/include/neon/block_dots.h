@@ -130,7 +130,7 @@ template <Format FORMAT, int M, int V>
 }
 
 template <Format FORMAT, int M>
-void tile_blocks(const Pass& pass) {
+void multiply_blocks(const Pass& pass) {
   constexpr int V = M <= 3 ? 8 : 4;
   std::memset(pass.tile, 0, M * kPanel * sizeof(float));
   each_group<FORMAT>(pass, [&](const GroupPlace& place) {
