@@ -37,7 +37,8 @@ INLINED inline uint8x16_t load_values(const char* values, int line, int vector) 
       return lower;
     } else {
       constexpr int kPosition = upper_position(T::kFormat, LINE);
-      uint8x16_t plane = load_vector(from + upper_offset(T::kFormat, LINE, HIGH));
+      const int64_t at = 8 * kLine + T::kUpper * line / 8 * 2 * kLine + HIGH * kLine;
+      uint8x16_t plane = load_vector(from + at);
       if constexpr (kPosition < 4) plane = vshlq_n_u8(plane, 4 - kPosition);
       if constexpr (kPosition > 4) plane = vshrq_n_u8(plane, kPosition - 4);
       return vorrq_u8(lower, vandq_u8(plane, vdupq_n_u8(((1 << T::kUpper) - 1) << 4)));
@@ -65,68 +66,67 @@ INLINED inline float32x4_t block_numbers(const GroupPlace& place, int kind, int 
   }
 }
 
-// The whole numbers of a part: of one half of a run's lines, or, with 8 bits, of the group's first or last lines.
-template <Format FORMAT, int M, int V, int PART>
-INLINED inline void sum_part(const BlockRun& run, int32x4_t whole[M][V]) {
-  using T = BlockTraits<FORMAT>;
-  constexpr bool kHigh = PART % 2;
-  constexpr int kBegin = PART / 2 * T::kLines;
-  const char* x = run.pass.chunk(run.place.index) + kHigh * kGroup / 2;
-  auto add_lines = [&](auto known, int first) INLINED {
-    const Words<M> words(x + first * 4);
-    each<kWords>([&](auto lane) INLINED {
-      run.template fetch<FORMAT, V>(8 * kHigh + first + lane);
-      each<V>([&](auto v) INLINED {
-        const uint8x16_t w = load_values<FORMAT, kHigh, known + lane>(run.place.values, first + lane, run.first + v);
-        each<M>([&](auto m) INLINED {
-          if constexpr (T::kFormat.bits == 8) add_biased<lane>(whole[m][v], w, words.row[m]);
-          else add_fours<lane>(whole[m][v], w, words.row[m]);
-        });
-      });
-    });
-  };
-  if constexpr (T::kUpper == 0) {
-#pragma GCC unroll 1
-    for (int first = kBegin; first < kBegin + T::kLines; first += kWords) add_lines(std::integral_constant<int, 0>(), first);
-  } else {
-    each<T::kLines / kWords>([&](auto four) INLINED {
-      add_lines(std::integral_constant<int, kBegin + four * kWords>(), kBegin + four * kWords);
-    });
-  }
+// Four lines of a half from `first` on. LINE: the first one's place among lines whose upper bits lie alike
+template <Format FORMAT, int M, int V, bool HIGH, int LINE>
+INLINED inline void add_lines(const BlockRun& run, int first, WholeSums<M, V>& whole) {
+  whole.template add<BlockTraits<FORMAT>::kFormat.bits == 8>(
+      run.pass.chunk(run.place.index) + HIGH * kGroup / 2 + first * 4,
+      [&](auto lane, auto v) INLINED {
+        return load_values<FORMAT, HIGH, LINE + lane>(run.place.values, first + lane, run.first + v);
+      },
+      [&](int lane) INLINED { run.template fetch<FORMAT, V>(8 * HIGH + first + lane); });
 }
 
-// A part, added to the parts before it in so_far, or with these to the tile.
-template <Format FORMAT, int M, int V, int PART>
-INLINED inline void multiply_part(const BlockRun& run, float32x4_t so_far[M][V]) {
+// A part, which is one half of a run's lines, or, with 8 bits, the group's first or last lines; added to so_far.
+template <Format FORMAT, int M, int V, bool HIGH>
+INLINED inline void add_part(const BlockRun& run, int number, float32x4_t so_far[M][V]) {
   using T = BlockTraits<FORMAT>;
   constexpr bool kSigned = T::kFormat.bits == 8 && !kMultipliesUnsigned;  // values, whose zero is 0 then
   const Operand& operand = run.pass.x;
-  const int64_t at = T::sums_at(run.pass, run.place, PART);
-  int32x4_t whole[M][V];
-  each<M>([&](auto m) INLINED {
-    const int32x4_t begin = vdupq_n_s32(T::kFormat.affine() || kSigned ? 0 : operand.offsets[at + m]);
-    each<V>([&](auto v) INLINED { whole[m][v] = begin; });
-  });
-  sum_part<FORMAT, M, V, PART>(run, whole);
-  const float* scales = operand.scales + run.place.index * operand.rows + run.pass.row;
-  each<V>([&](auto v) INLINED {
-    const float32x4_t scale = block_numbers<FORMAT>(run.place, 0, PART, run.first + v);
-    const float32x4_t minimum = T::kFormat.affine() ? block_numbers<FORMAT>(run.place, 1, PART, run.first + v) : scale;
-    each<M>([&](auto m) INLINED {
-      const float32x4_t real = vcvtq_f32_s32(whole[m][v]);
-      float32x4_t all = PART == 0 ? vmulq_f32(real, scale) : vfmaq_f32(so_far[m][v], real, scale);
-      if constexpr (T::kFormat.affine()) all = vfmaq_n_f32(all, minimum, operand.block_sums[at + m]);
-      if constexpr (PART < T::kParts - 1) so_far[m][v] = all;
-      else vst1q_f32(run.tile(m, v), vfmaq_n_f32(vld1q_f32(run.tile(m, v)), all, scales[m]));
-    });
-  });
+  const int part = 2 * number + HIGH, line = number * T::kLines;
+  const int64_t at = T::sums_at(run.pass, run.place, part);
+  WholeSums<M, V> whole;
+  if constexpr (T::kUpper == 1) {
+    add_lines<FORMAT, M, V, HIGH, 0>(run, line, whole);
+    add_lines<FORMAT, M, V, HIGH, kWords>(run, line + kWords, whole);
+  } else {  // two upper bits of four lines fill a plane
+#pragma GCC unroll 1
+    for (int i = 0; i < T::kLines; i += kWords) add_lines<FORMAT, M, V, HIGH, 0>(run, line + i, whole);
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < V; ++v) {
+    const float32x4_t scale = block_numbers<FORMAT>(run.place, 0, part, run.first + v);
+    const float32x4_t minimum = T::kFormat.affine() ? block_numbers<FORMAT>(run.place, 1, part, run.first + v) : scale;
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m) {
+      const int32x4_t offset = vdupq_n_s32(T::kFormat.affine() || kSigned ? 0 : operand.offsets[at + m]);
+      so_far[m][v] = vfmaq_f32(so_far[m][v], vcvtq_f32_s32(vaddq_s32(whole.at(m, v), offset)), scale);
+      if constexpr (T::kFormat.affine()) so_far[m][v] = vfmaq_n_f32(so_far[m][v], minimum, operand.block_sums[at + m]);
+    }
+  }
 }
 
 template <Format FORMAT, int M, int V>
 [[gnu::noinline]] void run_blocks(const BlockRun& run) {
+  using T = BlockTraits<FORMAT>;
   float32x4_t so_far[M][V];
-  each<BlockTraits<FORMAT>::kParts>([&](auto part) INLINED { multiply_part<FORMAT, M, V, part>(run, so_far); });
-  for (int64_t i = 16; i < BlockTraits<FORMAT>::kFetches; ++i) run.template fetch<FORMAT, V>(i);
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) so_far[m][v] = vdupq_n_f32(0.0f);
+  }
+#pragma GCC unroll 1
+  for (int number = 0; number < T::kRuns; ++number) {
+    add_part<FORMAT, M, V, false>(run, number, so_far);
+    add_part<FORMAT, M, V, true>(run, number, so_far);
+  }
+  for (int64_t i = 16; i < T::kFetches; ++i) run.template fetch<FORMAT, V>(i);
+  const float* scales = run.pass.x.scales + run.place.index * run.pass.x.rows + run.pass.row;
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) vst1q_f32(run.tile(m, v), vfmaq_n_f32(vld1q_f32(run.tile(m, v)), so_far[m][v], scales[m]));
+  }
 }
 
 template <Format FORMAT, int M>

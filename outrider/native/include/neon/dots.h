@@ -107,37 +107,78 @@ template <Format FORMAT, int M, int V>
   });
 }
 
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+
+// bfloat16 from four rows on. The instruction adds two products to a sum, and then the next two, as two of `run_plain` do.
+template <int M, int V>
+[[gnu::noinline]] void run_pairs(Run run) {
+  constexpr int kPairs = (M + 1) / 2;
+  constexpr int64_t kBlock = block_of(Format::kBFloat16), kChunkLines = kGroup / 4;
+  float32x4_t sum[kPairs][2 * V];
+  each<kPairs>([&](auto p) INLINED {
+    each<V>([&](auto v) INLINED {
+      const float32x4_t first = vld1q_f32(run.tile(2 * p, v)), second = vld1q_f32(run.tile(std::min(2 * p + 1, M - 1), v));
+      sum[p][2 * v] = vzip1q_f32(first, second), sum[p][2 * v + 1] = vzip2q_f32(first, second);
+    });
+  });
+  const int64_t lines = std::min(kBlock, run.pass.weight.k - run.block * kBlock) / 2;
+  const char* from = run.weight;
+  for (int64_t line = 0; line < lines; run.x += run.jump) {
+#pragma GCC unroll 1
+    for (int64_t i = 0; i < kChunkLines; i += kWords, line += kWords, from += kWords * kLine) {
+      const Words<M, true> words(run.x + i * 4);
+      each<V>([&](auto v) INLINED {
+        run.template fetch<V>(line + v);
+        each<2>([&](auto half) INLINED {
+          const char* at = from + 2 * half * kLine + v * 16;
+          const uint8x16_t first = load_vector(at), next = load_vector(at + kLine);
+          const bfloat16x8_t low = vreinterpretq_bf16_u8(two_outputs<false>(first, next));
+          const bfloat16x8_t high = vreinterpretq_bf16_u8(two_outputs<true>(first, next));
+          each<kPairs>([&](auto p) INLINED {
+            const bfloat16x8_t rows = vreinterpretq_bf16_u8(words.pair[half][p]);
+            sum[p][2 * v] = vbfmmlaq_f32(sum[p][2 * v], low, rows);
+            sum[p][2 * v + 1] = vbfmmlaq_f32(sum[p][2 * v + 1], high, rows);
+          });
+        });
+      });
+    }
+  }
+  each<M>([&](auto m) INLINED {
+    each<V>([&](auto v) INLINED {
+      const float32x4_t low = sum[m / 2][2 * v], high = sum[m / 2][2 * v + 1];
+      vst1q_f32(run.tile(m, v), m % 2 ? vuzp2q_f32(low, high) : vuzp1q_f32(low, high));
+    });
+  });
+}
+
+#endif
+
 // --- int8 ---
 
 template <int M, int V>
 [[gnu::noinline]] void run_int8(const Run& run) {
   constexpr int kLines = kGroup / 4;
   const int64_t index = run.block * run.pass.x.rows + run.pass.row;
-  const int32_t* offsets = run.pass.x.offsets + index;
-  int32x4_t sum[M][V];
-  each<M>([&](auto m) INLINED {
-    each<V>([&](auto v) INLINED { sum[m][v] = vdupq_n_s32(kMultipliesUnsigned ? offsets[m] : 0); });
-  });
-  const char *from = run.weight, *x = run.x;
+  WholeSums<M, V> sums;
 #pragma GCC unroll 1
-  for (int i = 0; i < kLines; i += kWords, x += 16) {
-    const Words<M> words(x);
-    each<kWords>([&](auto lane) INLINED {
-      run.template fetch<V>(i + lane);
-      each<V>([&](auto v) INLINED {
-        const uint8x16_t stored = load_vector(from + v * 16);
-        const uint8x16_t w = kMultipliesUnsigned ? stored : veorq_u8(stored, vdupq_n_u8(128));
-        each<M>([&](auto m) INLINED { add_biased<lane>(sum[m][v], w, words.row[m]); });
-      });
-      from += kLine;
-    });
+  for (int i = 0; i < kLines; i += kWords) {
+    const char* from = run.weight + i * kLine;
+    sums.template add<true>(
+        run.x + i * 4,
+        [&](auto lane, auto v) INLINED {
+          const uint8x16_t stored = load_vector(from + lane * kLine + v * 16);
+          return kMultipliesUnsigned ? stored : veorq_u8(stored, vdupq_n_u8(128));
+        },
+        [&](int lane) INLINED { run.template fetch<V>(i + lane); });
   }
   const float* scales = run.pass.x.scales + index;
+  const int32_t* offsets = run.pass.x.offsets + index;
   each<M>([&](auto m) INLINED {
     const float32x4_t scale = vdupq_n_f32(scales[m]);
+    const int32x4_t offset = vdupq_n_s32(kMultipliesUnsigned ? offsets[m] : 0);
     each<V>([&](auto v) INLINED {
       float* tile = run.tile(m, v);
-      vst1q_f32(tile, vfmaq_f32(vld1q_f32(tile), vcvtq_f32_s32(sum[m][v]), scale));
+      vst1q_f32(tile, vfmaq_f32(vld1q_f32(tile), vcvtq_f32_s32(vaddq_s32(sums.at(m, v), offset)), scale));
     });
   });
 }
@@ -147,7 +188,7 @@ template <int M, int V>
 // What half a group comes to: whole numbers in sum, times the half's scales, plus its centres times the sum of the row's
 // numbers. first: what the first half comes to before the row's scale, taken up by the second
 template <int M, int V, bool HIGH>
-INLINED inline void add_half(const Run& run, const int32x4_t sum[M][V], float32x4_t first[M][V]) {
+INLINED inline void add_half(const Run& run, const WholeSums<M, V>& sum, float32x4_t first[M][V]) {
   const Operand& operand = run.pass.x;
   const int64_t at = run.block * operand.rows + run.pass.row;
   const int32_t* offsets = operand.offsets + (2 * run.block + HIGH) * operand.rows + run.pass.row;
@@ -159,7 +200,7 @@ INLINED inline void add_half(const Run& run, const int32x4_t sum[M][V], float32x
     const float32x4_t centre[2] = {vreinterpretq_f32_u32(vshlq_n_u32(centres, 16)),
                                    vreinterpretq_f32_u32(vandq_u32(centres, vdupq_n_u32(0xFFFF0000)))};
     each<M>([&](auto m) INLINED {
-      const float32x4_t real = vcvtq_f32_s32(vaddq_s32(sum[m][v], vdupq_n_s32(offsets[m])));
+      const float32x4_t real = vcvtq_f32_s32(vaddq_s32(sum.at(m, v), vdupq_n_s32(offsets[m])));
       if constexpr (!HIGH) {
         first[m][v] = vmulq_f32(real, column);
       } else {
@@ -178,24 +219,19 @@ INLINED inline void add_half(const Run& run, const int32x4_t sum[M][V], float32x
 template <int M, int V, bool HIGH>
 INLINED inline void multiply_half(const Run& run, float32x4_t first[M][V]) {
   constexpr int kLines = kGroup / 8, kScaleLines = kInt4ScaleBytes / kLine;
-  const uint8x16_t nibble = vdupq_n_u8(15);
-  int32x4_t sum[M][V];
-  each<M>([&](auto m) INLINED {
-    each<V>([&](auto v) INLINED { sum[m][v] = vdupq_n_s32(0); });
-  });
-  const char *from = run.weight, *x = run.x + HIGH * kGroup / 2;
+  WholeSums<M, V> sum;
 #pragma GCC unroll 1
-  for (int i = 0; i < kLines; i += kWords, x += 16) {
-    const Words<M> words(x);
-    each<kWords>([&](auto lane) INLINED {
-      if (!HIGH) run.template fetch<V>(i + lane);
-      each<V>([&](auto v) INLINED {
-        const uint8x16_t both = load_vector(from + v * 16);
-        const uint8x16_t w = HIGH ? vshrq_n_u8(both, 4) : vandq_u8(both, nibble);
-        each<M>([&](auto m) INLINED { add_fours<lane>(sum[m][v], w, words.row[m]); });
-      });
-      from += kLine;
-    });
+  for (int i = 0; i < kLines; i += kWords) {
+    const char* from = run.weight + i * kLine;
+    sum.template add<false>(
+        run.x + HIGH * kGroup / 2 + i * 4,
+        [&](auto lane, auto v) INLINED {
+          const uint8x16_t both = load_vector(from + lane * kLine + v * 16);
+          return HIGH ? vshrq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15));
+        },
+        [&](int lane) INLINED {
+          if (!HIGH) run.template fetch<V>(i + lane);
+        });
   }
   for (int i = 0; HIGH && i < kScaleLines; ++i) run.template fetch<V>(kLines + i);
   add_half<M, V, HIGH>(run, sum, first);
@@ -211,10 +247,18 @@ template <int M, int V>
 // --- all of them ---
 
 template <int M, int V>
+void run_bfloat16(const Run& run) {
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+  if constexpr (kInPairs<M>) return run_pairs<M, V>(run);
+#endif
+  run_plain<Format::kBFloat16, M, V>(run);
+}
+
+template <int M, int V>
 void multiply_block(const Run& run) {
   switch (run.pass.weight.format) {
     case Format::kFloat32: return run_plain<Format::kFloat32, M, V>(run);
-    case Format::kBFloat16: return run_plain<Format::kBFloat16, M, V>(run);
+    case Format::kBFloat16: return run_bfloat16<M, V>(run);
     case Format::kInt8: return run_int8<M, V>(run);
     case Format::kInt4: return run_int4<M, V>(run);
     default: return;  // block formats: block_dots.h
