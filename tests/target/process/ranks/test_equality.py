@@ -28,7 +28,7 @@ from tests.support.target.cuda.interpreter import need_interpreter
 from tests.support.target.driving import engine_of, load_model, load_modules, opening, run
 from tests.support.target.features import Reader, configured
 from tests.support.target.greedy_text import NEW, PROMPT, check_text, greedy, proposals_near
-from tests.support.target.rank_pair import RankPair
+from tests.support.target.rank_pair import SIZES, RankPair
 from tests.support.tiny import VOCAB, write_model
 
 GPTQ = {"quant_method": "gptq", "group_size": GROUP, "desc_act": False, "checkpoint_format": "gptq", "sym": True,
@@ -199,11 +199,22 @@ def test_fused_and_captured_steps_give_the_text_of_one_rank(pair, tmp_path):
     requests = [opening(i, PROMPT[i : i + 9], max_tokens=6) for i in (1, 2)]
     expected = run(engine_of(load_modules(folder)), requests).new
     assert run(engine, requests, lambda i, path: ahead_short(i, path, expected)).new == expected
-    name = configured(engine, FeatureSpec((0,), final=True, format=FeatureFormat.FLOAT32))
+    spec = FeatureSpec((0,), final=True, format=FeatureFormat.FLOAT32)
+    states = [states_of(one, requests[0], spec) for one in (engine, engine_of(load_modules(folder)))]
+    assert states[0][0] == states[1][0] == expected[1]
+    np.testing.assert_allclose(states[0][1], states[1][1], atol=1e-4, rtol=1e-4)
+    assert {key.size for key in inner._steps if key.final} == set(SIZES), "the follower captures what rank 0 does"
+
+
+def states_of(engine, request, spec):
+    """New tokens and hidden states, once the steps that return such states are captured."""
+    name = configured(engine, spec)
+    while getattr(engine.model.runner, "due", 0):
+        engine.model.runner.capture_next()
     reader = Reader(engine)
-    reader.open(replace(requests[0], feature_spec=name))
+    reader.open(replace(request, feature_spec=name))
     reader.run()
-    assert reader.tokens[1][9:] == expected[1]
+    return reader.tokens[1][len(request.tokens) :], reader.states(1)
 
 
 def ahead_short(session_id, path, expected):
