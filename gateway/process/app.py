@@ -36,6 +36,7 @@ from gateway.orchestration.sampling_defaults import FILE, OPENAI, SamplingDefaul
 from gateway.pools.pool import Routing
 from gateway.process.listeners import Listeners
 from gateway.streams.availability import ReplicaState
+from gateway.streams.connection import Connection
 from gateway.streams.draft import DraftLink
 from gateway.streams.pool_weights import OtherWeights
 from gateway.streams.target import TargetLink
@@ -92,10 +93,10 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
     listeners = Listeners(config, _with_cors(edge, config.allowed_origins), keys, metrics, shared=peers.several)
     admission = Admission(config.max_pending_requests)
     tests: list[asyncio.Task[Any]] = []
-    tls, service_tls = config.server_tls(), config.service_tls()
+    tls = config.server_tls()
+    connection = Connection(config.service_tls(), config.stream_transport, config.service_token())
     routing = Routing(config.cache_threshold, config.balance_abs_threshold, config.balance_rel_threshold)
-    token = config.service_token()
-    targets = [TargetLink(address, service_tls, config.stream_transport, token=token) for address in config.target]
+    targets = [TargetLink(address, connection) for address in config.target]
     orchestrator = Orchestrator(targets, [], metrics, routing=routing)
     gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, listeners.grpc.server)
     for facade in facade_services:
@@ -129,8 +130,7 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         if not config.disable_sglang_metrics:
             metrics.registry.register(SglangMetrics(metrics, generator.name))
         for address in config.draft:
-            link = DraftLink(address, target.info.model, service_tls, config.stream_transport, token=token)
-            orchestrator.attach_draft(link)
+            orchestrator.attach_draft(DraftLink(address, target.info.model, connection))
         if not config.disable_draft_self_test:
             tests += self_test.start(generator, orchestrator)
         control = Control(orchestrator, facts)

@@ -22,14 +22,12 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from gateway.streams.availability import READY, Availability, ReplicaState, after
+from gateway.streams.connection import PLAIN, Connection
 from gateway.streams.traffic import Count, Direction, Traffic
 from outrider import PROTOCOL_VERSION
-from outrider.config import StreamTransport
 from outrider.errors import ConfigError, OutriderError, Unavailable
-from outrider.service_token import with_token
-from outrider.tls import ClientTls, explain_tls_failure, open_channel
+from outrider.tls import explain_tls_failure
 from outrider.transport.frame_socket import SocketCall, connect_beside, message_of, socket_beside
-from outrider.transport.rpc import CHANNEL_OPTIONS
 from outrider.transport.stream import PEER_METADATA
 from outrider.wire.v1 import common_pb2
 
@@ -96,20 +94,10 @@ class Link(ABC, Generic[Info, Frame]):
     frame: type[Any]  # message type of incoming frames
     features_are: Direction  # in which frames hidden states travel
 
-    def __init__(
-        self,
-        address: str,
-        tls: ClientTls | None = None,
-        transport: StreamTransport = "grpc",
-        *,
-        token: str | None = None,
-    ) -> None:
-        """transport: what frames may use. token: of the services."""
+    def __init__(self, address: str, connection: Connection = PLAIN) -> None:
         self.address = address
-        self._tls = tls
-        self._token = token
+        self._connection = connection
         self._peer = secrets.token_hex(16)
-        self._allowed_transport = transport
         self.transport = ""
         self.traffic = Traffic()
         self.up = False
@@ -207,7 +195,7 @@ class Link(ABC, Generic[Info, Frame]):
 
     def open_channel(self) -> grpc.aio.Channel:
         """A channel to the replica."""
-        return with_token(open_channel(self.address, CHANNEL_OPTIONS, self._tls), self._token)
+        return self._connection.open(self.address)
 
     async def _checked_handshake(self, channel: grpc.aio.Channel) -> Info:
         try:
@@ -216,7 +204,7 @@ class Link(ABC, Generic[Info, Frame]):
             # One probe per message, because the probe opens a connection of its own.
             if error.code() is grpc.StatusCode.UNAVAILABLE and error.details() != self._last_error:
                 self._last_error = error.details()
-                if trouble := await explain_tls_failure(self.address, self._tls):
+                if trouble := await explain_tls_failure(self.address, self._connection.tls):
                     raise ConfigError(f"the {self.service} at {self.address} {trouble}") from None
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 raise ConfigError(
@@ -307,11 +295,12 @@ class Link(ABC, Generic[Info, Frame]):
 
     async def start_call(self, channel: grpc.aio.Channel) -> Any:
         """Open the stream, whose frames are bytes. Raises ConfigError if they must use a socket and there is none."""
-        key = None if self._allowed_transport == "grpc" else await connect_beside(self.address)
+        allowed = self._connection.transport
+        key = None if allowed == "grpc" else await connect_beside(self.address)
         if key is not None:
             self.transport = "socket"
             return SocketCall(self.open_stream(channel, key.metadata), key.connection)
-        if self._allowed_transport == "socket":
+        if allowed == "socket":
             beside = socket_beside(self.address)
             where = "its address is no Unix domain socket" if beside is None else f"no process listens at {beside}"
             raise ConfigError(

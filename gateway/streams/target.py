@@ -11,12 +11,11 @@ import grpc
 
 from gateway.streams.availability import Availability, ReplicaState
 from gateway.streams.batches import cut_opens, join
+from gateway.streams.connection import PLAIN, Connection
 from gateway.streams.features import FUSION_TIMEOUT, Features
 from gateway.streams.link import CALL_TIMEOUT, Link, collect_files
 from gateway.streams.pool_weights import OtherWeights, PoolWeights
-from outrider.config import StreamTransport
 from outrider.errors import ConfigError
-from outrider.tls import ClientTls
 from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 
@@ -42,15 +41,8 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
     frame = target_pb2.VerifyResponse
     features_are = "received"
 
-    def __init__(
-        self,
-        address: str,
-        tls: ClientTls | None = None,
-        transport: StreamTransport = "grpc",
-        *,
-        token: str | None = None,
-    ) -> None:
-        super().__init__(address, tls, transport, token=token)
+    def __init__(self, address: str, connection: Connection = PLAIN) -> None:
+        super().__init__(address, connection)
         self.tokenizer_files: dict[str, bytes] = {}
         self.features: set[int] = set()
         self._wanted: dict[int, Features] = {}  # that drafts need, by id
