@@ -5,6 +5,7 @@
 #include "attention/kv_move.h"
 #include "matrices/invariant_product.h"
 #include "matrices/quantize.h"
+#include "matrices/stored_rows.h"
 #include "programs/program.h"
 #include "programs/fused_loop.h"
 
@@ -14,8 +15,9 @@ extern "C" {
 
 // --- weights ---
 
-OwnWeight* outrider_weight_new(int32_t format, int64_t outputs, int64_t inputs) {
-  return new OwnWeight(Format(format), outputs, inputs);
+// groups: of 64 inputs in a super-block; 1 for formats without
+OwnWeight* outrider_weight_new(int32_t format, int64_t outputs, int64_t inputs, int64_t groups) {
+  return new OwnWeight(Format(format), outputs, inputs, groups);
 }
 void outrider_weight_free(OwnWeight* weight) { delete weight; }
 int64_t outrider_weight_bytes(const OwnWeight* weight) { return int64_t(weight->memory.bytes() + weight->scale_memory.bytes()); }
@@ -45,6 +47,24 @@ void outrider_weight_quantize(OwnWeight* weight, const void* source, int32_t bfl
                               int64_t count, const int32_t* steps, int32_t candidates, int32_t threads) {
   quantize_in_parallel(*weight, static_cast<const char*>(source), bfloat16 != 0, outputs, count, steps, candidates,
                        threads);
+}
+
+// Numbers as a checkpoint stores them; see matrices/stored_rows.h. rows: [count, row_bytes], of a GGUF tensor
+void outrider_weight_pack_gguf(OwnWeight* weight, const uint8_t* rows, int64_t row_bytes, const int64_t* outputs,
+                               int64_t count, int32_t threads) {
+  pack_gguf(*weight, rows, row_bytes, outputs, count, threads);
+}
+// rows: separate arrays; those that the format does not have are null
+void outrider_weight_pack_arrays(OwnWeight* weight, const BlockRow* rows, const int64_t* outputs, int64_t count,
+                                 int32_t threads) {
+  pack_arrays(*weight, *rows, outputs, count, threads);
+}
+
+// Outputs as float32. to: [count, inputs]; outputs: [count], their indices
+void outrider_weight_dequantize(const Weight* weight, const int64_t* outputs, int64_t count, float* to, int32_t threads) {
+  in_parts(count, threads, [&](int64_t first, int64_t rows) {
+    for (int64_t i = first; i < first + rows; ++i) dequantize_output(*weight, outputs[i], to + i * weight->inputs);
+  });
 }
 
 // --- single operators ---
