@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.checkpoints import checkpoint
 from outrider.config import TargetConfig, check_device, parse_flags
 from outrider.config.compatibility.on_cpu import for_cpu
 from outrider.config.ranks import rank_places
@@ -64,9 +63,10 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
 
     def build() -> TargetEngine:
         with imports_without_gc():
+            from services.target.model.loading.load import folder_of
             from services.target.process.control import Control
 
-        folder = checkpoint.resolve(config.model_path, whole=True)
+        folder = folder_of(config)
         engine = build_engine(folder, config)
         engine.tracing = tracing
         control = Control(

@@ -100,8 +100,17 @@ class Control:
 
     # --- weights ---
 
+    def _check_plain(self) -> None:
+        """Raise ConfigError for weights that no others can take the place of."""
+        if kinds := self._engine.model.kinds:
+            raise ConfigError(
+                f"the weights keep the number formats of their file ({', '.join(sorted(kinds))}) and cannot be "
+                "replaced; start the target with --dtype bfloat16 or --quantization int8"
+            )
+
     def read_folder(self, path: str, condition: Condition | None = None) -> CheckpointFolder:
         """Open a folder's checkpoint and check it against the model. Raises ConfigError."""
+        self._check_plain()
         found = self._allowed.find(path)
         try:
             folder = CheckpointFolder(found)
@@ -121,8 +130,9 @@ class Control:
     def incoming(self) -> Iterator[IncomingTensors]:
         """A buffer for tensors that arrive in parts; one at a time, because it takes as much memory as the model.
 
-        Raises Conflict while there is another one.
+        Raises Conflict while there is another one, and ConfigError for weights that are not replaced.
         """
+        self._check_plain()
         if self._incoming is not None:
             raise Conflict("tensors of another update are being received; send these once it has ended")
         self._incoming = IncomingTensors(self._shapes, self._tied)

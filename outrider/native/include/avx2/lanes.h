@@ -158,6 +158,8 @@ inline void store(BF16* to, Floats value, Mask mask) {
   store(all, value);
   copy_some<2>(to, all, mask);
 }
+inline float number_of_half(uint16_t bits) { return _cvtsh_ss(bits); }
+inline uint16_t half_bits(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
 inline Floats from_halves(__m256i bits) {
   return {_mm256_cvtph_ps(_mm256_castsi256_si128(bits)), _mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1))};
 }

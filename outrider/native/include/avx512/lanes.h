@@ -54,6 +54,8 @@ inline Floats load(const BF16* from) { return widen(_mm256_loadu_si256(reinterpr
 inline Floats load(const BF16* from, Mask mask) { return widen(_mm256_maskz_loadu_epi16(mask, from)); }
 inline void store(BF16* to, Floats value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(value)); }
 inline void store(BF16* to, Floats value, Mask mask) { _mm256_mask_storeu_epi16(to, mask, narrow(value)); }
+inline float number_of_half(uint16_t bits) { return _cvtsh_ss(bits); }
+inline uint16_t half_bits(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
 inline Floats from_halves(__m256i bits) { return _mm512_cvtph_ps(bits); }
 
 // --- float32 ---

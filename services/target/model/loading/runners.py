@@ -22,6 +22,7 @@ from services.target.model.linear import pack
 from services.target.model.loading.self_speculation import SelfSpeculationPlan, plan_self_speculation
 from services.target.model.loading.weight_quantization import cpu_format
 from services.target.model.modules import ModuleRunner
+from services.target.model.stored.source import WeightSource
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +36,20 @@ def choose_runner(
     context_length: int,
     config: TargetConfig,
     device: torch.device,
+    source: WeightSource | None = None,
 ) -> Runner:
-    """The runner of a loaded model. how: the arguments of `from_pretrained`. Raises ConfigError for its flags."""
+    """The runner of a model. how: the arguments of `from_pretrained`. Raises ConfigError for its flags.
+
+    source: of the weights, if they are not in the module
+    """
     reason: str | None = "it needs compiled kernels on a CPU, without --tp-size and --enable-torch-compile"
     if device.type == "cpu" and not config.enable_torch_compile:
         if config.tp_size == 1:
             reason = native.unsupported_reason(module, config.attention_backend, cache_dtype)
-        means = plan_self_speculation(config, module, reason)
+        means = plan_self_speculation(config, module, reason, source)
         if reason is None:
-            return _program(module, probe, cache_dtype, context_length, config, means)
+            return _program(module, probe, cache_dtype, context_length, config, means, source)
+        assert source is None, "a description is loaded only if its model runs as a program"
         log.info("running module by module: %s", reason)
         pack(module, cpu_format(config.quantization))
     elif config.quantization is not None and device.type == "cpu":
@@ -64,6 +70,7 @@ def _program(
     context_length: int,
     config: TargetConfig,
     means: SelfSpeculationPlan,
+    source: WeightSource | None,
 ) -> native.ProgramRunner:
     """The model as a compiled program, with what self-speculation needs."""
     head = None
@@ -72,8 +79,11 @@ def _program(
         head = read_eagle_head(means.head, len(probe.shapes), hidden, vocab, context_length)
     runner = native.ProgramRunner(
         module, probe, cpu_format(config.quantization), context_length, cache_dtype, means.copied,
-        prompt_lookup=means.prompt_lookup, head=head,
+        prompt_lookup=means.prompt_lookup, head=head, source=source,
     )  # fmt: skip
+    if runner.kinds:
+        kept = ", ".join(f"{count} in {kind}" for kind, count in sorted(runner.kinds.items()))
+        log.info("weights keep the number formats of their file: %s", kept)
     unit = " and a matrix unit (AMX)" if library.load().outrider_has_matrix_unit() else ""
     log.info(
         "running as a compiled program, by %s%s; a step reads %.0f MB of weights",

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from outrider.checkpoints import checkpoint
+from outrider.checkpoints.gguf.record import read_record
 from outrider.checkpoints.headers import (
     HeaderEntry,
     InvalidHeader,
@@ -115,7 +116,8 @@ class CheckpointFolder:
         """
         self.path = path
         self.config: dict[str, Any] = checkpoint.load_json(path / "config.json")
-        self.files = {file: _file_header(file) for file in checkpoint.weight_files(path)}
+        described = read_record(path) is not None  # a GGUF file, from which updates are not read
+        self.files = {} if described else {file: _file_header(file) for file in checkpoint.weight_files(path)}
         self.fingerprint = checkpoint.fingerprint(path)
 
     @property

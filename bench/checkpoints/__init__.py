@@ -1,0 +1,1 @@
+"""Checkpoints that benchmarks write: random weights in the published shapes of real models."""
