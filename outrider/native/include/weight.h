@@ -24,6 +24,7 @@
 
 #include "format.h"
 #include "memory.h"
+#include "processor.h"
 #include "simd.h"
 
 namespace outrider {
@@ -132,7 +133,7 @@ inline void pack_int4(OwnWeight& weight, int64_t n, const int8_t* values, const 
       for (int64_t i = 0; i < 4; ++i) to[i] = char(value(k + i) | value(k + half + i) << 4);
     }
     for (int64_t i = 0; i < 2; ++i) {
-      const uint16_t scale = _cvtss_sh(scales[2 * group + i], _MM_FROUND_TO_NEAREST_INT);
+      const uint16_t scale = half_bits(scales[2 * group + i]);
       std::memcpy(to + i * kPanel * 2 - n % kPanel * 2, &scale, sizeof scale);  // 2 bytes an output, not 4
       const uint16_t centre = bfloat16_bits(centres[2 * group + i]);
       std::memcpy(to + 2 * kPanel * 2 + i * 2, &centre, sizeof centre);
