@@ -143,6 +143,7 @@ class Session:
     """One generation in the services.
 
     target, draft: the links on which it is open; None while it waits for one
+    drained_from: a draining target that had it, and takes it back if no other has room
     features_end: hidden states of positions before it have been sent to the draft service
     """
 
@@ -154,6 +155,7 @@ class Session:
         self.tokens: list[int] = list(request.prompt)
         self.target: TargetLink | None = None
         self.draft: DraftLink | None = None
+        self.drained_from: TargetLink | None = None
         self.features_end = 0
         self.stats = SessionStats()
         self.inbox = Inbox(self.stats.steps)
