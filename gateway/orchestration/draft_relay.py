@@ -59,7 +59,7 @@ class DraftRelay:
         for session in sessions:
             draft.close(session.id)
         self._placement.remove(draft)
-        self._unreadable.connected(draft)
+        self._unreadable.detach(draft)
         self._drop_features()
 
     # --- frames ---

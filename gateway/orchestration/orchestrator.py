@@ -78,9 +78,9 @@ class Orchestrator:
             self.sessions.target_up()
 
     async def drain(self, target: TargetLink) -> None:
-        """Open a target's sessions on other ones, and wait until none is left there."""
+        """Open a target's sessions on other ones, and wait until none is left there and all go on elsewhere."""
         self._target_relay.drain(target)
-        while target.up and target.session_count:  # noqa: ASYNC110 - sessions end in many ways, and drains are rare
+        while target.up and self.sessions.needs(target):  # noqa: ASYNC110 - sessions end in many ways, drains are rare
             await asyncio.sleep(_DRAIN_POLL)
 
     async def detach(self, link: TargetLink | DraftLink) -> None:

@@ -51,6 +51,10 @@ class SessionTable:
         """The sessions that are open on a target; with None, those that wait for one."""
         return [session for session in self.by_id.values() if session.target is target]
 
+    def needs(self, target: TargetLink) -> bool:
+        """True while a session is open on a target that drains, or has left it and has no token of its new one yet."""
+        return target.session_count > 0 or any(one.drained_from is target for one in self.by_id.values())
+
     # --- opening ---
 
     def open(self, request: GenerationRequest, draft: DraftLink | None = None) -> Session:

@@ -69,7 +69,7 @@ class TargetRelay:
         self._none_left()
         self._table.leave_target(target, wait=False)
         self._table.placement.remove(target)
-        self._unreadable.connected(target)
+        self._unreadable.detach(target)
 
     # --- frames ---
 

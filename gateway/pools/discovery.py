@@ -34,7 +34,9 @@ class Discovery:
     """Looks at the DNS names and files among the flags. Lives in one event loop."""
 
     def __init__(self, members: Members, interval: float, lookup: Lookup = lookup) -> None:
-        """interval: seconds between two looks."""
+        """interval: seconds between two looks. Raises ConfigError."""
+        if not interval > 0:
+            raise ConfigError(f"--discovery-interval must be more than 0, not {interval:g}")
         self._members = members
         self._interval = interval
         self._lookup = lookup

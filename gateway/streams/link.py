@@ -284,6 +284,7 @@ class Link(ABC, Generic[Info, Frame]):
         self.clear()
         self.channel = None
         lost, self.up = self.up, False
+        self.step_time = StepTime()  # another process may come
         if lost:
             log.warning("the stream to the %s at %s is lost", self.service, self.address)
         try:
