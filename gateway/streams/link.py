@@ -23,6 +23,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from gateway.streams.availability import READY, Availability, ReplicaState, after
 from gateway.streams.connection import PLAIN, Connection
+from gateway.streams.step_time import StepTime
 from gateway.streams.traffic import Count, Direction, Traffic
 from outrider import PROTOCOL_VERSION
 from outrider.errors import ConfigError, OutriderError, Unavailable
@@ -81,7 +82,9 @@ class Link(ABC, Generic[Info, Frame]):
     """A stream to one replica. `up` is true from handshake to loss.
 
     session_count: sessions that are open there, counted by the placement
-    load: the engine's last report. info: facts from the handshake. refusal: why the replica does not fit
+    draining: it was removed from its pool and gets no new sessions. rank: its place in the pool, by order of the flags
+    load: the engine's last report. step_time: an average over the reports
+    info: facts from the handshake. refusal: why the replica does not fit
     channel: while it is up or about to be. on_change: called after `up` or `availability` changed
     on_absent: called after each attempt to use it that failed
     transport: of the stream's frames, grpc or socket; empty before the first
@@ -102,7 +105,10 @@ class Link(ABC, Generic[Info, Frame]):
         self.traffic = Traffic()
         self.up = False
         self.session_count = 0
+        self.draining = False
+        self.rank = 0
         self.load: common_pb2.EngineLoad | None = None
+        self.step_time = StepTime()
         self.info: Info | None = None
         self.refusal: ConfigError | None = None
         self.channel: grpc.aio.Channel | None = None
@@ -126,7 +132,19 @@ class Link(ABC, Generic[Info, Frame]):
     @property
     def availability(self) -> Availability:
         """Whether the replica is used; the reason of the last failed attempt if it is not."""
+        if self.up and self.draining:
+            return Availability(ReplicaState.DRAINING, f"it was removed; {self.session_count} sessions end here")
         return READY if self.up else self._absence
+
+    @property
+    def open_to_sessions(self) -> bool:
+        """True if new sessions may be opened there."""
+        return self.up and not self.draining
+
+    def update_load(self, load: common_pb2.EngineLoad) -> None:
+        """Take the engine's report."""
+        self.load = load
+        self.step_time.add(load)
 
     # --- parts that differ by service ---
 
@@ -183,6 +201,11 @@ class Link(ABC, Generic[Info, Frame]):
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
+
+    @property
+    def settled(self) -> bool:
+        """True once its first handshake has succeeded, or was refused."""
+        return self._settled.is_set()
 
     async def wait_up(self, seconds: float) -> None:
         """Wait for the first handshake. Raises ConfigError if it was refused, Unavailable after `seconds`."""
@@ -261,6 +284,7 @@ class Link(ABC, Generic[Info, Frame]):
         self.clear()
         self.channel = None
         lost, self.up = self.up, False
+        self.step_time = StepTime()  # another process may come
         if lost:
             log.warning("the stream to the %s at %s is lost", self.service, self.address)
         try:

@@ -59,9 +59,12 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         self._proposals: list[common_pb2.ProposalBatch] = []
         self._closes: list[int] = []
 
-    def expect(self, facts: target_pb2.GetTargetInfoResponse) -> None:
-        """Refuse a target whose texts would differ. Raises ConfigError if they differ now, unless an update helps."""
-        self._pool = PoolWeights(facts)
+    def expect(self, weights: PoolWeights) -> None:
+        """Refuse a target whose texts would differ. Raises ConfigError if they differ now, unless an update helps.
+
+        weights: of the pool, which its targets share
+        """
+        self._pool = weights
         if self.info is None:
             return
         try:
@@ -105,7 +108,7 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
 
         A report that is older than the pause does not end it: until one shows the pause, it is kept.
         """
-        self.load = load
+        super().update_load(load)
         if load.paused:
             self.paused = self._pause_reported = True
         elif self._pause_reported or not self.paused:
@@ -213,7 +216,7 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
 
     async def configure(self, features: Features) -> None:
         """Register hidden states that a draft needs, now or at the next handshake. Raises ConfigError if refused."""
-        self._wanted[features.spec.spec_id] = features
+        self.configure_later(features)
         if self.channel is None:
             return
         try:
@@ -221,6 +224,10 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         except grpc.aio.AioRpcError:
             if self.up:
                 raise  # otherwise the next handshake does it
+
+    def configure_later(self, features: Features) -> None:
+        """Register hidden states that a draft needs at the next handshake."""
+        self._wanted[features.spec.spec_id] = features
 
     def drop_features(self, wanted: Collection[int]) -> None:
         """Drop the specifications that no draft needs any more. wanted: ids of the needed ones."""
