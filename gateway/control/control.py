@@ -79,21 +79,33 @@ class Control:
             result = await self._finish_update(await asyncio.gather(*calls, return_exceptions=True), update)
         return await self._settled(result)
 
-    async def update_from_tensors(self, parts: AsyncIterator[bytes], update: common_pb2.WeightUpdate) -> UpdateResult:
-        """Load tensors sent as one safetensors file. Raises InvalidRequest if they do not fit, and Conflict while
-        others are being sent, because the targets keep all of them in memory.
+    @property
+    def max_update_bytes(self) -> int:
+        """Largest pickle of tensors that any target reads, in bytes."""
+        return max((target.info.max_update_bytes for target in self._targets if target.info is not None), default=0)
+
+    async def update_from_tensors(
+        self, parts: AsyncIterator[bytes], update: common_pb2.WeightUpdate, *, pickled: bool = False
+    ) -> UpdateResult:
+        """Load tensors sent as one safetensors file, or as a pickle. Raises InvalidRequest if they do not fit, and
+        Conflict while others are being sent, because the targets keep all of them in memory.
         """
         with self._facts.peers.try_lock("tensors") as free:
             if not free:
                 raise Conflict("tensors of another update are being received; send these once it has ended")
-            result = await self._send_tensors(parts, update)
+            kind = target_pb2.TENSOR_FORMAT_PICKLE if pickled else target_pb2.TENSOR_FORMAT_UNSPECIFIED
+            result = await self._send_tensors(
+                parts, target_pb2.UpdateWeightsFromTensorRequest(update=update, format=kind)
+            )
         return await self._settled(result)
 
-    async def _send_tensors(self, parts: AsyncIterator[bytes], update: common_pb2.WeightUpdate) -> UpdateResult:
+    async def _send_tensors(
+        self, parts: AsyncIterator[bytes], first: target_pb2.UpdateWeightsFromTensorRequest
+    ) -> UpdateResult:
         queues: list[asyncio.Queue[bytes | None]] = [asyncio.Queue(_MAX_PARTS) for _ in self._targets]
 
         async def requests(queue: asyncio.Queue[bytes | None]) -> AsyncIterator[Any]:
-            yield target_pb2.UpdateWeightsFromTensorRequest(update=update)
+            yield first
             while (part := await queue.get()) is not None:
                 yield target_pb2.UpdateWeightsFromTensorRequest(content=part)
 
@@ -111,7 +123,7 @@ class Control:
                     break  # every target has refused them, so the rest of the body need not arrive
             async with self._update_lock():  # only the last part makes targets change their weights
                 await _put(queues, tasks, None)
-                return await self._finish_update(await asyncio.gather(*tasks, return_exceptions=True), update)
+                return await self._finish_update(await asyncio.gather(*tasks, return_exceptions=True), first.update)
         finally:
             for task in tasks:
                 task.cancel()

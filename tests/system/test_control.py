@@ -1,12 +1,15 @@
 """Control of running targets over the gateway's REST API, as trainers use it."""
 
+import base64
 import concurrent.futures
 import json
+import pickle
 import re
 import shutil
 import time
 
 import pytest
+import torch
 from safetensors.torch import load_file, save
 
 from outrider.client import Client
@@ -26,6 +29,11 @@ def folders(tmp_path_factory):
     """Two checkpoints of one architecture."""
     base = tmp_path_factory.mktemp("weights")
     return [write_tokenizer(write_model(base / str(seed), seed=seed, num_hidden_layers=3)) for seed in (1, 2)]
+
+
+def pickled(tensors):
+    """Tensors as SGLang's clients send them."""
+    return base64.b64encode(pickle.dumps(list(tensors.items()))).decode()
 
 
 class System:
@@ -127,11 +135,15 @@ def test_weights_from_disk_and_from_tensors(system, folders, expected):
     assert running.texts(temperature=1, seed=3) == expected[0]
     info = running.gateway.client.get("/get_model_info").json()
     assert (info["weight_version"], info["is_generation"]) == ("8", True)
+    body = {"serialized_named_tensors": [pickled(load_file(folders[1] / "model.safetensors"))], "weight_version": "9"}
+    assert running.post("/update_weights_from_tensor", json=body | {"load_format": None})["weight_version"] == "9"
+    assert running.texts(temperature=1, seed=3) == expected[1]
+    running.post("/update_weights_from_tensor", content=content, headers=kind)
     # The drafter has seen this text; on a busy machine its proposals may be late at first. One request at a time,
     # because several requests do not try speculation at once.
     until(lambda: running.ask(PROMPTS[0]) and running.gateway.metric("outrider_accepted_draft_tokens_total") > 0, 60)
     running.post("/update_weights_from_disk", json={"model_path": str(folders[1]), "flush_cache": False})
-    assert len(flushed) == 2, "what is cached is to be kept"
+    assert len(flushed) == 4, "what is cached is to be kept"
 
 
 def test_a_bad_update_is_refused_and_changes_nothing(shared, folders, expected, tmp_path):
@@ -143,8 +155,19 @@ def test_a_bad_update_is_refused_and_changes_nothing(shared, folders, expected, 
     kind = {"content-type": "application/octet-stream"}
     error = running.post("/update_weights_from_tensor", 400, content=part, headers=kind)["error"]
     assert "[7]" in error["message"]
-    error = running.post("/update_weights_from_tensor", 415, json={"serialized_named_tensors": []})["error"]
+    kind = {"content-type": "text/plain"}
+    error = running.post("/update_weights_from_tensor", 415, content=part, headers=kind)["error"]
     assert "safetensors file" in error["message"]
+    body = {"serialized_named_tensors": [pickled({"model.norm.weight": torch.zeros(48), "other": torch.zeros(4)})]}
+    for changes, words in (
+        ({}, "no tensors of these names: other"),
+        ({"serialized_named_tensors": []}, "serialized_named_tensors"),
+        ({"serialized_named_tensors": ["?"]}, "base64"),
+        ({"serialized_named_tensors": [base64.b64encode(pickle.dumps(print)).decode()]}, "names builtins.print"),
+        ({"serialized_named_tensors": ["A" * 6_000_000]}, "fewer tensors"),
+        ({"load_format": "my.loader"}, "my.loader"),
+    ):
+        assert words in running.post("/update_weights_from_tensor", 400, json=body | changes)["error"]["message"]
     running.post("/update_weights_from_disk", 400, json={"model_path": str(folders[1]), "load_format": "flattened"})
     running.post("/update_weights_from_disk", 400, json={})
     assert running.version() == "default"

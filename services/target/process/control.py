@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from torch import Tensor
 
@@ -35,6 +36,7 @@ from services.target.model.loading.updates import (
     check,
     tied_names,
 )
+from services.target.process.weights.incoming import IncomingPickle, max_update_bytes
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,18 @@ class Weights:
     before: str = ""
     whole: bool = False
     folder: str = ""
+
+
+class ArrivedTensors(Protocol):
+    """Tensors that fit the model, by its names, and their digests."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """On the host."""
+
+    @property
+    def digests(self) -> Mapping[str, bytes]:
+        """As of WeightsOrigin."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +109,7 @@ class Control:
         self._tied = tied_names(self._settings.values, self._shapes)
         self._ignored = frozenset(loaded.entries.keys() - self._shapes.keys() - self._tied.keys())
         self._origin = WeightsOrigin(loaded.fingerprint)
-        self._incoming: IncomingTensors | None = None
+        self._receiving = False
         self.weights = Weights(engine.weight_version, self._origin.folder)
 
     # --- weights ---
@@ -117,19 +131,32 @@ class Control:
         folder.check_tied(self._tied)
         return folder
 
+    @property
+    def max_update_bytes(self) -> int:
+        """Largest content of an update from tensors, in bytes."""
+        return max_update_bytes(self._shapes, self._tied)
+
     @contextlib.contextmanager
-    def incoming(self) -> Iterator[IncomingTensors]:
+    def incoming(self, *, pickled: bool = False) -> Iterator[IncomingTensors | IncomingPickle]:
         """A buffer for tensors that arrive in parts; one at a time, because it takes as much memory as the model.
 
-        Raises Conflict while there is another one.
+        pickled: as a pickle, else as a safetensors file. Raises Conflict while there is another one.
         """
-        if self._incoming is not None:
+        with self._exclusively():
+            if pickled:
+                yield IncomingPickle(self._shapes, self._tied, cuda=self._engine.model.device.type == "cuda")
+            else:
+                yield IncomingTensors(self._shapes, self._tied)
+
+    @contextlib.contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        if self._receiving:
             raise Conflict("tensors of another update are being received; send these once it has ended")
-        self._incoming = IncomingTensors(self._shapes, self._tied)
+        self._receiving = True
         try:
-            yield self._incoming
+            yield
         finally:
-            self._incoming = None
+            self._receiving = False
 
     def update_from_folder(
         self, folder: CheckpointFolder, update: Update, condition: Condition | None = None
@@ -145,11 +172,11 @@ class Control:
         origin = WeightsOrigin(folder.fingerprint)
         return self._update(folder.tensors(wanted), origin, update, whole=True, folder=str(folder.path))
 
-    def update_from_tensors(self, incoming: IncomingTensors, update: Update) -> Weights:
+    def update_from_tensors(self, arrived: ArrivedTensors, update: Update) -> Weights:
         """In the engine thread: load checked tensors. Raises EngineFault."""
-        origin = self._origin.under(incoming.digests)
+        origin = self._origin.under(arrived.digests)
         whole = self.weights.whole or origin.covered(self._shapes)
-        return self._update(incoming.tensors, origin, update, whole=whole)
+        return self._update(arrived.tensors, origin, update, whole=whole)
 
     def _update(
         self,

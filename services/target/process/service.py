@@ -109,6 +109,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     def serve(self, facts: Facts, engine: TargetEngine, control: Control) -> None:
         """Start answering, now that the model is loaded."""
+        facts.info.max_update_bytes = control.max_update_bytes
         self.facts, self._engine, self._control = facts, engine, control
 
     def register(self, server: GrpcServer) -> tuple[str, ...]:
@@ -201,14 +202,15 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """Replace weights by tensors that come in parts."""
         async with statuses(context):
             _, control = self._running()
-            update = common_pb2.WeightUpdate()
-            with control.incoming() as incoming:
-                async for part in request_iterator:
-                    update = part.update if part.HasField("update") else update
+            parts = aiter(request_iterator)
+            first = await anext(parts, target_pb2.UpdateWeightsFromTensorRequest())
+            update = update_from_pb(first.update)
+            with control.incoming(pickled=first.format == target_pb2.TENSOR_FORMAT_PICKLE) as incoming:
+                incoming.add(first.content)
+                async for part in parts:
                     incoming.add(part.content)
                 await asyncio.to_thread(incoming.finish)
-                taken = update_from_pb(update)
-                facts = await self._in_engine(lambda: self._changed(control.update_from_tensors(incoming, taken)))
+                facts = await self._in_engine(lambda: self._changed(control.update_from_tensors(incoming, update)))
             return target_pb2.UpdateWeightsFromTensorResponse(weights=facts)
         raise AssertionError("an aborted call does not go on")
 
