@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import grpc
@@ -97,6 +98,51 @@ class Control:
             result = await self._send_tensors(
                 parts, target_pb2.UpdateWeightsFromTensorRequest(update=update, format=kind)
             )
+        return await self._settled(result)
+
+    async def join_group(self, request: target_pb2.JoinWeightsGroupRequest) -> None:
+        """Let all targets join a trainer's process group, at consecutive ranks from the request's on.
+
+        Raises InvalidRequest if one cannot.
+        """
+        calls, rank = [], request.rank
+        for target in self._targets:
+            own = target_pb2.JoinWeightsGroupRequest.FromString(request.SerializeToString())
+            own.rank = rank
+            rank += max(target.info.ranks, 1) if target.info is not None else 1
+            calls.append(self._call(target, partial(_join, own)))
+        if rank > request.world_size:
+            raise InvalidRequest(
+                f"the targets take {rank - request.rank} ranks from {request.rank} on, but the group has "
+                f"{request.world_size} in all",
+                param="world_size",
+            )
+        tasks = [asyncio.create_task(call) for call in calls]
+        try:
+            await asyncio.gather(*tasks)
+        finally:  # the first error ends the wait: without one target the others wait in vain
+            for task in tasks:
+                task.cancel()
+
+    async def leave_group(self, name: str) -> None:
+        """Let all targets leave a trainer's process group. Raises InvalidRequest if one was not in it."""
+        request = target_pb2.LeaveWeightsGroupRequest(group_name=name)
+        await self._all(lambda stub: stub.LeaveWeightsGroup(request, timeout=_CALL_TIMEOUT))
+
+    async def update_from_group(self, request: target_pb2.UpdateWeightsFromGroupRequest) -> UpdateResult:
+        """Load tensors that a trainer broadcasts. Raises InvalidRequest if they do not fit or arrive, and Conflict
+        while others are being sent.
+        """
+        with self._facts.peers.try_lock("tensors") as free:
+            if not free:
+                raise Conflict("tensors of another update are being received; send these once it has ended")
+            async with self._update_lock():
+                calls = [
+                    self._call(target, lambda stub: stub.UpdateWeightsFromGroup(request, timeout=_UPDATE_TIMEOUT))
+                    for target in self._targets
+                ]
+                results = await asyncio.gather(*calls, return_exceptions=True)
+                result = await self._finish_update(results, request.update)
         return await self._settled(result)
 
     async def _send_tensors(
@@ -288,6 +334,10 @@ class Control:
 
     async def _call(self, target: TargetLink, call: Callable[[Any], Awaitable[Any]]) -> Any:
         return await _call(target, target_pb2_grpc.TargetServiceStub, call)
+
+
+async def _join(request: target_pb2.JoinWeightsGroupRequest, stub: Any) -> Any:
+    return await stub.JoinWeightsGroup(request, timeout=_UPDATE_TIMEOUT)
 
 
 async def _call(link: TargetLink | DraftLink, stub: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:

@@ -16,8 +16,9 @@ from outrider.client import Client
 from outrider.errors import ConfigError
 from services.draft.drafters.ngram import NgramDrafter, NgramOptions
 from services.target.process.control import Control
-from tests.support.gateway.services import Gateway, until
+from tests.support.gateway.services import Gateway, free_port, until
 from tests.support.system.services import draft_service, target_service
+from tests.support.system.trainer import GROUP, Trainer
 from tests.support.tiny import write_model, write_tokenizer
 
 KEY = "for trainers"
@@ -172,6 +173,46 @@ def test_a_bad_update_is_refused_and_changes_nothing(shared, folders, expected, 
     running.post("/update_weights_from_disk", 400, json={})
     assert running.version() == "default"
     assert running.texts(temperature=1, seed=3) == expected[0]
+
+
+def test_weights_over_a_trainers_process_group(system, folders, expected):
+    """Weights that do not fit, and a trainer that dies, leave the old ones."""
+    running = system(folders[0])
+    tensors = load_file(folders[1] / "model.safetensors")
+    names, port = sorted(tensors), free_port()
+    parts = [names[::2], names[1::2]]
+    trainer = Trainer(port, folders[1])
+
+    def announced(names, **changes):
+        return {
+            "names": names, "dtypes": [str(tensors[name].dtype) for name in names], "group_name": GROUP,
+            "shapes": [list(tensors[name].shape) for name in names],
+        } | changes  # fmt: skip
+
+    def update(status, names, end=None, **changes):
+        body = announced(names, **changes)
+        answer = pool.submit(running.post, "/update_weights_from_distributed", status, json=body)
+        end() if end else trainer.broadcast(names, flat="load_format" in changes)
+        return answer.result(60)
+
+    join = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "group_name": GROUP}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        error = running.post("/init_weights_update_group", 400, json=join | {"rank_offset": 2, "backend": "gloo"})
+        assert "1 ranks from 2 on" in error["error"]["message"]
+        error = running.post("/init_weights_update_group", 400, json=join | {"backend": "nccl"})["error"]
+        assert "backend gloo, not nccl" in error["message"]
+        assert running.post("/init_weights_update_group", json=join | {"backend": "gloo"})["success"]
+        assert update(200, parts[0])["success"]
+        assert running.texts(temperature=1, seed=3) != expected[0]
+        body = update(200, parts[1], load_format="flattened_bucket", weight_version="two")
+        assert (body["weight_version"], body["unused_targets"]) == ("two", [])
+        assert running.texts(temperature=1, seed=3) == expected[1]
+        norm = "model.norm.weight"
+        assert "[24, 2]" in update(400, [norm], shapes=[[24, 2]])["error"]["message"]
+        assert "did not arrive" in update(400, [norm], trainer.kill)["error"]["message"]
+        assert "no process group" in update(400, [norm], int)["error"]["message"]
+        assert running.texts(temperature=1, seed=3) == expected[1]
+    assert "no process group" in running.post("/destroy_weights_update_group", 400, json=join)["error"]["message"]
 
 
 def test_only_the_admin_key_controls(shared):

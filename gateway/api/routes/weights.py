@@ -1,7 +1,8 @@
 """Routes that change the weights of all targets, under SGLang's names, for administrators.
 
 Tensors come as a safetensors file in the body, with options in the query, or as SGLang's clients send them: JSON with
-pickles in base64, which the targets decode without calling what they name.
+pickles in base64, which the targets decode without calling what they name. A trainer may also broadcast them over a
+process group that the targets join.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from gateway.api.requests.http import VALID_UNICODE
-from gateway.api.requests.weights import DiskBody, UpdateBody, tensor_body
+from gateway.api.requests.weights import DiskBody, DistributedBody, GroupBody, JoinBody, UpdateBody, tensor_body
 from gateway.control.control import Control, UpdateResult
 
 _SAFETENSORS = "application/octet-stream"
@@ -37,6 +38,20 @@ def install(app: FastAPI, control: Control, admin: Sequence[Any]) -> None:
             return _updated(await control.update_from_tensors(request.stream(), options.update()))
         body = await tensor_body(request, control.max_update_bytes)
         return _updated(await control.update_from_tensors(body.pickle(), body.pickled_update(), pickled=True))
+
+    @app.post("/init_weights_update_group", dependencies=[*admin, VALID_UNICODE], tags=["control"])
+    async def init_weights_update_group(body: JoinBody) -> Response:
+        await control.join_group(body.request())
+        return _json({"success": True, "message": f"All targets have joined the group {body.group_name}."})
+
+    @app.post("/destroy_weights_update_group", dependencies=[*admin, VALID_UNICODE], tags=["control"])
+    async def destroy_weights_update_group(body: GroupBody) -> Response:
+        await control.leave_group(body.group_name)
+        return _json({"success": True, "message": f"All targets have left the group {body.group_name}."})
+
+    @app.post("/update_weights_from_distributed", dependencies=[*admin, VALID_UNICODE], tags=["control"])
+    async def update_weights_from_distributed(body: DistributedBody) -> Response:
+        return _updated(await control.update_from_group(body.request()))
 
 
 def _options(request: Request) -> UpdateBody:

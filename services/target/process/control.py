@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -36,6 +37,8 @@ from services.target.model.loading.updates import (
     check,
     tied_names,
 )
+from services.target.process.weights.group import Announced
+from services.target.process.weights.groups import TrainerGroups
 from services.target.process.weights.incoming import IncomingPickle, max_update_bytes
 
 log = logging.getLogger(__name__)
@@ -76,6 +79,14 @@ class ArrivedTensors(Protocol):
         """As of WeightsOrigin."""
 
 
+@runtime_checkable
+class LeadsRanks(Protocol):
+    """A runner of several tensor-parallel ranks."""
+
+    def tell_groups(self, message: bytes) -> None:
+        """Send what a trainer's group does to the other ranks."""
+
+
 @dataclass(frozen=True)
 class Condition:
     """What must hold for an update from a folder, as the wire's request has it; an empty field demands nothing."""
@@ -95,11 +106,12 @@ class Control:
         model_path: str = "",
         roots: Sequence[str] = (),
         trust_remote_code: bool = False,
+        group_timeout: float = 300.0,
     ) -> None:
         """folder: the engine's checkpoint. Its headers are read now, because it may be deleted later.
 
         model_path, roots: as of AllowedFolders. trust_remote_code: for the configuration of this folder alone; folders
-        of updates bring no code.
+        of updates bring no code. group_timeout: as of TrainerGroup
         """
         loaded = CheckpointFolder(folder)
         self._engine = engine
@@ -109,7 +121,8 @@ class Control:
         self._tied = tied_names(self._settings.values, self._shapes)
         self._ignored = frozenset(loaded.entries.keys() - self._shapes.keys() - self._tied.keys())
         self._origin = WeightsOrigin(loaded.fingerprint)
-        self._receiving = False
+        self._receiving = threading.Lock()
+        self.groups = TrainerGroups(self._shapes, self._tied, engine.model.device, group_timeout, _tell_of(engine))
         self.weights = Weights(engine.weight_version, self._origin.folder)
 
     # --- weights ---
@@ -150,13 +163,17 @@ class Control:
 
     @contextlib.contextmanager
     def _exclusively(self) -> Iterator[None]:
-        if self._receiving:
+        if not self._receiving.acquire(blocking=False):
             raise Conflict("tensors of another update are being received; send these once it has ended")
-        self._receiving = True
         try:
             yield
         finally:
-            self._receiving = False
+            self._receiving.release()
+
+    def receive_from_group(self, name: str, announced: Sequence[Announced], *, flattened: bool) -> ArrivedTensors:
+        """In a thread: the tensors that a trainer broadcasts. Raises ConfigError, and Conflict as `incoming`."""
+        with self._exclusively():
+            return self.groups.receive(name, announced, flattened=flattened)
 
     def update_from_folder(
         self, folder: CheckpointFolder, update: Update, condition: Condition | None = None
@@ -253,3 +270,9 @@ class Control:
         """Take steps again."""
         self._engine.scheduler.held = False
         log.info("resumed")
+
+
+def _tell_of(engine: TargetEngine) -> Callable[[bytes], None] | None:
+    """Sends what a trainer's group does to the other tensor-parallel ranks; None without any."""
+    runner = engine.model.runner
+    return runner.tell_groups if isinstance(runner, LeadsRanks) else None
