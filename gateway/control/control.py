@@ -41,6 +41,7 @@ _READY_TIMEOUT = 30.0  # seconds for targets with new weights to be used
 _SILENCE = 60.0  # seconds in which a client that sends tensors must send more
 _MAX_PARTS = 4  # of a stream by which a slow target may lag behind the others
 _PART_BYTES = 1 << 20
+_NO_TENSORS = (2).to_bytes(8, "little") + b"{}"  # a safetensors file
 
 
 class UpdateResult(NamedTuple):
@@ -66,6 +67,15 @@ class Control:
     def weight_version(self) -> str:
         """Version label of the weights."""
         return self._facts.target.weight_version
+
+    async def label(self, version: str, *, abort_all_requests: bool) -> UpdateResult:
+        """Change the label of the weights, which stay."""
+        update = common_pb2.WeightUpdate(weight_version=version, keep_cache=True, abort_all_requests=abort_all_requests)
+
+        async def none() -> AsyncIterator[bytes]:
+            yield _NO_TENSORS
+
+        return await self.update_from_tensors(none(), update)
 
     # --- weights ---
 

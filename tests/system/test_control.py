@@ -14,15 +14,11 @@ from safetensors.torch import load_file, save
 
 from outrider.client import Client
 from outrider.errors import ConfigError
-from services.draft.drafters.ngram import NgramDrafter, NgramOptions
 from services.target.process.control import Control
-from tests.support.gateway.services import Gateway, free_port, until
-from tests.support.system.services import draft_service, target_service
+from tests.support.gateway.services import free_port, until
+from tests.support.system.controlled import KEY, PROMPTS, System, pickled
 from tests.support.system.trainer import GROUP, Trainer
 from tests.support.tiny import write_model, write_tokenizer
-
-KEY = "for trainers"
-PROMPTS = ["hello there", "a b a b a b a b a b", "the quick brown fox jumps", "12 12 12"]
 
 
 @pytest.fixture(scope="module")
@@ -30,52 +26,6 @@ def folders(tmp_path_factory):
     """Two checkpoints of one architecture."""
     base = tmp_path_factory.mktemp("weights")
     return [write_tokenizer(write_model(base / str(seed), seed=seed, num_hidden_layers=3)) for seed in (1, 2)]
-
-
-def pickled(tensors):
-    """Tensors as SGLang's clients send them."""
-    return base64.b64encode(pickle.dumps(list(tensors.items()))).decode()
-
-
-class System:
-    """Two targets, a draft service, and a gateway with a small body limit and an admin key."""
-
-    def __init__(self, folder, base, targets=1):
-        self.folder = folder
-        roots = (str(folder.parents[1]),)
-        self.targets = [
-            target_service(folder, f"unix:{base}/target{i}", weight_update_roots=roots).start() for i in range(targets)
-        ]
-        self.draft = draft_service(f"unix:{base}/draft", NgramDrafter(NgramOptions())).start()
-        addresses = [target.address for target in self.targets]
-        flags = {"max_body_bytes": 10_000, "admin_api_key": KEY}
-        self.gateway = Gateway(base, addresses, [self.draft.address], **flags).wait()
-        self.admin = {"authorization": f"Bearer {KEY}"}
-
-    def post(self, route, status=200, **options):
-        answer = self.gateway.client.post(route, headers=self.admin | options.pop("headers", {}), **options)
-        assert answer.status_code == status, answer.text
-        return answer.json()
-
-    def ask(self, prompt, **options):
-        return self.gateway.complete(prompt, ignore_eos=True, return_token_ids=True, **({"max_tokens": 40} | options))
-
-    def texts(self, **options):
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            answers = list(pool.map(lambda prompt: self.ask(prompt, **options), PROMPTS))
-        return [answer["choices"][0]["token_ids"] for answer in answers]
-
-    def pause(self, seconds):
-        """Set the pause of the targets between steps."""
-        for target in self.targets:
-            target.pause = seconds
-
-    def version(self):
-        return self.gateway.client.get("/get_weight_version").json()["weight_version"]
-
-    def stop(self):
-        for service in (self.gateway, self.draft, *self.targets):
-            service.stop()
 
 
 @pytest.fixture
@@ -121,6 +71,11 @@ def test_weights_from_disk_and_from_tensors(system, folders, expected):
     assert response["success"]
     assert running.texts(temperature=1, seed=3) == expected[1]
     assert running.version() == "7"
+    labelled = running.post("/update_weight_version", json={"new_version": "7b", "abort_all_requests": False})
+    assert (labelled["new_version"], running.version()) == ("7b", "7b")
+    assert running.texts(temperature=1, seed=3) == expected[1]
+    assert running.ask("x")["metadata"] == {"weight_version": "7b"}
+    running.post("/update_weight_version", json={"new_version": "7"})
     with Client(f"127.0.0.1:{running.gateway.grpc_port}") as client:
         assert client.complete("x", max_tokens=2).weight_version == "7"
     after = running.ask("x")

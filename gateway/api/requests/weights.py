@@ -76,6 +76,13 @@ class TensorBody(UpdateBody):
             await asyncio.sleep(0)
 
 
+class LabelBody(BaseModel):
+    """POST /update_weight_version."""
+
+    new_version: str
+    abort_all_requests: bool = True
+
+
 class GroupBody(BaseModel):
     """POST /destroy_weights_update_group."""
 

@@ -17,7 +17,15 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from gateway.api.requests.http import VALID_UNICODE
-from gateway.api.requests.weights import DiskBody, DistributedBody, GroupBody, JoinBody, UpdateBody, tensor_body
+from gateway.api.requests.weights import (
+    DiskBody,
+    DistributedBody,
+    GroupBody,
+    JoinBody,
+    LabelBody,
+    UpdateBody,
+    tensor_body,
+)
 from gateway.control.control import Control, UpdateResult
 
 _SAFETENSORS = "application/octet-stream"
@@ -38,6 +46,12 @@ def install(app: FastAPI, control: Control, admin: Sequence[Any]) -> None:
             return _updated(await control.update_from_tensors(request.stream(), options.update()))
         body = await tensor_body(request, control.max_update_bytes)
         return _updated(await control.update_from_tensors(body.pickle(), body.pickled_update(), pickled=True))
+
+    @app.post("/update_weight_version", dependencies=[*admin, VALID_UNICODE], tags=["control"])
+    async def update_weight_version(body: LabelBody) -> Response:
+        result = await control.label(body.new_version, abort_all_requests=body.abort_all_requests)
+        version = result.weights.weight_version
+        return _json({"success": True, "message": f"Weight version is {version}.", "new_version": version})
 
     @app.post("/init_weights_update_group", dependencies=[*admin, VALID_UNICODE], tags=["control"])
     async def init_weights_update_group(body: JoinBody) -> Response:
