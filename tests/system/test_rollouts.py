@@ -11,7 +11,7 @@ from tests.support.system.controlled import System
 from tests.support.tiny import VOCAB, write_model, write_tokenizer
 
 PROMPT = [5, 9, 5, 9, 5, 9, 5, 9, 30, 31]
-TOLERANCE = 2e-6  # of a log-probability in float32, between two orders of summation
+TOLERANCE = 1e-4  # of a log-probability in float32, between two orders of summation
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,8 @@ def logprobs_of(answer, side="output"):
 
 
 def test_log_probabilities_are_those_of_a_plain_forward(running, folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    """Its rounding in float32 is that of transformers, measured against float64."""
+    plain, exact = (AutoModelForCausalLM.from_pretrained(folder, dtype=d) for d in (torch.float32, torch.float64))
     answers = [generate(running, seed=seed, logprob_start_len=0) for seed in (7, 8)]
     answers.append(generate(running, sampling={"temperature": 0.0}, logprob_start_len=0))
     for answer in answers:
@@ -56,10 +57,13 @@ def test_log_probabilities_are_those_of_a_plain_forward(running, folder):
         assert new == answer["output_ids"]
         path = torch.tensor([PROMPT + new])
         with torch.no_grad():
-            expected = model(path).logits[0, :-1].log_softmax(-1).gather(-1, path[0, 1:, None])[:, 0]
+            of_plain, expected = (
+                model(path).logits[0, :-1].log_softmax(-1).gather(-1, path[0, 1:, None])[:, 0].double()
+                for model in (plain, exact)
+            )
         assert logprobs_of(answer, "input")[0] is None
-        found = torch.tensor(logprobs_of(answer, "input")[1:] + logprobs_of(answer))
-        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+        found = torch.tensor(logprobs_of(answer, "input")[1:] + logprobs_of(answer), dtype=torch.float64)
+        assert (found - expected).abs().max() < 3 * (of_plain - expected).abs().max() < TOLERANCE
     assert tokens_of(answers[0]) != tokens_of(answers[1])
 
 
