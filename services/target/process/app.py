@@ -71,7 +71,7 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
         engine.tracing = tracing
         control = Control(
             engine, folder, model_path=config.model_path, roots=config.weight_update_roots,
-            trust_remote_code=config.trust_remote_code,
+            trust_remote_code=config.trust_remote_code, group_timeout=config.weight_update_timeout,
         )  # fmt: skip
         servicers[0].serve(describe(folder, engine, config), engine, control)
         prepare(engine)
