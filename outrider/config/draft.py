@@ -14,6 +14,7 @@ Algorithm = Literal["AUTO", "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "
 MtpState = Literal["auto", "normed", "raw"]
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 FeatureDType = Literal["auto", "bfloat16", "float32", "float8_e4m3"]
+DraftAhead = Literal["auto", "on", "off"]
 DraftAttentionBackend = Literal["auto", "plain", "cpu", "pallas"]
 
 # Drafters with a checkpoint of their own, and those of them that read the target's hidden states.
@@ -72,6 +73,9 @@ class DraftModelOptions:
     draft_attention_backend: DraftAttentionBackend = "auto"
     """Kernels of the draft model: plain (XLA operations), cpu (compiled C++, matrix products included), pallas
     (attention on GPUs and TPUs). auto: the fastest available."""
+    draft_ahead: DraftAhead = "auto"
+    """STANDALONE: whether adaptive trees grow while the target verifies (on), or once after each commit, by as much as
+    pays (off). auto: on; with `serve` off where the draft computes on the target's cores."""
     draft_feature_dtype: FeatureDType = "auto"
     """Number format in which the target sends hidden states to a feature-based drafter. auto: bfloat16."""
     enable_multi_layer_eagle: bool = False

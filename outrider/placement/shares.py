@@ -14,7 +14,7 @@ from typing import Any
 from outrider.config import AUTO_CORES, DraftConfig, GatewayConfig, TargetConfig, format_cores
 from outrider.drafts import resolve_drafter
 from outrider.placement.cores import CorePlan, draft_has_own_place, plan_cores
-from outrider.placement.tree_shapes import draft_niceness, draft_tree
+from outrider.placement.tree_shapes import draft_ahead, draft_niceness, draft_tree
 
 
 def _plan(algorithm: str = "EAGLE3", workers: int = 1) -> CorePlan:
@@ -48,5 +48,6 @@ def share_of_draft(config: DraftConfig) -> DraftConfig:
     own: dict[str, Any] = {} if shape is None else shape.flags()
     return replace(
         drafter, cores=format_cores(plan.draft), niceness=config.niceness or draft_niceness(config, drafter, plan),
+        draft_ahead=draft_ahead(drafter, plan),
         network_cores=config.network_cores or (format_cores(plan.network) if plan.shared else None), **own,
     )  # fmt: skip

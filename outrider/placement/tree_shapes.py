@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from outrider.config import FED_ALGORITHMS, MODEL_ALGORITHMS, DrafterOptions, SharedOptions
-from outrider.placement.cores import CorePlan
+from outrider.config.draft import DraftAhead, DraftOptions
+from outrider.placement.cores import CorePlan, draft_has_own_place
 from outrider.speculation.shape import TreeShape, explicit_shape
 
 # Measured to be the fastest beside a target on the same two cores; `outrider bench speculation` compares shapes.
@@ -30,6 +31,13 @@ def draft_tree(flags: SharedOptions, draft: DrafterOptions, cores: CorePlan) -> 
     if shape is None and cores.together and _is_head(draft):
         return _SHARED_CORES_SHAPE
     return shape
+
+
+def draft_ahead(draft: DraftOptions, cores: CorePlan, *, target_device: str = "auto") -> DraftAhead:
+    """--draft-ahead of the draft service: that of the flag, or off for a model that computes on the target's cores."""
+    own_place = draft_has_own_place(cores, target_device=target_device, draft_device=draft.draft_device)
+    alone = draft.speculative_algorithm == "STANDALONE" and not own_place
+    return "off" if draft.draft_ahead == "auto" and alone else draft.draft_ahead
 
 
 def _is_head(draft: DrafterOptions) -> bool:

@@ -19,6 +19,7 @@ from outrider.speculation.shape import TreeShape
 from outrider.wire.v1 import common_pb2
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.drafters.model import ModelDrafter
+from services.draft.drafters.on_demand import OnDemandDrafter
 from services.draft.drafters.shared_weights import SharedWeights
 from services.draft.drafters.stacked import StackedDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
@@ -33,6 +34,7 @@ from services.draft.model.programs.runner import ModelRunner
 from services.draft.online.options import options_of
 from services.draft.online.swap import WeightFormat
 from services.draft.process.checkpoints import describe_model, draft_folder, read_draft, vocab_limit, with_map_of
+from services.draft.process.flags import tree_shape
 from services.draft.process.program_cache import cache_programs
 from services.draft.process.weights import choose_backend, chosen_quantization, place_weights
 from services.draft.sessions.features import dtype_of_rows
@@ -109,6 +111,8 @@ def _drafter(
 ) -> ModelDrafter:
     """The drafter of a checkpoint."""
     name, max_running = config.speculative_algorithm, config.max_running_requests
+    if draft.features is None and config.draft_ahead == "off" and tree_shape(config) is None:
+        return OnDemandDrafter(runner, prefix, max_running, chunk)
     if draft.features is None:
         return StandaloneDrafter(runner, prefix, max_running, chunk)
     number_format = _FEATURES[config.draft_feature_dtype]

@@ -1,0 +1,1 @@
+"""Checkpoints that benchmarks need and that this machine cannot download."""
