@@ -29,6 +29,7 @@ from bench.harness.flags import positive_int
 from bench.harness.prompts import BUNDLED_PROMPTS, read_prompts
 from outrider.checkpoints import checkpoint
 
+_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _FEW = 256  # columns with which the noise is found
 _TEXTS, _TOKENS = 6, 48  # greedy texts of the draft, and tokens of each, in which agreement is counted
 _HALVINGS = 7  # of the interval in which the noise lies
@@ -53,9 +54,9 @@ def main() -> None:
 def write(folder: Path, output: Path, columns: int, noise: float) -> int:
     """Write the wider model of a folder. noise: as of `widened`, of _FEW columns. Returns its number of parameters."""
     output.mkdir(parents=True, exist_ok=True)
-    for file in folder.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".index.json"):
-            shutil.copy(file, output / file.name)
+    for name in _FILES:
+        if (folder / name).is_file():
+            shutil.copy(folder / name, output / name)
     config = json.loads((folder / "config.json").read_text())
     config["intermediate_size"] += columns
     config["torch_dtype"] = "bfloat16"
