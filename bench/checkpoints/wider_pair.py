@@ -13,6 +13,7 @@ The size of the noise is found with few columns: that of many is the same where 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import shutil
@@ -31,8 +32,8 @@ from outrider.checkpoints import checkpoint
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _FEW = 256  # columns with which the noise is found
-_TEXTS, _TOKENS = 6, 48  # greedy texts of the draft, and tokens of each, in which agreement is counted
-_HALVINGS = 7  # of the interval in which the noise lies
+_TEXTS, _TOKENS = 6, 48  # texts, and tokens of each, in which agreement is counted
+_HALVINGS = 6  # of the interval in which the noise lies
 _LARGEST = 0.5  # its upper end, as a multiple of the model's own down weights
 
 
@@ -94,22 +95,26 @@ def widened(tensors: dict[str, Tensor], columns: int, noise: float) -> dict[str,
 
 
 def find_noise(folder: Path, agreement: float) -> tuple[float, float]:
-    """The noise of _FEW columns with which the share of equal greedy tokens is nearest to a given one; that share."""
+    """The noise of _FEW columns with which the share of equal greedy tokens is nearest to a given one; that share.
+
+    The texts are the target's own: behind other texts, the two agree more often.
+    """
     draft = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    texts, prompts = _greedy_texts(folder, draft)
-    tensors = {name: tensor.float() for name, tensor in _tensors(folder).items()}
-    config = draft.config
+    config = copy.deepcopy(draft.config)
     config.intermediate_size += _FEW
     model: Any = type(draft)(config)
-    model.load_state_dict(widened(tensors, _FEW, 1.0), strict=False)
+    model.load_state_dict(
+        widened({name: tensor.float() for name, tensor in _tensors(folder).items()}, _FEW, 1.0), False
+    )
     model.tie_weights()
     down = [layer.mlp.down_proj.weight.data[:, -_FEW:] for layer in model.model.layers]
     units = [part.clone() for part in down]
+    prompts = _prompts(folder)
 
     def share(noise: float) -> float:
         for part, unit in zip(down, units, strict=True):
             part.copy_(noise * unit)
-        return _agreement(model, texts, prompts)
+        return _agreement(draft, model, prompts)
 
     low, high = 0.0, _LARGEST
     for _ in range(_HALVINGS):
@@ -119,26 +124,28 @@ def find_noise(folder: Path, agreement: float) -> tuple[float, float]:
     return noise, share(noise)
 
 
-@torch.inference_mode()
-def _greedy_texts(folder: Path, draft: Any) -> tuple[list[Tensor], list[int]]:
-    """Texts that the draft continues greedily, [1, n] each, and the lengths of their prompts."""
+def _prompts(folder: Path) -> list[Tensor]:
+    """The shortest bundled prompts in the chat template, [1, n] each."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts, lengths = [], []
-    for prompt in read_prompts(BUNDLED_PROMPTS)[:_TEXTS]:
-        chat = [{"role": "user", "content": prompt.turns[0]}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        lengths.append(ids["input_ids"].shape[1])
-        texts.append(draft.generate(**ids, max_new_tokens=_TOKENS, do_sample=False))
-    return texts, lengths
+    turns = sorted((prompt.turns[0] for prompt in read_prompts(BUNDLED_PROMPTS)), key=len)[:_TEXTS]
+    chats = [[{"role": "user", "content": turn}] for turn in turns]
+    return [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+            "input_ids"
+        ]
+        for chat in chats
+    ]
 
 
 @torch.inference_mode()
-def _agreement(model: Any, texts: list[Tensor], prompts: list[int]) -> float:
-    """Share of the generated tokens that are the model's greedy ones as well."""
+def _agreement(draft: Any, model: Any, prompts: list[Tensor]) -> float:
+    """Share of the model's greedy tokens that are the draft's as well, behind the same text."""
     same = count = 0
-    for text, prompt in zip(texts, prompts, strict=True):
-        best = model(text).logits[0, prompt - 1 : -1].argmax(-1)
-        same += int((best == text[0, prompt:]).sum())
+    for prompt in prompts:
+        text = model.generate(prompt, max_new_tokens=_TOKENS, do_sample=False)
+        begin = prompt.shape[1]
+        best = draft(text).logits[0, begin - 1 : -1].argmax(-1)
+        same += int((best == text[0, begin:]).sum())
         count += len(best)
     return same / count
 

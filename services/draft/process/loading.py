@@ -26,8 +26,10 @@ from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.formats.base import DraftCheckpoint
 from services.draft.formats.target import read_target
 from services.draft.kernels.base import Paging
+from services.draft.kernels.cpu.panels import PanelMaker
 from services.draft.model.layers.pallas_backend import with_cache_for
 from services.draft.model.matrices.packed import pack_params
+from services.draft.model.matrices.quantized import INT4
 from services.draft.model.parallel.devices import bytes_a_device, choose_devices, dtype_of, pages_that_fit
 from services.draft.model.params import Params
 from services.draft.model.programs.runner import ModelRunner
@@ -139,7 +141,7 @@ def _shared_weights(
     def read(folder: Path) -> Params:
         draft, _ = read_draft(origin, config, folder)
         _, params, _ = place_weights(with_map_of(config, draft), dtype, quantization, devices)
-        return pack_params(params) if backend == "cpu" else params
+        return pack_params(params, PanelMaker(int4=quantization == INT4)) if backend == "cpu" else params
 
     return SharedWeights(drafter, checkpoint.resolve(config.model_path), read)
 
@@ -158,7 +160,7 @@ def _runner(
     quantization = chosen_quantization(config, backend)
     model, params, placement = place_weights(draft, dtype, quantization, devices)
     if backend == "cpu":
-        params = pack_params(params)
+        params = pack_params(params, PanelMaker(int4=quantization == INT4))
     fusion, fusion_params = None, None
     if online is not None:  # converted by the code that converts trained weights later, so that programs are reused
         weight_format = WeightFormat(dtype, quantization, panels=backend == "cpu")
