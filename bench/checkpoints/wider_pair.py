@@ -32,8 +32,8 @@ from outrider.checkpoints import checkpoint
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _FEW = 256  # columns with which the noise is found
-_TEXTS, _TOKENS = 6, 48  # texts, and tokens of each, in which agreement is counted
-_HALVINGS = 6  # of the interval in which the noise lies
+_TEXTS, _TOKENS = 4, 48  # texts, and tokens of each, in which agreement is counted
+_HALVINGS = 5  # of the interval in which the noise lies
 _LARGEST = 0.5  # its upper end, as a multiple of the model's own down weights
 
 

@@ -57,9 +57,9 @@ class DraftModelOptions:
     draft_dtype: DType = "auto"
     """Number format of the draft model. auto: bfloat16; float32 on CPUs without the compiled kernels."""
     speculative_draft_model_quantization: str | None = None
-    """Weight quantization of the draft model with one scale per output channel: int8, fp8, or unquant for none.
-    Default: int8 for the bundled head on CPUs with compiled kernels, else none; with `serve` that of --quantization
-    (int8 for int4)."""
+    """Weight quantization of the draft model: int8 or fp8 with a scale per output channel, int4 with one per 32 inputs
+    (compiled CPU kernels only), or unquant for none. Default: with compiled CPU kernels int4 with --draft-ahead off and
+    int8 for the bundled head; else none, with `serve` that of --quantization (int8 for int4)."""
     speculative_draft_load_format: LoadFormat = "auto"
     """Weight files of the draft model: safetensors, files of torch.save (pt), or none, with random weights (dummy).
     auto: safetensors, else pt."""

@@ -153,15 +153,13 @@ def prepare_models(config: ServeConfig, display: Display) -> None:
 def draft_quantization(config: ServeConfig, cores: CorePlan) -> str | None:
     """Quantization of the draft model: by default that of the target, as in SGLang, but at least 8 bits.
 
-    On a CPU, which has no kernels for fp8, it is int8. So is a model on the target's cores whatever the target's
-    format: its time is the target's, and texts do not depend on it.
+    On a CPU, which has no kernels for fp8, it is int8. A model that computes on the target's cores has a default of its
+    own, whatever the target's format.
     """
     chosen, target = config.draft.speculative_draft_model_quantization, config.target.quantization
-    if chosen is not None or config.draft.speculative_algorithm not in MODEL_ALGORITHMS:
+    if chosen is not None or target is None or config.draft.speculative_algorithm not in MODEL_ALGORITHMS:
         return chosen
     if draft_ahead(config.draft, cores, target_device=config.target.device) == "off":
-        return "int8"
-    if target is None:
         return None
     return "int8" if target == "int4" or (target == "fp8" and target_on_cpu(config)) else target
 

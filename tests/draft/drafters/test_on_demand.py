@@ -5,9 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from outrider.config import DraftConfig
 from outrider.speculation.sampling import SamplingParams
 from services.draft.drafters.on_demand import ROUNDS, OnDemandDrafter, Pace
 from services.draft.model.programs.runner import ModelRunner
+from services.draft.process.weights import chosen_quantization
 from tests.support.draft.helpers import (
     GREEDY,
     OracleTarget,
@@ -32,7 +34,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def on_demand(model):
-    return standalone(model, draft_ahead="off")
+    return standalone(model, draft_ahead="off", speculative_draft_model_quantization="unquant")
 
 
 @pytest.fixture
@@ -132,6 +134,21 @@ def test_its_proposals_are_accepted_by_a_target_of_the_same_weights(model, engin
         engine.receive([], [target.step() for target in targets])
     assert sum(target.accepted for target in targets) > 0.5 * sum(target.verified > 0 for target in targets) * 5
     assert not any(target.unknown for target in targets)
+
+
+def test_its_weights_have_four_bits_unless_a_flag_says_more(model):
+    """The time of such a draft is the target's, and no text depends on its precision."""
+    config = DraftConfig(draft_ahead="off")
+    assert chosen_quantization(config, "cpu") == "int4"
+    assert chosen_quantization(config, "plain") is None
+    assert chosen_quantization(replace(config, speculative_draft_model_quantization="int8"), "cpu") == "int8"
+    assert chosen_quantization(DraftConfig(), "cpu") is None
+    engine = standalone(model, draft_ahead="off", draft_dtype="bfloat16")
+    layer, head = engine.drafter.runner.params["layers"][0], engine.drafter.runner.params["head"]
+    assert all(layer[name].data.dtype == np.int8 for name in ("qkv", "output", "gate_up", "down"))
+    assert head.data.dtype == np.uint8
+    engine.open(request(1, PROMPT))
+    assert any(output.proposals for output in settle(engine))
 
 
 def test_the_pace_is_the_targets_step_in_levels():
