@@ -44,10 +44,10 @@ def share_of_draft(config: DraftConfig) -> DraftConfig:
     own_place = draft_has_own_place(_plan(), draft_device=config.draft_device)
     drafter = resolve_drafter(config, config.model_path, own_place=own_place)
     plan = _plan(drafter.speculative_algorithm)
+    drafter = replace(drafter, draft_ahead=draft_ahead(drafter, plan))
     shape = draft_tree(config, drafter, plan)
     own: dict[str, Any] = {} if shape is None else shape.flags()
     return replace(
         drafter, cores=format_cores(plan.draft), niceness=config.niceness or draft_niceness(config, drafter, plan),
-        draft_ahead=draft_ahead(drafter, plan),
         network_cores=config.network_cores or (format_cores(plan.network) if plan.shared else None), **own,
     )  # fmt: skip

@@ -46,7 +46,7 @@ def _is_head(draft: DrafterOptions) -> bool:
     return fed and draft.speculative_draft_model_path is not None
 
 
-def draft_niceness(flags: SharedOptions, draft: DrafterOptions, cores: CorePlan) -> int:
+def draft_niceness(flags: SharedOptions, draft: DraftOptions, cores: CorePlan) -> int:
     """Niceness of the draft service. One that drafts ahead on the target's cores must not delay the target."""
-    waited_for = draft_tree(flags, draft, cores) is not None
+    waited_for = draft_tree(flags, draft, cores) is not None or draft.draft_ahead == "off"
     return min(cores.niceness, _AWAITED_NICENESS) if waited_for else cores.niceness

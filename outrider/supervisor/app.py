@@ -17,7 +17,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -182,15 +182,16 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
     )  # fmt: skip
     draft = None
     if config.draft.speculative_algorithm != "NONE":
-        own = asdict(config.draft) | {
-            "speculative_draft_model_quantization": draft_quantization(config, cores),
-            "draft_ahead": draft_ahead(config.draft, cores, target_device=config.target.device),
-        }
-        if shape is None and (suited := draft_tree(flags, config.draft, cores)) is not None:
+        options = replace(
+            config.draft,
+            speculative_draft_model_quantization=draft_quantization(config, cores),
+            draft_ahead=draft_ahead(config.draft, cores, target_device=config.target.device),
+        )
+        if shape is None and (suited := draft_tree(flags, options, cores)) is not None:
             shared |= suited.flags()
         draft = DraftConfig(
-            **own, **shared, **observed, cores=format_cores(cores.draft),
-            niceness=draft_niceness(flags, config.draft, cores),
+            **asdict(options), **shared, **observed, cores=format_cores(cores.draft),
+            niceness=draft_niceness(flags, options, cores),
             network_cores=format_cores(cores.network) if cores.shared else None,
             model_path=config.target.model_path if _draft_reads_target(config.draft) else None,
             listen=config.listen_draft or f"unix:{runtime}/draft.sock", require_draft=config.require_draft,

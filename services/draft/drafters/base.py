@@ -68,7 +68,7 @@ class Drafter(ABC):
     shared_weights: SharedWeights | None = None
     """Reloads the weights that it shares with the target; None without such weights."""
     drafts_ahead: bool = True
-    """Trees grow while the target verifies; else once after each commit, from their roots."""
+    """Trees grow while the target computes; else once after each commit, from their roots."""
     from_parents: bool = True
     """A node can be expanded only below nodes that this drafter has expanded."""
 

@@ -4,7 +4,8 @@ After a commit, one program computes the rows of the commit, expands the root, a
 worth its time (programs/rounds.py). All of it is one proposal, so the target waits once. Then the draft rests until the
 next commit: what it drafted ahead on the same cores would delay the verification by as much as it saves.
 
-A prompt is read in chunks, but for its last rows, from which the first tree grows.
+A prompt is read once the target has committed the first token, in chunks, but for its last rows, from which the first
+tree grows.
 """
 
 from __future__ import annotations

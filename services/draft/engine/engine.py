@@ -76,6 +76,8 @@ class DraftEngine(Engine):
         frontiers = [self._frontier(drafter) for drafter in self.drafters]
         order = self._queue_orders.take(request.session_id)
         session = DraftSession(request, self.limits, self.drafter.eos_token_ids, frontiers, order)
+        if not self.drafter.drafts_ahead:
+            session.draft_budget = 0  # until the first commit: the target is reading the prompt
         for slots in self._slots:
             slots.enter(session)
         if any(session in slots for slots in self._slots):  # otherwise no drafter supports it

@@ -47,6 +47,13 @@ def engine(on_demand, monkeypatch):
     on_demand.flush()
 
 
+def begin(engine, number=1, prompt=PROMPT, sampling=GREEDY, **options):
+    """A session whose target has committed its first token, with which it has the tokens of a prompt."""
+    engine.open(request(number, prompt[:-1], sampling, **options))
+    assert engine.idle, "the target is reading the prompt"
+    engine.receive([], [commit_of(prompt[:-1], prompt[-1:], number)])
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """The shapes of all programs that ran."""
@@ -60,8 +67,9 @@ def calls(monkeypatch):
 def test_one_program_grows_what_rounds_of_their_own_grow(model, engine, sampling, calls):
     assert isinstance(engine.drafter, OnDemandDrafter)
     ahead = standalone(model)
+    begin(engine, sampling=sampling)
+    ahead.open(request(1, PROMPT, sampling))
     for one in (engine, ahead):
-        one.open(request(1, PROMPT, sampling))
         settle(one)
     found, expected = tree_of(engine, 1), tree_of(ahead, 1)
     assert max(map(len, found)) > 1
@@ -73,7 +81,7 @@ def test_one_program_grows_what_rounds_of_their_own_grow(model, engine, sampling
 
 
 def test_a_commit_gets_one_program_and_one_proposal_and_then_the_draft_rests(engine, calls):
-    engine.open(request(1, PROMPT))
+    begin(engine)
     settle(engine)
     tokens = [*PROMPT]
     for new in ([7], [8, 9], [10]):
@@ -92,7 +100,7 @@ def test_rounds_end_where_their_time_is_worth_more(engine, monkeypatch):
     expanded = []
     for number, pace in enumerate((LONG, 30.0, 1.0), start=1):
         monkeypatch.setattr(Pace, "levels", pace)
-        engine.open(request(number, PROMPT))
+        begin(engine, number)
         settle(engine)
         expanded.append(len(engine.running[number].frontiers[-1].expanded))
     assert expanded[0] >= expanded[1] >= expanded[2] == 0
@@ -100,10 +108,10 @@ def test_rounds_end_where_their_time_is_worth_more(engine, monkeypatch):
 
 
 def test_budgets_and_the_end_of_a_text_limit_rounds(engine):
-    engine.open(request(1, PROMPT, max_tokens=2))
+    begin(engine, max_tokens=3)
     settle(engine)
     assert max(map(len, tree_of(engine, 1))) == 1
-    engine.open(request(2, PROMPT))
+    begin(engine, 2)
     settle(engine)
     assert max(map(len, tree_of(engine, 2))) > 1
     engine.receive([], [replace(commit_of(PROMPT, [9], 2), draft_budget=1)])
@@ -113,7 +121,7 @@ def test_budgets_and_the_end_of_a_text_limit_rounds(engine):
 
 def test_a_long_prompt_is_read_in_chunks_that_leave_the_root_to_a_round(engine, calls):
     prompt = PROMPT * 7
-    engine.open(request(1, prompt))
+    begin(engine, prompt=prompt)
     outputs = settle(engine)
     assert [shape.tree for shape in calls] == [None, None, None, ROUNDS]
     assert [bool(output.proposals) for output in outputs] == [False, False, False, True]
@@ -127,6 +135,7 @@ def test_its_proposals_are_accepted_by_a_target_of_the_same_weights(model, engin
     targets = [OracleTarget(torch_logits(model), one, budget=4) for one in sessions]
     for one in sessions:
         engine.open(one)
+    engine.receive([], [target.step() for target in targets])
     for _ in range(5):
         for output in settle(engine):
             for target in targets:
@@ -147,7 +156,7 @@ def test_its_weights_have_four_bits_unless_a_flag_says_more(model):
     layer, head = engine.drafter.runner.params["layers"][0], engine.drafter.runner.params["head"]
     assert all(layer[name].data.dtype == np.int8 for name in ("qkv", "output", "gate_up", "down"))
     assert head.data.dtype == np.uint8
-    engine.open(request(1, PROMPT))
+    begin(engine)
     assert any(output.proposals for output in settle(engine))
 
 

@@ -113,13 +113,12 @@ def test_a_draft_model_on_the_targets_cores_drafts_when_the_target_waits(tmp_pat
 
     def made(cores, *flags):
         draft = configure(parse(*model, *flags), cores, tmp_path).draft
-        return draft.draft_ahead, draft.speculative_draft_model_quantization
+        return draft.draft_ahead, draft.speculative_draft_model_quantization, draft.niceness
 
-    assert made(shared) == made(shared, "--quantization", "int8") == ("off", None), (
-        "the draft service knows a better one"
-    )
-    assert made(shared, "--draft-ahead", "on", "--quantization", "int8") == ("on", "int8")
-    assert made(shared, "--draft-device", "cuda") == made(CORES) == ("auto", None)
+    assert made(shared) == made(shared, "--quantization", "int8") == ("off", None, 2)
+    assert made(shared, "--draft-ahead", "on", "--quantization", "int8") == ("on", "int8", 15)
+    assert made(shared, "--draft-device", "cuda") == ("auto", None, 15)
+    assert made(CORES) == ("auto", None, 0)
 
 
 def test_a_head_on_the_targets_cores_grows_whole_trees_unless_flags_say_more(tmp_path):
