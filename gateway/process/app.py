@@ -51,6 +51,7 @@ from outrider.placement.shares import share_of_gateway
 from outrider.process import process
 from outrider.process.cpu_affinity import run_network_on
 from outrider.process.ports import host_and_port
+from outrider.process.startup import STARTUP
 from outrider.tracing import Tracing, tracing_to
 from outrider.transport.rpc import stop_on_signals
 from outrider.wire.v1 import gateway_pb2_grpc
@@ -106,10 +107,12 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         await listeners.start_health()
         if not late:
             await listeners.open(names, tls)
+        STARTUP.done("Python and libraries")
         target = await unless(stop, first_target(orchestrator.targets, config.connect_timeout))
         if target is None:
             return 0
         assert target.info is not None, "a link that is up has info"
+        STARTUP.done("waiting for the target")
         facts = Facts(config, target.info, peers)
         generator = Generator(
             orchestrator,
@@ -148,6 +151,8 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         scheme = "https" if tls is not None else "http"
         rest_address, grpc_address = (host_and_port(config.host, port) for port in (config.port, config.grpc_port))
         log.info("REST on %s://%s, gRPC on %s", scheme, rest_address, grpc_address)
+        STARTUP.done("tokenizer and routes")
+        log.info("%s", STARTUP.describe())
         await unless(stop, connect(orchestrator, target, listeners, config))
         if admission.running:
             log.info("%d requests get %g s to end", admission.running, config.drain_timeout)

@@ -21,6 +21,7 @@ from outrider.config.ranks import rank_places
 from outrider.placement.shares import share_of_target
 from outrider.process import process
 from outrider.process.garbage_collection import imports_without_gc
+from outrider.process.startup import STARTUP
 from outrider.serving.loop import EngineLoop
 from outrider.tracing import tracing_to
 from outrider.transport.hang_watch import watch_engine
@@ -63,10 +64,13 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
         return servicers[0].register(server)
 
     def build() -> TargetEngine:
+        STARTUP.done("Python and flags")
         with imports_without_gc():
             from services.target.process.control import Control
 
+        STARTUP.done("libraries")
         folder = checkpoint.resolve(config.model_path, whole=True)
+        STARTUP.done("checkpoint")
         engine = build_engine(folder, config)
         engine.tracing = tracing
         control = Control(
@@ -75,6 +79,7 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
         )  # fmt: skip
         servicers[0].serve(describe(folder, engine, config), engine, control)
         prepare(engine)
+        STARTUP.done("handshake facts")
         return engine
 
     with tracing_to(config.otlp_traces_endpoint, "target") as tracing:
@@ -99,8 +104,11 @@ def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:
         from services.target.engine.step_log import StepLog
         from services.target.process.warmup import warm_up
 
+    STARTUP.done("libraries")
     config = _for_device(config)
-    engine = TargetEngine(_load(folder, config), config)
+    model = _load(folder, config)
+    engine = TargetEngine(model, config)
+    STARTUP.done("KV cache")
     warm_up(engine)
     if log.isEnabledFor(logging.INFO):
         engine.step_log = StepLog(engine.scheduler, config.decode_log_interval)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from outrider.process.startup import STARTUP
 from outrider.serving.messages import OpenSession
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
@@ -47,6 +48,7 @@ def warm_up(engine: TargetEngine) -> None:
             engine.step()
         chooser.looks_up, chooser.always = True, False
         engine.forget_measurements()
+    STARTUP.done("warm-up")
 
 
 @contextmanager
@@ -70,7 +72,9 @@ def _run(engine: TargetEngine) -> None:
         while not engine.idle:
             _draft_chain(engine, 2)
             engine.step()
+    STARTUP.done("warm-up")
     cost = _measure(engine)
+    STARTUP.done("costs of steps")
     if cost is not None:
         engine.speculation.planner.budget = Budget(cost)
         log.info("%s", cost.describe())

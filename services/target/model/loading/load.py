@@ -16,6 +16,7 @@ from outrider.checkpoints import checkpoint
 from outrider.config import DType, TargetConfig, check_device
 from outrider.config.compatibility.on_cpu import FLOAT16_NOTE
 from outrider.errors import ConfigError
+from outrider.process.startup import STARTUP
 from services.target.kernels.dispatch import choose
 from services.target.kernels.pools import pick_cache_dtype
 from services.target.model import attention, latent, native
@@ -53,7 +54,9 @@ def load(folder: Path, config: TargetConfig) -> Model:
     how = quantization_arguments(config.quantization, settings, device, config.tp_size)
     how |= shards.split(folder, settings, config.tp_size) | quantized.prepare(settings, device, config.tp_size)
     dtype = pick_dtype(config.dtype, settings, device)
+    STARTUP.done("settings")
     module = _read_weights(folder, settings, dtype, remote, how)
+    STARTUP.done("reading weights")
     if config.tp_size > 1:
         parallel.install(module)
         shards.warn_about_copies(module)
@@ -69,7 +72,9 @@ def load(folder: Path, config: TargetConfig) -> Model:
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, probe.dtype, device)
     context_length = positions.context_length(module.config.get_text_config(), config.context_length)
     check_window(module, probe, context_length)
+    STARTUP.done("checks")
     runner = choose_runner(module, how, probe, planner, cache_dtype, context_length, config, device)
+    STARTUP.done("packing weights")
     program = runner if isinstance(runner, native.ProgramRunner) else None
     model = Model(
         runner=runner,
@@ -90,6 +95,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
     self_check.check(model)
     if config.deterministic:
         check_batch_invariance(model)
+    STARTUP.done("checks")
     return model
 
 
