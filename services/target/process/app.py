@@ -6,6 +6,7 @@ that the service is loading. PyTorch is imported only after the CPU affinity is 
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import os
@@ -33,6 +34,7 @@ from services.target.process.service import TargetServicer, describe
 if TYPE_CHECKING:
     from services.target.engine.engine import TargetEngine
     from services.target.model.base import Model
+    from services.target.process.kept_costs import KeptCosts
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
     if config.node_rank > 0:
         return await _serve_ranks(config)
     servicers: list[TargetServicer] = []
+    built: list[tuple[TargetEngine, KeptCosts]] = []
     tls, token = config.port_security(config.listen)
 
     def register(server: GrpcServer, hub: StreamHub[Any, Any], loop: EngineLoop) -> Sequence[str]:
@@ -67,11 +70,14 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
         STARTUP.done("Python and flags")
         with imports_without_gc():
             from services.target.process.control import Control
+            from services.target.process.kept_costs import KeptCosts
 
         STARTUP.done("libraries")
         folder = checkpoint.resolve(config.model_path, whole=True)
         STARTUP.done("checkpoint")
-        engine = build_engine(folder, config)
+        kept = KeptCosts(folder, config)
+        engine = build_engine(folder, config, kept)
+        built.append((engine, kept))
         engine.tracing = tracing
         control = Control(
             engine, folder, model_path=config.model_path, roots=config.weight_update_roots,
@@ -82,10 +88,16 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
         STARTUP.done("handshake facts")
         return engine
 
+    async def watch(loop: EngineLoop, server: GrpcServer) -> None:
+        from services.target.process.kept_costs import measure_again
+
+        ((engine, kept),) = built
+        await asyncio.gather(watch_engine(loop, server, config.hang_timeout), measure_again(loop, engine, kept))
+
     with tracing_to(config.otlp_traces_endpoint, "target") as tracing:
         return await serve_engine(
             build, config.listen, verify_request_from_pb, verify_response_to_pb, register, tls=tls, token=token,
-            watch=partial(watch_engine, limit=config.hang_timeout),
+            watch=watch,
         )  # fmt: skip
 
 
@@ -97,8 +109,8 @@ async def _serve_ranks(config: TargetConfig) -> int:
     return await serve_ranks(_for_device(config))
 
 
-def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:
-    """Load a folder's model and warm up its engine. Raises ConfigError."""
+def build_engine(folder: Path, config: TargetConfig, kept: KeptCosts | None = None) -> TargetEngine:
+    """Load a folder's model and warm up its engine. kept: as of warm_up. Raises ConfigError."""
     with imports_without_gc():
         from services.target.engine.engine import TargetEngine
         from services.target.engine.step_log import StepLog
@@ -109,7 +121,7 @@ def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:
     model = _load(folder, config)
     engine = TargetEngine(model, config)
     STARTUP.done("KV cache")
-    warm_up(engine)
+    warm_up(engine, kept)
     if log.isEnabledFor(logging.INFO):
         engine.step_log = StepLog(engine.scheduler, config.decode_log_interval)
     model = engine.model
