@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from outrider.native import vectors
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.attention.paged import WIDEST_HEAD, reads
 from services.target.kernels.cpu.matrices.weights import Format
@@ -17,11 +20,13 @@ from services.target.model import decoder
 from services.target.model.attention import Probe
 from services.target.model.base import Outputs
 from services.target.model.eagle_head import EagleHead
-from services.target.model.eagle_head_weights import EagleHeadWeights
+from services.target.model.eagle_head_weights import EagleHeadWeights, read_eagle_head
 from services.target.model.linear import plain_format
 from services.target.model.program_builder import ProgramBuilder
 from services.target.step.batch import Batch
 from services.target.step.programs import FusedLoop
+
+log = logging.getLogger(__name__)
 
 _WIDEST_NORM = 16384  # in kernels/cpu/csrc/matrices/norm.h
 
@@ -118,3 +123,35 @@ class ProgramRunner:
         before = self._writes.get(name)
         self._shapes[name] = shape
         self._writes[name] = write if before is None else lambda tensor: (before(tensor), write(tensor))
+
+
+def program_of(
+    module: Any,
+    probe: Probe,
+    cache_dtype: torch.dtype,
+    context_length: int,
+    number_format: Format | None,
+    *,
+    copied: Format | None,
+    prompt_lookup: bool,
+    head: Path | None,
+) -> ProgramRunner:
+    """A model without an `unsupported_reason` as a compiled program, with what self-speculation needs.
+
+    Arguments as of ProgramRunner; head: folder of the local EAGLE head. Raises ConfigError if it does not fit.
+    """
+    vocab, hidden = module.model.embed_tokens.weight.shape
+    read = None if head is None else read_eagle_head(head, len(probe.shapes), hidden, vocab, context_length)
+    runner = ProgramRunner(
+        module, probe, number_format, context_length, cache_dtype, copied, prompt_lookup=prompt_lookup, head=read
+    )
+    unit = " and a matrix unit (AMX)" if library.load().outrider_has_matrix_unit() else ""
+    log.info(
+        "running as a compiled program, by %s%s; a step reads %.0f MB of weights",
+        vectors.chosen().name.upper(), unit, runner.weight_bytes / 1e6,
+    )  # fmt: skip
+    if runner.drafts:
+        source = "a quantized copy" if runner.copied else "a local EAGLE head"
+        log.info("self-speculation with %s, which reads %.0f MB a draft token", source, runner.draft_bytes / 1e6)
+    torch.set_num_threads(1)  # the program has its own threads, and PyTorch's would spin next to them
+    return runner

@@ -139,7 +139,7 @@ def build_engine(folder: Path, config: TargetConfig, kept: KeptCosts | None = No
 def _for_device(config: TargetConfig) -> TargetConfig:
     """The flags as the device can follow them; what is changed, or has no effect, is logged. Raises ConfigError."""
     with imports_without_gc():
-        from services.target.model.loading.load import pick_device
+        from services.target.kernels.device import pick_device
 
     if pick_device(rank_places(config).devices[0]).type != "cpu":
         return config
@@ -151,15 +151,27 @@ def _for_device(config: TargetConfig) -> TargetConfig:
 
 def _load(folder: Path, config: TargetConfig) -> Model:
     if config.tp_size == 1:
-        with imports_without_gc():
-            from services.target.model.loading.load import load
-
-        return load(folder, config)
+        return _load_whole(folder, config)
     from services.target.process.ranks.processes import load_split
 
     model, ranks = load_split(folder, config, _exit_process)
     atexit.register(ranks.stop)
     return model
+
+
+def _load_whole(folder: Path, config: TargetConfig) -> Model:
+    with imports_without_gc():
+        from services.target.kernels.device import pick_device
+        from services.target.model.dense.load import load_dense
+
+    STARTUP.done("libraries")
+    if pick_device(config.device).type == "cpu" and (model := load_dense(folder, config)) is not None:
+        return model
+    with imports_without_gc():
+        from services.target.model.loading.load import load
+
+    STARTUP.done("libraries")
+    return load(folder, config)
 
 
 def _exit_process(why: str) -> None:

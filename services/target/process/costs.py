@@ -1,7 +1,8 @@
 """Measures what a step costs, by the tokens in it and by its context, on an idle engine.
 
-The contexts of the measured sessions are not computed on a CPU: their pages are zeros, which take as long to read. Such
-pages never serve a session: the prefix cache has them under a name of their own, and is flushed afterwards.
+The contexts of the measured sessions are not computed for a compiled program: their pages are zeros, which take as
+long to read. Such pages never serve a session: the prefix cache has them under a name of their own, and is flushed
+afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.speculation.tree import TreeSlice
 from services.target.engine.engine import TargetEngine
 from services.target.kernels.pools import indexable
-from services.target.process.ranks.leading import LeadingRunner
+from services.target.model.native import ProgramRunner
 from services.target.speculation.budget import Budget, Selection
 from services.target.speculation.estimates.step_cost import StepCost
 
@@ -52,7 +53,7 @@ class CostMeter:
         self._short = short
         self.points = [*(Point(short, count) for count in counts), Point(self._long, 1)] if fits else []
         self.seconds = dict.fromkeys(self.points, math.inf)
-        self._computes = engine.model.device.type != "cpu" or isinstance(engine.model.runner, LeadingRunner)
+        self._computes = not isinstance(engine.model.runner, ProgramRunner)
 
     def measure(self, passes: int) -> StepCost | None:
         """Time all points, several times. None if there is nothing to time."""

@@ -10,10 +10,9 @@ from outrider.process.startup import STARTUP
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling import SamplingParams
 from services.target.engine.engine import TargetEngine
-from services.target.model.cuda.graphs import GraphRunner
+from services.target.model.base import CapturesAhead
 from services.target.process.costs import SESSION, Measuring, draft_chain, open_session, step_by_step
 from services.target.process.kept_costs import KeptCosts, starting_cost
-from services.target.process.ranks.leading import LeadingRunner
 from services.target.speculation.budget import Budget
 from services.target.speculation.mode_selector import SpeculationMode
 
@@ -47,7 +46,7 @@ def warm_up(engine: TargetEngine, kept: KeptCosts | None = None) -> None:
 
 
 def _run(engine: TargetEngine, kept: KeptCosts | None) -> None:
-    if isinstance(engine.model.runner, GraphRunner | LeadingRunner):
+    if isinstance(engine.model.runner, CapturesAhead):
         engine.model.runner.capture(engine.cache, engine.model.device)
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
         open_session(engine, min(4, engine.max_session_tokens - 1), 3, params)

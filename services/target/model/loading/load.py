@@ -13,10 +13,10 @@ import torch
 import transformers
 
 from outrider.checkpoints import checkpoint
-from outrider.config import DType, TargetConfig, check_device
-from outrider.config.compatibility.on_cpu import FLOAT16_NOTE
+from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from outrider.process.startup import STARTUP
+from services.target.kernels.device import pick_device, pick_dtype
 from services.target.kernels.dispatch import choose
 from services.target.kernels.pools import pick_cache_dtype
 from services.target.model import attention, latent, native
@@ -32,11 +32,9 @@ from services.target.model.loading.weight_quantization import (
     warn_about_experts,
 )
 from services.target.model.parallel import split as parallel
-from services.target.step.upload import use_device
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMED_TENSORS = 5
 
 
@@ -53,7 +51,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
     positions.stretch(settings.get_text_config(), config.context_length)
     how = quantization_arguments(config.quantization, settings, device, config.tp_size)
     how |= shards.split(folder, settings, config.tp_size) | quantized.prepare(settings, device, config.tp_size)
-    dtype = pick_dtype(config.dtype, settings, device)
+    dtype = pick_dtype(config.dtype, settings, device, compiled=native.serves(settings))
     STARTUP.done("settings")
     module = _read_weights(folder, settings, dtype, remote, how)
     STARTUP.done("reading weights")
@@ -99,40 +97,6 @@ def load(folder: Path, config: TargetConfig) -> Model:
     return model
 
 
-def pick_device(name: str) -> torch.device:
-    """The device of --device. Raises ConfigError if the machine does not have it."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    check_device(name)
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f'"{name}" is no device; write auto, cpu, cuda or cuda:1') from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {name} is not supported; choose cpu or cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"there is no device {name}; PyTorch sees {torch.cuda.device_count()} CUDA devices")
-    use_device(device)
-    return device
-
-
-def pick_dtype(name: DType, settings: Any, device: torch.device) -> torch.dtype:
-    """The number format of --dtype. auto: the checkpoint's; on a CPU without kernels for it, float32.
-
-    A CPU has no kernels for float16: it computes in bfloat16, which takes as much memory, or in float32.
-    """
-    if name == "float16" and device.type == "cpu":
-        chosen = "bfloat16" if native.serves(settings) else "float32"
-        log.warning("%s", FLOAT16_NOTE.format(chosen))
-        return _DTYPES[chosen]
-    if name != "auto":
-        return _DTYPES[name]
-    stored = settings.get_text_config().dtype or settings.dtype or torch.float32
-    if device.type == "cpu" and not (stored == torch.bfloat16 and native.serves(settings)):
-        return torch.float32
-    return stored
-
-
 def _read_weights(folder: Path, settings: Any, dtype: torch.dtype, remote: bool, how: dict[str, Any]) -> Any:
     log.info("loading %s as %s", folder, str(dtype).removeprefix("torch."))
     try:
@@ -140,7 +104,7 @@ def _read_weights(folder: Path, settings: Any, dtype: torch.dtype, remote: bool,
             folder,
             config=settings,
             dtype=dtype,
-            attn_implementation=attention.NAME,
+            attn_implementation=attention.registered(),
             trust_remote_code=remote,
             output_loading_info=True,
             local_files_only=True,
@@ -171,18 +135,13 @@ def _read_weights(folder: Path, settings: Any, dtype: torch.dtype, remote: bool,
 
 
 def _eos_token_ids(module: Any, folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """The end-of-sequence ids of the model and of its tokenizer, where chat models often have the end of a turn only.
-
-    Ids outside of the vocabulary, such as -1 for none, are dropped.
-    """
+    """The end-of-sequence ids of the model and of its tokenizer."""
     stated = [
         getattr(source, "eos_token_id", None)
         for source in (getattr(module, "generation_config", None), module.config.get_text_config())
     ]
-    own = next((one for one in stated if one is not None), ())
-    ids = [*(own if isinstance(own, list | tuple) else [own]), support.tokenizer_eos(folder)]
-    known = dict.fromkeys(int(token) for token in ids if token is not None)
-    return tuple(token for token in known if 0 <= token < vocab_size)
+    own = next((one for one in stated if one is not None), None)
+    return support.known_ids(own, support.tokenizer_eos(folder), vocab_size)
 
 
 def _names(keys: Any) -> str:
