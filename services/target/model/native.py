@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.checkpoints.checkpoint import fingerprint
 from outrider.native import vectors
-from services.target.kernels.cpu import library
+from services.target.kernels.cpu import build, library
 from services.target.kernels.cpu.attention.paged import WIDEST_HEAD, reads
+from services.target.kernels.cpu.matrices import packed_file
 from services.target.kernels.cpu.matrices.weights import Format
 from services.target.kernels.cpu.programs.program import Program
 from services.target.kernels.kv_cache import KVCache
@@ -28,6 +30,7 @@ from services.target.step.programs import FusedLoop
 
 log = logging.getLogger(__name__)
 
+_PACKING = 1  # increase when weights are packed in another way, or order, by the same kernels
 _WIDEST_NORM = 16384  # in kernels/cpu/csrc/matrices/norm.h
 
 
@@ -135,16 +138,24 @@ def program_of(
     copied: Format | None,
     prompt_lookup: bool,
     head: Path | None,
+    checkpoint: str | None = None,
 ) -> ProgramRunner:
     """A model without an `unsupported_reason` as a compiled program, with what self-speculation needs.
 
-    Arguments as of ProgramRunner; head: folder of the local EAGLE head. Raises ConfigError if it does not fit.
+    Arguments as of ProgramRunner; head: folder of the local EAGLE head. checkpoint: fingerprint of the weights, under
+    which packed ones are kept; None keeps none. Raises ConfigError for a head that does not fit.
     """
     vocab, hidden = module.model.embed_tokens.weight.shape
     read = None if head is None else read_eagle_head(head, len(probe.shapes), hidden, vocab, context_length)
-    runner = ProgramRunner(
-        module, probe, number_format, context_length, cache_dtype, copied, prompt_lookup=prompt_lookup, head=read
-    )
+    facts = None if checkpoint is None else {
+        "weights": checkpoint, "head": None if head is None else fingerprint(head), "dtype": str(module.dtype),
+        "formats": [number_format, copied], "kernels": build.KERNELS.compiled().name,
+        "packing": _PACKING,
+    }  # fmt: skip
+    with packed_file.cached(facts):
+        runner = ProgramRunner(
+            module, probe, number_format, context_length, cache_dtype, copied, prompt_lookup=prompt_lookup, head=read
+        )
     unit = " and a matrix unit (AMX)" if library.load().outrider_has_matrix_unit() else ""
     log.info(
         "running as a compiled program, by %s%s; a step reads %.0f MB of weights",

@@ -57,7 +57,7 @@ def load_dense(folder: Path, config: TargetConfig) -> Model | None:
     probe, means = _probe_of(settings, dtype), plan_self_speculation(config, module, None)
     runner = native.program_of(
         module, probe, cache_dtype, context_length, cpu_format(config.quantization), copied=means.copied,
-        prompt_lookup=means.prompt_lookup, head=means.head,
+        prompt_lookup=means.prompt_lookup, head=means.head, checkpoint=checkpoint.fingerprint(folder),
     )  # fmt: skip
     STARTUP.done("packing weights")
     model = Model(
