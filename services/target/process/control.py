@@ -118,7 +118,7 @@ class Control:
         self._allowed = AllowedFolders(model_path, folder, roots)
         self._settings = RunningSettings(folder, trust_remote_code)
         self._shapes = dict(engine.model.runner.weights())
-        self._tied = tied_names(self._settings.values, self._shapes)
+        self._tied = tied_names(self._shapes, tied=self._settings.ties_embeddings)
         self._ignored = frozenset(loaded.entries.keys() - self._shapes.keys() - self._tied.keys())
         self._origin = WeightsOrigin(loaded.fingerprint)
         self._receiving = threading.Lock()

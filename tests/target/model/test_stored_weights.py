@@ -22,7 +22,8 @@ from services.target.kernels.cpu.matrices.weights import PackedWeight
 from services.target.model.gguf import convert
 from services.target.model.gguf.weights import GgufWeights
 from services.target.model.loading import support
-from services.target.model.loading.load import folder_of, load
+from services.target.model.dense.load import folder_of
+from services.target.model.loading.load import load
 from services.target.model.loading.probe import module_without_weights
 from services.target.model.native import ProgramRunner
 from services.target.process.control import Control
