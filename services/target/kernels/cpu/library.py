@@ -174,6 +174,7 @@ _SIGNATURES: native.Signatures = {
     "weight_new": (c_void_p, (c_int32, c_int64, c_int64, c_int64)),
     "weight_free": (None, (c_void_p,)),
     "weight_bytes": (c_int64, (c_void_p,)),
+    "weight_memory": (None, (c_void_p, c_void_p)),
     "weight_pack": (None, (c_void_p, c_void_p, c_void_p, c_int64)),
     "weight_pack_quantized": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64)),
     "weight_quantize": (
@@ -198,7 +199,7 @@ _SIGNATURES: native.Signatures = {
     "program_embed": (None, (c_void_p, c_void_p, c_int32, c_int64, c_float)),
     "program_linear": (
         None,
-        (c_void_p, c_void_p, c_void_p, c_void_p, c_float, *(c_int32,) * 2, c_int64, *(c_int32,) * 3, c_float),
+        (c_void_p, c_void_p, c_void_p, c_void_p, c_float, *(c_int32,) * 2, *(c_int64,) * 2, *(c_int32,) * 3, c_float),
     ),
     "program_narrow": (None, (c_void_p, c_void_p)),
     "program_prune_head": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),

@@ -22,6 +22,15 @@ OwnWeight* outrider_weight_new(int32_t format, int64_t outputs, int64_t inputs, 
 void outrider_weight_free(OwnWeight* weight) { delete weight; }
 int64_t outrider_weight_bytes(const OwnWeight* weight) { return int64_t(weight->memory.bytes() + weight->scale_memory.bytes()); }
 
+// The weight's memory, which may be read and written as a whole. parts: address and bytes of the numbers, then of the scales
+void outrider_weight_memory(OwnWeight* weight, int64_t* parts) {
+  const Buffer* memories[] = {&weight->memory, &weight->scale_memory};
+  for (int i = 0; i < 2; ++i) {
+    parts[2 * i] = reinterpret_cast<int64_t>(memories[i]->as<char>());
+    parts[2 * i + 1] = int64_t(memories[i]->bytes());
+  }
+}
+
 // source: [count, inputs], float32 or bfloat16 by the weight's format; outputs: [count], their output indices
 void outrider_weight_pack(OwnWeight* weight, const void* source, const int64_t* outputs, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
@@ -186,16 +195,21 @@ void outrider_program_width(Program* program, int32_t buffer, int64_t width) {
   program->set_width(BufferId(buffer), width);
 }
 
-void outrider_program_embed(Program* program, const void* table, int32_t bfloat16, int64_t width, float scale) {
-  program->add(Embed{bfloat16 ? static_cast<const BF16*>(table) : nullptr,
-                     bfloat16 ? nullptr : static_cast<const float*>(table), width, scale});
+// numbers: [rows, width], or a packed weight. kind: float32 (0), bfloat16 (1) or packed (2)
+static Table table_of(const void* numbers, int32_t kind, int64_t width) {
+  return {kind == 1 ? static_cast<const BF16*>(numbers) : nullptr, kind == 0 ? static_cast<const float*>(numbers) : nullptr,
+          kind == 2 ? static_cast<const Weight*>(numbers) : nullptr, width};
+}
+
+void outrider_program_embed(Program* program, const void* table, int32_t kind, int64_t width, float scale) {
+  program->add(Embed{table_of(table, kind, width), scale});
 }
 void outrider_program_linear(Program* program, const Weight* weight, const float* bias, const float* norm,
-                             float epsilon, int32_t input, int32_t output, int64_t output_width, int32_t add,
-                             int32_t activation, int32_t head, float softcap) {
+                             float epsilon, int32_t input, int32_t output, int64_t output_width, int64_t column,
+                             int32_t add, int32_t activation, int32_t head, float softcap) {
   program->add(Linear{weight, nullptr, bias, Norm{norm, epsilon}, BufferId(input), BufferId(output), weight->inputs,
                       output_width, add != 0, Activation(activation), head != 0, softcap, {},
-                      0, 0, false, false, {}});
+                      0, 0, false, false, {}, column});
 }
 // A copy in fewer bits of the weight that was added last, for drafting steps.
 void outrider_program_narrow(Program* program, const Weight* weight) { program->narrow(*weight); }
@@ -222,11 +236,9 @@ void outrider_program_capture(Program* program, int32_t mark, int64_t width, con
 }
 void outrider_program_store_state(Program* program, int64_t column, int64_t width) { program->add(StoreState{column, width}); }
 void outrider_program_load_state(Program* program, int64_t width) { program->add(LoadState{width}); }
-void outrider_program_join_embedding(Program* program, const void* table, int32_t bfloat16, int64_t width, const float* embedding,
+void outrider_program_join_embedding(Program* program, const void* table, int32_t kind, int64_t width, const float* embedding,
                            const float* state, float epsilon, int32_t after_norm) {
-  program->add(JoinEmbedding{bfloat16 ? static_cast<const BF16*>(table) : nullptr,
-                    bfloat16 ? nullptr : static_cast<const float*>(table), width, Norm{embedding, epsilon},
-                    Norm{state, epsilon}, after_norm != 0});
+  program->add(JoinEmbedding{table_of(table, kind, width), Norm{embedding, epsilon}, Norm{state, epsilon}, after_norm != 0});
 }
 
 // states, state_width: the pool of hidden states; null if the program stores none. samples: sampling of the first rows of

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from outrider.native import freed_with
 from services.target.kernels.cpu import library
+from services.target.kernels.cpu.matrices import packed_file
 
 GROUP = 64
 """Activations per scale."""
@@ -64,8 +65,14 @@ def stored_format(ggml_type: str) -> Format | None:
     return _GGUF.get(ggml_type)
 
 
+_QUANTIZED = (Format.INT8, Format.INT4)  # by us, which takes longer than reading them
+
+
 class PackedWeight:
-    """A packed weight in the kernels' memory. handle: its address."""
+    """A packed weight in the kernels' memory.
+
+    handle: its address. restored: it was read from a file of packed weights, so that filling it does nothing
+    """
 
     def __init__(
         self, outputs: int, inputs: int, number_format: Format, *, rough: bool = False, groups: int = _GGUF_GROUPS
@@ -80,6 +87,12 @@ class PackedWeight:
         self.groups = groups if number_format in _UNITS else 1
         self.handle: int = functions.outrider_weight_new(number_format, outputs, inputs, self.groups)
         freed_with(self, functions.outrider_weight_free, self.handle)
+        self.restored = False
+        if number_format in _QUANTIZED and (file := packed_file.active()) is not None:
+            parts = (ctypes.c_int64 * 4)()
+            functions.outrider_weight_memory(self.handle, parts)
+            name = f"{number_format.name} {outputs} x {inputs}, {len(self._steps)} steps"
+            file.take(self, name, (parts[0], parts[1]), (parts[2], parts[3]))
 
     @property
     def bytes(self) -> int:
@@ -88,6 +101,8 @@ class PackedWeight:
 
     def fill(self, outputs: Tensor, weight: Tensor) -> None:
         """Pack some outputs. outputs: [n] int64, their indices; weight: [n, inputs], floating point."""
+        if self.restored:
+            return
         functions = library.load()
         assert weight.shape == (len(outputs), self.inputs), "a weight keeps its shape"
         outputs = outputs.contiguous()
@@ -99,13 +114,16 @@ class PackedWeight:
             return
         dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
         plain = weight.detach().to("cpu", dtype).contiguous()
-        functions.outrider_weight_quantize(
-            self.handle, plain.data_ptr(), dtype == torch.bfloat16, *where,
-            self._steps.data_ptr(), len(self._steps), torch.get_num_threads(),
-        )  # fmt: skip
+        with packed_file.computing():
+            functions.outrider_weight_quantize(
+                self.handle, plain.data_ptr(), dtype == torch.bfloat16, *where,
+                self._steps.data_ptr(), len(self._steps), torch.get_num_threads(),
+            )  # fmt: skip
 
     def fill_quantized(self, outputs: Tensor, values: Tensor, scales: Tensor, centres: Tensor | None = None) -> None:
         """Pack some outputs of numbers as `quantize_int8` or `quantize_int4` return them."""
+        if self.restored:
+            return
         parts = [tensor if tensor is None else tensor.contiguous() for tensor in (values, scales, centres, outputs)]
         addresses = (None if part is None else part.data_ptr() for part in parts)
         library.load().outrider_weight_pack_quantized(self.handle, *addresses, len(outputs))
