@@ -1,1 +1,1 @@
-"""Checkpoints that benchmarks need and that this machine cannot download."""
+"""Checkpoints that benchmarks write: random GGUF files in real models' shapes, and a larger target for a draft."""

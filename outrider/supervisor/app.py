@@ -43,6 +43,7 @@ from outrider.placement.cores import CorePlan, choose_cores
 from outrider.placement.tree_shapes import draft_ahead, draft_niceness, draft_tree, tree_shape
 from outrider.process.ports import check_socket_path, host_and_port, refuse_used_socket, socket_folder, take_port
 from outrider.process.python_command import python_command
+from outrider.process.startup import STARTUP
 from outrider.service_token import make_token_file
 from outrider.supervisor.display import Display, first_curl
 from outrider.supervisor.draft_watch import DRAFT_BACKOFF, DraftWatch
@@ -75,6 +76,7 @@ def serve(config: ServeConfig, notes: Sequence[str] = ()) -> int:
     setup_logging("serve", config.log_level, config.log_format)
     for note in notes:
         log.warning("%s", note)
+    STARTUP.done("Python and libraries")
     given, logged = config, set[str]()
     config = resolve_config(given, logged)
     check_flags(config)
@@ -87,6 +89,7 @@ def serve(config: ServeConfig, notes: Sequence[str] = ()) -> int:
         if absent:  # the target's files are here now; they may hold MTP layers
             config = resolve_config(given, logged)
         cores = choose_cores(config)
+        STARTUP.done("checks and conversion")
         with socket_folder("outrider-") as runtime:
             if config.service_token() is None:
                 make_token_file(runtime / TOKEN_FILE)
@@ -269,6 +272,8 @@ async def _announce(processes: Processes, children: Sequence[Child], display: Di
         ("draft", f"not ready ({child.progress or child.reason or 'starting'}); text is decoded plainly until it is")
         for child in children if child.optional and not child.ready
     ]  # fmt: skip
+    STARTUP.done("processes")
+    log.info("%s", STARTUP.describe())
     display.ready([*summary(processes), *late], first_curl(base_url(processes.gateway)))
 
 
