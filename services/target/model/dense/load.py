@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.checkpoints import checkpoint
 from outrider.checkpoints.headers import tensor_headers
 from outrider.config import TargetConfig
+from outrider.errors import ConfigError
 from outrider.process.startup import STARTUP
 from services.target.kernels.cpu import library
 from services.target.kernels.device import pick_dtype
@@ -45,7 +46,7 @@ def load_dense(folder: Path, config: TargetConfig) -> Model | None:
         cache_dtype = pick_cache_dtype(config.kv_cache_dtype, dtype, torch.device("cpu"))
         if reason := native.unsupported_reason(module, config.attention_backend, cache_dtype):
             raise Unknown(reason)
-    except Unknown as reason:
+    except (Unknown, ConfigError) as reason:  # an error is reported where all checkpoints are read
         log.debug("%s is loaded by transformers: %s", folder, reason)
         return None
     STARTUP.done("settings")
