@@ -30,7 +30,7 @@ class Health:
     def ready(self) -> bool:
         """True if requests can be served, with a draft or without."""
         targets = self.generator.orchestrator.targets
-        return any(target.up for target in targets) and not self.generator.admission.draining
+        return any(target.open_to_sessions for target in targets) and not self.generator.admission.draining
 
     def state(self) -> dict[str, Any]:
         """The full state: ok, degraded, or unavailable; each service with its reason.

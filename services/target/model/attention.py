@@ -87,7 +87,7 @@ class Probe:
         if call.layer in self.shapes:
             raise ConfigError(f"layer {call.layer} of the model attends twice, which the paged cache cannot serve")
         self.calls[call.layer] = call
-        shared = call.v.data_ptr() == call.k.data_ptr() and call.v.stride() == call.k.stride()
+        shared = call.v.data_ptr() == call.k.data_ptr() != 0 and call.v.stride() == call.k.stride()  # 0: on meta
         self.shapes[call.layer] = LayerShape(call.k.shape[1], call.k.shape[2], call.v.shape[2], shared)
         self.windows[call.layer] = call.window
         self.dtype = call.k.dtype

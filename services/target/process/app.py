@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.checkpoints import checkpoint
 from outrider.config import TargetConfig, check_device, parse_flags
 from outrider.config.compatibility.on_cpu import for_cpu
 from outrider.config.ranks import rank_places
@@ -69,11 +68,12 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
     def build() -> TargetEngine:
         STARTUP.done("Python and flags")
         with imports_without_gc():
+            from services.target.model.dense.load import folder_of
             from services.target.process.control import Control
             from services.target.process.kept_costs import KeptCosts
 
         STARTUP.done("libraries")
-        folder = checkpoint.resolve(config.model_path, whole=True)
+        folder = folder_of(config)
         STARTUP.done("checkpoint")
         kept = KeptCosts(folder, config)
         engine = build_engine(folder, config, kept)
@@ -81,7 +81,7 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
         engine.tracing = tracing
         control = Control(
             engine, folder, model_path=config.model_path, roots=config.weight_update_roots,
-            trust_remote_code=config.trust_remote_code,
+            trust_remote_code=config.trust_remote_code, group_timeout=config.weight_update_timeout,
         )  # fmt: skip
         servicers[0].serve(describe(folder, engine, config), engine, control)
         prepare(engine)

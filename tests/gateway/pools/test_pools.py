@@ -11,6 +11,7 @@ from gateway.pools.pool import Routing
 from gateway.sessions.prefixes import CachedPrefixes, PrefixHashes
 from gateway.sessions.session import Session
 from gateway.streams.draft import DraftLink
+from gateway.streams.pool_weights import PoolWeights
 from gateway.streams.target import TargetLink
 from gateway.telemetry.metrics import Metrics
 from outrider.errors import ConfigError, Unavailable
@@ -233,9 +234,9 @@ def test_targets_of_other_number_formats_are_refused():
     facts.MergeFrom(link.info)
     link.info.kv_cache_dtype = "bfloat16"
     with pytest.raises(ConfigError, match="--kv-cache-dtype bfloat16"):
-        link.expect(facts)
+        link.expect(PoolWeights(facts))
     link.info.kv_cache_dtype = "float8_e4m3fn"
-    link.expect(facts)
+    link.expect(PoolWeights(facts))
 
 
 async def test_a_session_waits_for_a_target_that_holds_it_and_then_fails():

@@ -1,6 +1,7 @@
 """Loading a model: any causal LM of `transformers` that uses its attention interface.
 
-The folder's tensors must be exactly those of the model; a missing one is an error, because it would be random.
+The folder's tensors must be exactly those of the model; a missing one is an error, because it would be random. A folder
+that describes a GGUF file has none: a compiled program takes them from the file itself.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import transformers
 
 from outrider.checkpoints import checkpoint
+from outrider.checkpoints.gguf.record import read_record
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from outrider.process.startup import STARTUP
@@ -23,8 +25,14 @@ from services.target.model import attention, latent, native
 from services.target.model.base import Model
 from services.target.model.deterministic import selection as deterministic
 from services.target.model.deterministic.batch_invariance import check as check_batch_invariance
+from services.target.model.gguf.weights import open_gguf
 from services.target.model.loading import positions, quantized, self_check, shards, support
-from services.target.model.loading.probe import check_window, pass_a_token
+from services.target.model.loading.probe import (
+    check_window,
+    make_rotary_buffers,
+    module_without_weights,
+    pass_a_token,
+)
 from services.target.model.loading.runners import choose_runner
 from services.target.model.loading.weight_quantization import (
     quantization_arguments,
@@ -38,13 +46,30 @@ log = logging.getLogger(__name__)
 _NAMED_TENSORS = 5
 
 
+def reason_to_convert(folder: Path, config: TargetConfig, device: torch.device) -> str | None:
+    """Why a model does not run as a compiled program; None if it does. folder: the description of a GGUF file."""
+    settings, _ = support.read_settings(folder, config.trust_remote_code)
+    if not native.serves(settings):
+        return f"there is no compiled program for models of type {settings.model_type} here"
+    dtype = pick_dtype(config.dtype, settings, device, compiled=True)
+    module = module_without_weights(settings, dtype)
+    return native.unsupported_reason(
+        module, config.attention_backend, pick_cache_dtype(config.kv_cache_dtype, dtype, device)
+    )
+
+
 def load(folder: Path, config: TargetConfig) -> Model:
-    """Load a model from a folder. Raises ConfigError if the folder, the flags or the machine do not fit."""
+    """Load a model from a folder. Raises ConfigError if the folder, the flags or the machine do not fit.
+
+    folder: a checkpoint, or the description of a GGUF file without a `reason_to_convert`
+    """
     device = pick_device(config.device)
     planner = choose(config.attention_backend, device, ordered=config.deterministic)
     if config.deterministic:
         deterministic.check_flags(config, device)
-    checkpoint.weight_files(folder)  # raises for missing files
+    record = read_record(folder)
+    if record is None:
+        checkpoint.weight_files(folder)  # raises for missing files
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     settings, remote = support.read_settings(folder, config.trust_remote_code)
@@ -53,25 +78,31 @@ def load(folder: Path, config: TargetConfig) -> Model:
     how |= shards.split(folder, settings, config.tp_size) | quantized.prepare(settings, device, config.tp_size)
     dtype = pick_dtype(config.dtype, settings, device, compiled=native.serves(settings))
     STARTUP.done("settings")
-    module = _read_weights(folder, settings, dtype, remote, how)
+    if record is None:
+        source, module = None, _read_weights(folder, settings, dtype, remote, how)
+    else:
+        module = module_without_weights(settings, dtype)
+        source = open_gguf(record, module, config)
     STARTUP.done("reading weights")
     if config.tp_size > 1:
         parallel.install(module)
         shards.warn_about_copies(module)
-    module.to(device).eval().requires_grad_(False)
+    module.to(device if record is None else "meta").eval().requires_grad_(False)
     if config.tp_size > 1 and device.type == "cuda":
         quantize_loaded(config.quantization, module)
     warn_about_experts(config.quantization, module)
     vocab_size = parallel.whole_rows(module, module.get_output_embeddings())
     support.check_vocabulary(folder, vocab_size)
     latent.install(module)
-    probe = pass_a_token(module, device)
+    probe = pass_a_token(module, module.device)
     assert probe.dtype is not None
+    if record is not None:
+        make_rotary_buffers(module)
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, probe.dtype, device)
     context_length = positions.context_length(module.config.get_text_config(), config.context_length)
     check_window(module, probe, context_length)
     STARTUP.done("checks")
-    runner = choose_runner(module, how, probe, planner, cache_dtype, context_length, config, device)
+    runner = choose_runner(module, how, probe, planner, cache_dtype, context_length, config, device, source)
     STARTUP.done("packing weights")
     program = runner if isinstance(runner, native.ProgramRunner) else None
     model = Model(
@@ -89,6 +120,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
         copied=program is not None and program.copied,
         head=None if program is None else program.head,
         prompt_lookup=program is not None and program.prompt_lookup,
+        kinds={} if program is None else program.kinds,
     )
     self_check.check(model)
     if config.deterministic:

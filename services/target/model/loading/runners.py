@@ -19,6 +19,7 @@ from services.target.model.linear import pack
 from services.target.model.loading.self_speculation import plan_self_speculation
 from services.target.model.loading.weight_quantization import cpu_format
 from services.target.model.modules import ModuleRunner
+from services.target.model.stored.source import WeightSource
 
 log = logging.getLogger(__name__)
 
@@ -32,18 +33,23 @@ def choose_runner(
     context_length: int,
     config: TargetConfig,
     device: torch.device,
+    source: WeightSource | None = None,
 ) -> Runner:
-    """The runner of a loaded model. how: the arguments of `from_pretrained`. Raises ConfigError for its flags."""
+    """The runner of a model. how: the arguments of `from_pretrained`. Raises ConfigError for its flags.
+
+    source: of the weights, if they are not in the module
+    """
     reason: str | None = "it needs compiled kernels on a CPU, without --tp-size and --enable-torch-compile"
     if device.type == "cpu" and not config.enable_torch_compile:
         if config.tp_size == 1:
             reason = native.unsupported_reason(module, config.attention_backend, cache_dtype)
-        means = plan_self_speculation(config, module, reason)
+        means = plan_self_speculation(config, module, reason, source)
         if reason is None:
             return native.program_of(
                 module, probe, cache_dtype, context_length, cpu_format(config.quantization), copied=means.copied,
-                prompt_lookup=means.prompt_lookup, head=means.head,
+                prompt_lookup=means.prompt_lookup, head=means.head, source=source,
             )  # fmt: skip
+        assert source is None, "a description is loaded only if its model runs as a program"
         log.info("running module by module: %s", reason)
         pack(module, cpu_format(config.quantization))
     elif config.quantization is not None and device.type == "cpu":
