@@ -228,9 +228,10 @@ class ProgramBuilder:
     def _fill(self, name: str, outputs: Tensor, inputs: int, packed: list[PackedWeight | None]) -> None:
         """Pack a weight that is read in the format of the computation."""
         wanted = [one for one in packed if one is not None]
-        for begin, end in parts_of(len(outputs), inputs) if wanted else ():
+        missing = [one for one in wanted if not one.restore()]
+        for begin, end in parts_of(len(outputs), inputs) if missing else ():
             rows = self._source.rows(name, begin, end)
-            for one in wanted:
+            for one in missing:
                 one.fill(outputs[begin:end], rows)
         for one in wanted:
             self._runner.add_weight(name, (len(outputs), inputs), _filling(one, outputs))
@@ -245,7 +246,7 @@ class ProgramBuilder:
             return None
         pruned, everything = PrunedHead(outputs, inputs), torch.arange(outputs)
         own = torch.bfloat16 if self._format == Format.BFLOAT16 else torch.float32
-        for begin, end in parts_of(outputs, inputs):
+        for begin, end in () if pruned.restore() else parts_of(outputs, inputs):
             pruned.fill(everything[begin:end], self._source.rows(name, begin, end).to(own))
 
         def fill(weight: Tensor) -> None:

@@ -92,6 +92,7 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
         from services.target.process.kept_costs import measure_again
 
         ((engine, kept),) = built
+        engine.sessions.grammars.load()  # not earlier: its tokenizer and process would take the start's cores
         await asyncio.gather(watch_engine(loop, server, config.hang_timeout), measure_again(loop, engine, kept))
 
     with tracing_to(config.otlp_traces_endpoint, "target") as tracing:
