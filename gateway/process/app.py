@@ -135,7 +135,7 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
             return 0
         links.expect(target)
         assert target.info is not None, "a link that is up has info"
-        facts = Facts(config, target.info, peers)
+        facts = Facts(config, target.info, peers, target.tokenizer_files)
         generator = Generator(
             orchestrator,
             ModelTokenizer(target.tokenizer_files),
