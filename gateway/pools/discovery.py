@@ -10,6 +10,8 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from gateway.pools.addresses import Kind, Named, check_address
 from gateway.pools.members import Members, Service
@@ -24,9 +26,14 @@ _MIN_INTERVAL = 1.0  # seconds between two looks, also where losses ask for one
 Lookup = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
+# Of their own, because a resolver that does not answer holds a thread for half a minute.
+_resolvers = ThreadPoolExecutor(2, thread_name_prefix="resolver")
+
+
 async def lookup(host: str, port: int) -> Sequence[str]:
     """All addresses of a DNS name. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    resolve = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(_resolvers, resolve)
     return [host_and_port(str(address[0]), port) for *_, address in found]
 
 

@@ -13,7 +13,7 @@ from gateway.pools.addresses import parse
 from gateway.pools.members import Decision, Members, Service
 from gateway.process.links import Links
 from gateway.streams.availability import ReplicaState
-from gateway.streams.connection import PLAIN
+from gateway.streams.connection import PLAIN, Connection
 from gateway.streams.draft import DraftLink
 from gateway.streams.features import Features
 from gateway.streams.link import Link
@@ -22,6 +22,7 @@ from gateway.telemetry.metrics import Metrics
 from outrider.config import GatewayConfig
 from outrider.errors import ConfigError, Unavailable
 from outrider.speculation.proposal import Commit, FinishReason, path_hash
+from outrider.tls import ClientTls
 from outrider.wire.codec import commits_to_pb
 from outrider.wire.opens import open_from_pb
 from outrider.wire.v1 import common_pb2, target_pb2
@@ -258,6 +259,17 @@ async def test_pauses_and_folders_reach_late_replicas(served):
     await served.control.flush_target_states("/weights/2")
     draft = served.decide("unix:/nowhere/d", added=True, service=Service.DRAFT)
     assert draft.target_folder == "/weights/2"
+
+
+@pytest.mark.parametrize(("flag", "expected"), [(None, "targets.svc"), ("all", "all")])
+async def test_replicas_that_dns_finds_show_certificates_of_the_name(flag, expected):
+    name = parse("dns:targets.svc:1")
+    members, orchestrator = Members([name, parse("b:1")]), Orchestrator([], [], Metrics())
+    links = Links(members, orchestrator, Connection(ClientTls("ca.pem", b"", None, flag)))
+    members.set_addresses(Service.TARGET, name, ["10.0.0.1:1"])
+    made = {member.address: links._link_to(member) for member in members}
+    assert made["10.0.0.1:1"]._connection.tls.server_name == expected
+    assert made["b:1"]._connection.tls.server_name == flag
 
 
 async def test_a_replica_that_is_added_while_it_drains_stays(served):

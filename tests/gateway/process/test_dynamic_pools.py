@@ -119,6 +119,8 @@ def test_targets_of_a_file_and_of_a_name_take_over_and_texts_stay_the_same(gatew
     until(lambda: state(gateway, targets[1]) is None)
     error = error_of(gateway.client.post("/v1/completions", json={"prompt": "A"}), 503)
     assert "its pool is empty" in error["message"]
+    health = gateway.client.get("/health").json()
+    assert (health["status"], health["missing"]) == ("unavailable", ["target: the pool is empty"])
 
 
 def test_a_last_target_ends_its_sessions_and_takes_no_others(gateway, services, file):
