@@ -25,7 +25,7 @@ from outrider.speculation.proposal import Commit, FinishReason, path_hash
 from outrider.tls import ClientTls
 from outrider.wire.codec import commits_to_pb
 from outrider.wire.opens import open_from_pb
-from outrider.wire.v1 import common_pb2, target_pb2
+from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 from tests.support.gateway.requests import request_for
 
 FULL = 8  # gRPC's code of a target without room
@@ -250,7 +250,7 @@ async def test_a_late_target_must_have_the_weights_of_the_last_update(served):
     assert late._pool.request_for(facts_of("f1")).folder == "/w"
 
 
-async def test_pauses_and_folders_reach_late_replicas(served):
+async def test_pauses_flushes_and_folders_reach_late_replicas(served, monkeypatch):
     assert served.decide("unix:/nowhere/a", added=True).paused is None
     served.control.adopt_pause(True)
     assert served.decide("unix:/nowhere/b", added=True).paused is True
@@ -258,7 +258,23 @@ async def test_pauses_and_folders_reach_late_replicas(served):
     assert not served.decide("unix:/nowhere/c", added=True).paused
     await served.control.flush_target_states("/weights/2")
     draft = served.decide("unix:/nowhere/d", added=True, service=Service.DRAFT)
-    assert draft.target_folder == "/weights/2"
+    assert (draft.target_folder, draft._due_flush) == ("/weights/2", None)
+    with pytest.raises(Unavailable, match="/nowhere/"):  # those that are there cannot be reached
+        await served.control.flush_cache()
+    assert served.decide("unix:/nowhere/e", added=True, service=Service.DRAFT)._due_flush is not None
+    late, flushed = served.decide("unix:/nowhere/f", added=True), []
+
+    class Stub:
+        def __init__(self, channel):
+            pass
+
+        async def FlushCache(self, request, **options):
+            flushed.append(request)
+
+    monkeypatch.setattr(target_pb2_grpc, "TargetServiceStub", Stub)
+    await late.prepare(None)
+    await late.prepare(None)
+    assert len(flushed) == 1
 
 
 @pytest.mark.parametrize(("flag", "expected"), [(None, "targets.svc"), ("all", "all")])
