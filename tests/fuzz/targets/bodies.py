@@ -81,8 +81,7 @@ class _Gateway:
         )  # fmt: skip
         orchestrator.sessions.open = lambda request, draft=None: _answered(orchestrator.sessions, request)  # type: ignore[method-assign]
         self.edge = EdgeMiddleware(1 << 20)
-        members = Members()
-        replicas = Replicas(members, Discovery(members, 1.0), orchestrator, facts.peers)
+        replicas = Replicas(Discovery(Members(), 1.0), orchestrator, facts.peers)
         self.edge.app = rest.build(generator, facts, Control(orchestrator, facts), replicas, Keys(facts.config))
 
     def post(self, path: str, body: bytes) -> tuple[int, bytes]:

@@ -10,6 +10,7 @@ from gateway.control.control import Control
 from gateway.control.server_info import Facts
 from gateway.orchestration.orchestrator import Orchestrator
 from gateway.pools.addresses import parse
+from gateway.pools.discovery import Discovery
 from gateway.pools.members import Decision, Members, Service
 from gateway.process.links import Links
 from gateway.streams.availability import ReplicaState
@@ -214,7 +215,7 @@ async def served(monkeypatch):
     monkeypatch.setattr(Link, "start", lambda _: None)
     names = [parse("unix:/nowhere/first")]
     members, orchestrator = Members(names), Orchestrator([], [], Metrics())
-    links = Links(members, orchestrator, PLAIN)
+    links = Links(Discovery(members, 5.0), orchestrator, PLAIN)
     links.start()
     (first,) = orchestrator.targets
     first.up, first.info = True, facts_of("f1")
@@ -281,7 +282,7 @@ async def test_pauses_flushes_and_folders_reach_late_replicas(served, monkeypatc
 async def test_replicas_that_dns_finds_show_certificates_of_the_name(flag, expected):
     name = parse("dns:targets.svc:1")
     members, orchestrator = Members([name, parse("b:1")]), Orchestrator([], [], Metrics())
-    links = Links(members, orchestrator, Connection(ClientTls("ca.pem", b"", None, flag)))
+    links = Links(Discovery(members, 5.0), orchestrator, Connection(ClientTls("ca.pem", b"", None, flag)))
     members.set_addresses(Service.TARGET, name, ["10.0.0.1:1"])
     made = {member.address: links._link_to(member) for member in members}
     assert made["10.0.0.1:1"]._connection.tls.server_name == expected
