@@ -61,16 +61,20 @@ class Control:
         self._facts = facts
         self._updating = asyncio.Lock()
         self._paused = False  # as a client asked for it last
+        self._flushed = False  # as a client asked for it
         self._target_folder = ""  # of the weights that an update read last
         links: list[TargetLink | DraftLink] = [*orchestrator.targets, *orchestrator.drafts]
         for link in links:
             self.prepare(link)
 
     def prepare(self, link: TargetLink | DraftLink) -> None:
-        """Make a replica, before it is used, take part in what was controlled so far: pauses and weight updates."""
+        """Make a replica, before it is used, take part in pauses, flushes and weight updates so far."""
         if isinstance(link, DraftLink):
             link.target_folder = self._target_folder
+            if self._flushed:  # it may have been in the pool before
+                link.flush_later(draft_pb2.FlushDraftRequest())
             return
+        link.flush_due = self._flushed
         link.update_lock = self._update_lock
         others = [target for target in self._targets if target is not link]
         # Another gateway may have let the targets continue, which their reports show.
@@ -305,6 +309,7 @@ class Control:
 
         timeout_s: seconds to wait for requests to end. Raises InvalidRequest if some are still running then.
         """
+        self._flushed = True
         await self._flush_targets(time.monotonic() + max(timeout_s, _LAST_CLOSES))
         _check(await self.flush_drafts(draft_pb2.FlushDraftRequest()))
 
