@@ -354,6 +354,22 @@ class Control:
         request = target_pb2.ContinueGenerationRequest()
         await self._all(lambda stub: stub.ContinueGeneration(request, timeout=_CALL_TIMEOUT))
 
+    async def release_memory(self) -> int:
+        """Let the targets return the memory of their KV caches. Returns its size, in bytes. Raises InvalidRequest."""
+        request = target_pb2.ReleaseMemoryRequest()
+        calls = [
+            self._call(target, lambda stub: stub.ReleaseMemory(request, timeout=_CALL_TIMEOUT))
+            for target in self._targets
+        ]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        _check(found)
+        return sum(one.released_bytes for one in found if not isinstance(one, BaseException))
+
+    async def resume_memory(self) -> None:
+        """Let the targets take memory again."""
+        request = target_pb2.ResumeMemoryRequest()
+        await self._all(lambda stub: stub.ResumeMemory(request, timeout=_CALL_TIMEOUT))
+
     async def _set_paused(self, paused: bool) -> None:
         self.adopt_pause(paused)
         await self._facts.peers.ask("pause", paused)

@@ -173,6 +173,24 @@ class ContinueGenerationResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ReleaseMemoryRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReleaseMemoryResponse(_message.Message):
+    __slots__ = ("released_bytes",)
+    RELEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    released_bytes: int
+    def __init__(self, released_bytes: _Optional[int] = ...) -> None: ...
+
+class ResumeMemoryRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeMemoryResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ConfigureFeaturesRequest(_message.Message):
     __slots__ = ("spec", "fusion")
     SPEC_FIELD_NUMBER: _ClassVar[int]

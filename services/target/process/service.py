@@ -310,6 +310,26 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             return target_pb2.ContinueGenerationResponse()
         raise AssertionError("an aborted call does not go on")
 
+    async def ReleaseMemory(  # noqa: N802
+        self, request: target_pb2.ReleaseMemoryRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.ReleaseMemoryResponse:
+        """Return the memory of the KV cache to the system."""
+        del request
+        async with statuses(context):
+            size = await self._in_engine(self._running()[1].release)
+            return target_pb2.ReleaseMemoryResponse(released_bytes=size)
+        raise AssertionError("an aborted call does not go on")
+
+    async def ResumeMemory(  # noqa: N802
+        self, request: target_pb2.ResumeMemoryRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.ResumeMemoryResponse:
+        """Take memory again."""
+        del request
+        async with statuses(context):
+            await self._in_engine(self._running()[1].resume)
+            return target_pb2.ResumeMemoryResponse()
+        raise AssertionError("an aborted call does not go on")
+
     async def Verify(  # noqa: N802
         self,
         request_iterator: AsyncIterator[target_pb2.VerifyRequest],
