@@ -176,7 +176,9 @@ def test_weights_in_formats_of_their_file_are_not_replaced(described, tmp_path):
         control.read_folder(str(tmp_path / "new"))
     with pytest.raises(ConfigError, match="cannot be replaced"), control.incoming():
         pass
-    assert describe(described, engine, TargetConfig()).info.model.fingerprint == checkpoint.fingerprint(described)
+    info = describe(described, engine, TargetConfig()).info
+    assert info.model.fingerprint == checkpoint.fingerprint(described)
+    assert dict(info.weight_formats) == {"Q4_K": 15, "Q6_K": 7}
 
 
 def test_a_copy_of_weights_that_are_narrow_is_refused_and_not_made_by_default(described):

@@ -134,6 +134,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
         head=None if program is None else program.head,
         prompt_lookup=program is not None and program.prompt_lookup,
         kinds={} if program is None else program.kinds,
+        step_bytes=0 if program is None else program.weight_bytes,
     )
     self_check.check(model)
     if config.deterministic:
