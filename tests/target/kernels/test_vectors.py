@@ -19,7 +19,8 @@ from services.target.kernels.cpu import library
 
 TARGET = Path(__file__).parent
 KERNELS = (
-    "test_kernels.py", "../model/test_linear.py", "test_cpu_sampling.py", "test_pruned_head.py", "test_fp8_cache.py",
+    "test_kernels.py", "../model/test_linear.py", "test_block_formats.py", "test_cpu_sampling.py",
+    "test_pruned_head.py", "test_fp8_cache.py",
 )  # fmt: skip
 
 
@@ -78,13 +79,13 @@ def test_products_ask_for_the_weights_that_come_next(kind, tmp_path):
     """In machine code, which compilers once left it out of: they took it for something without effect."""
     source, machine = tmp_path / "dots.cpp", tmp_path / "dots.s"
     use = "void multiply(int rows, outrider::Pass pass) { outrider::kDots[rows](pass); }"
-    source.write_text(f'#include "linear.h"\n{use}\n')
+    source.write_text(f'#include "linear.h"\n#include "multiply_blocks.h"\n{use}\n')
     folders = [f"-I{folder}" for folder in kind.includes]
     subprocess.run(["g++", *kind.flags, *folders, "-S", "-o", machine, source], check=True, timeout=100)
-    name = r"_ZN8outrider\d+((?:run|tile)_(?:plain|int8|int4)(?:_of_few|_of_many)?)I\w+"
+    name = r"_ZN8outrider\d+((?:run|tile)_(?:plain|int8|int4|blocks)(?:_of_few|_of_many)?)I\w+"
     parts = re.split(rf"^{name}:$", machine.read_text(), flags=re.M)
     products = list(zip(parts[1::2], parts[2::2], strict=True))
-    assert {"plain", "int8", "int4"} == {function.split("_")[1] for function, _ in products}
+    assert {"plain", "int8", "int4", "blocks"} == {function.split("_")[1] for function, _ in products}
     assert all("prefetcht0" in code and "prefetcht1" in code for _, code in products)
 
 

@@ -158,7 +158,7 @@ template <Format FORMAT, int M, int V>
 }
 
 template <Format FORMAT, int M>
-void tile_blocks(const Pass& pass) {
+void multiply_blocks(const Pass& pass) {
   constexpr int V = M <= 2 ? 4 : 2;
   std::memset(pass.tile, 0, M * kPanel * sizeof(float));
   each_group<FORMAT>(pass, [&](const GroupPlace& place) {
