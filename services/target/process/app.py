@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.checkpoints.conversion import convert_when_asked
+from outrider.checkpoints.gguf.record import read_record
 from outrider.config import TargetConfig, check_device, parse_flags
 from outrider.config.compatibility.on_cpu import for_cpu
 from outrider.config.ranks import rank_places
@@ -67,6 +69,8 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
             from services.target.process.control import Control
 
         folder = folder_of(config)
+        if (record := read_record(folder)) is not None:  # a draft service beside this one may need the weights
+            convert_when_asked(record.file)
         engine = build_engine(folder, config)
         engine.tracing = tracing
         control = Control(

@@ -90,8 +90,8 @@ def _program(
         vectors.chosen().name.upper(), unit, runner.weight_bytes / 1e6,
     )  # fmt: skip
     if runner.drafts:
-        source = "a quantized copy" if runner.copied else "a local EAGLE head"
-        log.info("self-speculation with %s, which reads %.0f MB a draft token", source, runner.draft_bytes / 1e6)
+        drafts = "a quantized copy" if runner.copied else "a local EAGLE head"
+        log.info("self-speculation with %s, which reads %.0f MB a draft token", drafts, runner.draft_bytes / 1e6)
     torch.set_num_threads(1)  # the program has its own threads, and PyTorch's would spin next to them
     return runner
 
