@@ -103,7 +103,7 @@ def test_every_tensor_has_the_numbers_of_the_file(case, tmp_path):
             assert torch.equal(found, wanted), name
             continue
         outputs, inputs = expected.shape
-        packed = PackedWeight(outputs, inputs, own)
+        packed = own.new(outputs, inputs)
         source.pack(name, packed, torch.arange(outputs))
         assert torch.equal(packed.dequantized(), expected), name
         assert torch.equal(source.rows(name, 3, 40), expected[3:40].bfloat16()), name

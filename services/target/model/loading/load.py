@@ -39,6 +39,8 @@ from services.target.model.loading.weight_quantization import (
     warn_about_experts,
 )
 from services.target.model.parallel import split as parallel
+from services.target.model.stored.checkpoint import QuantizedWeights, supports
+from services.target.model.stored.source import WeightSource
 from services.target.step.upload import use_device
 
 log = logging.getLogger(__name__)
@@ -93,16 +95,15 @@ def load(folder: Path, config: TargetConfig) -> Model:
     settings, remote = support.read_settings(folder, config.trust_remote_code)
     positions.stretch(settings.get_text_config(), config.context_length)
     how = quantization_arguments(config.quantization, settings, device, config.tp_size)
-    how |= shards.split(folder, settings, config.tp_size) | quantized.prepare(settings, device, config.tp_size)
     dtype = pick_dtype(config.dtype, settings, device)
-    if record is None:
-        source, module = None, _read_weights(folder, settings, dtype, remote, how)
-    else:
-        source, module = _open_weights(record, settings, dtype, config)
+    source, module = _open_weights(folder, record, settings, dtype, config, device)
+    if source is None:
+        how |= shards.split(folder, settings, config.tp_size) | quantized.prepare(settings, device, config.tp_size)
+        module = _read_weights(folder, settings, dtype, remote, how)
     if config.tp_size > 1:
         parallel.install(module)
         shards.warn_about_copies(module)
-    module.to(device if record is None else "meta").eval().requires_grad_(False)
+    module.to(device if source is None else "meta").eval().requires_grad_(False)
     if config.tp_size > 1 and device.type == "cuda":
         quantize_loaded(config.quantization, module)
     warn_about_experts(config.quantization, module)
@@ -111,7 +112,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
     latent.install(module)
     probe = pass_a_token(module, module.device)
     assert probe.dtype is not None
-    if record is not None:
+    if source is not None:
         make_rotary_buffers(module)
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, probe.dtype, device)
     context_length = positions.context_length(module.config.get_text_config(), config.context_length)
@@ -177,13 +178,34 @@ def pick_dtype(name: DType, settings: Any, device: torch.device) -> torch.dtype:
 
 
 def _open_weights(
-    record: GgufRecord, settings: Any, dtype: torch.dtype, config: TargetConfig
-) -> tuple[GgufWeights, Any]:
-    """The weights of a GGUF file, and a model without any. Its number formats are kept unless flags ask for others."""
+    folder: Path, record: GgufRecord | None, settings: Any, dtype: torch.dtype, config: TargetConfig,
+    device: torch.device,
+) -> tuple[WeightSource | None, Any]:  # fmt: skip
+    """The weights of a compiled program that are read from their file, and the model without any.
+
+    No source for plain checkpoints, and for quantized ones whose weights no format of the kernels holds: these are
+    loaded by `transformers`. record: of a GGUF file. A file's formats are kept unless flags ask for others.
+    """
     kept = config.dtype == "auto" and config.quantization is None
-    log.info("reading %s%s", record.file, "" if kept else f" as {str(dtype).removeprefix('torch.')}")
+    if record is not None:
+        log.info("reading %s%s", record.file, "" if kept else f" as {str(dtype).removeprefix('torch.')}")
+        module = module_without_weights(settings, dtype)
+        return GgufWeights(record, module, kept=kept), module
+    stored = quantized.settings_of(settings)
+    if not kept or device.type != "cpu" or config.tp_size > 1 or config.enable_torch_compile or not supports(stored):
+        return None, None
+    if not native.serves(settings):
+        return None, None
     module = module_without_weights(settings, dtype)
-    return GgufWeights(record, module, kept=kept), module
+    cache_dtype = pick_cache_dtype(config.kv_cache_dtype, dtype, device)
+    if native.unsupported_reason(module, config.attention_backend, cache_dtype) is not None:
+        return None, None
+    source = QuantizedWeights(folder, module, stored)
+    if not source.kinds or not source.complete():
+        log.info("no number format of the kernels holds the %s weights", stored["quant_method"])
+        return None, None
+    log.info("reading %s", folder)
+    return source, module
 
 
 def _read_weights(folder: Path, settings: Any, dtype: torch.dtype, remote: bool, how: dict[str, Any]) -> Any:
