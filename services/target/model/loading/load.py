@@ -144,9 +144,8 @@ def _open_weights(
         module = module_without_weights(settings, dtype)
         return open_gguf(record, module, config), module
     stored = quantized.settings_of(settings)
-    if not kept or device.type != "cpu" or config.tp_size > 1 or config.enable_torch_compile or not supports(stored):
-        return None, None
-    if not native.serves(settings):
+    runs_here = device.type == "cpu" and config.tp_size == 1 and not config.enable_torch_compile
+    if not (kept and runs_here and native.serves(settings)) or stored is None or not supports(stored):
         return None, None
     module = module_without_weights(settings, dtype)
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, dtype, device)
