@@ -99,6 +99,7 @@ def load_dense(folder: Path, config: TargetConfig) -> Model | None:
         head=runner.head,
         prompt_lookup=runner.prompt_lookup,
         kinds=runner.kinds,
+        step_bytes=runner.weight_bytes,
     )
     self_check.check(model)
     STARTUP.done("checks")
