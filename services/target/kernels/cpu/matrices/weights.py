@@ -1,7 +1,7 @@
 """Weights of linear layers, packed for the kernels and optionally quantized.
 
 int8: symmetric, one scale an output. int4: a scale and a centre for each 32 inputs of an output. Block formats hold the
-numbers of checkpoints that are quantized already, without loss: see outrider/native/include/format.h. With all of these,
+numbers of checkpoints that are quantized already, without loss: see outrider/native/include/format.h. With all of them
 the kernels quantize activations to 8 bits, with a scale for each 64 numbers of a row.
 """
 
@@ -154,10 +154,10 @@ class PackedWeight:
     ) -> None:
         """Pack some outputs of a block format from their parts.
 
-        outputs: [n] int64; values: [n, inputs] uint8, unsigned. Symmetric formats: w = scale * (value - zero), zero 8, 16,
-        128 or 32 (K6); others: w = scale * value + minimum. scales, minima: [n, blocks], float16, or of K formats uint8
-        (K6: int8) in units of scale_units and minimum_units, [n, super-blocks] float16: GPTQ's and AWQ's
-        scale * (value - zero point) is scale 1 of units scale, and minimum `zero point` of units -scale.
+        outputs: [n] int64; values: [n, inputs] uint8. Symmetric formats: w = scale * (value - zero), with zero 8, 16,
+        128 or, of K6, 32; affine ones: w = scale * value + minimum. scales, minima: [n, blocks] float16, or of K
+        formats uint8 (K6: int8) in units of scale_units and minimum_units, [n, super-blocks] float16. GPTQ and AWQ,
+        scale * (value - zero point): scale 1 in units of theirs, minimum `zero point` in units of minus theirs.
         """
         parts = (values, scales, minima, scale_units, minimum_units)
         kept = [None if part is None else part.contiguous() for part in parts]
@@ -187,7 +187,7 @@ class PackedWeight:
         ]
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """Some outputs as float32, [n, inputs]. outputs: [n] int64. Block formats give the checkpoint's numbers exactly."""
+        """Some outputs as float32, [n, inputs]; of block formats the checkpoint's numbers. outputs: [n] int64."""
         outputs = outputs.contiguous()
         wide = torch.empty(len(outputs), self.inputs)
         library.load().outrider_weight_dequantize(
