@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import grpc
@@ -40,6 +41,7 @@ _READY_TIMEOUT = 30.0  # seconds for targets with new weights to be used
 _SILENCE = 60.0  # seconds in which a client that sends tensors must send more
 _MAX_PARTS = 4  # of a stream by which a slow target may lag behind the others
 _PART_BYTES = 1 << 20
+_NO_TENSORS = (2).to_bytes(8, "little") + b"{}"  # a safetensors file
 
 
 class UpdateResult(NamedTuple):
@@ -84,6 +86,15 @@ class Control:
         """Version label of the weights."""
         return self._facts.target.weight_version
 
+    async def label(self, version: str, *, abort_all_requests: bool) -> UpdateResult:
+        """Change the label of the weights, which stay."""
+        update = common_pb2.WeightUpdate(weight_version=version, keep_cache=True, abort_all_requests=abort_all_requests)
+
+        async def none() -> AsyncIterator[bytes]:
+            yield _NO_TENSORS
+
+        return await self.update_from_tensors(none(), update)
+
     # --- weights ---
 
     async def update_from_disk(self, folder: str, update: common_pb2.WeightUpdate) -> UpdateResult:
@@ -98,22 +109,80 @@ class Control:
             result = await self._finish_update(targets, await asyncio.gather(*calls, return_exceptions=True), update)
         return await self._settled(result)
 
-    async def update_from_tensors(self, parts: AsyncIterator[bytes], update: common_pb2.WeightUpdate) -> UpdateResult:
-        """Load tensors sent as one safetensors file. Raises InvalidRequest if they do not fit, and Conflict while
-        others are being sent, because the targets keep all of them in memory.
+    @property
+    def max_update_bytes(self) -> int:
+        """Largest pickle of tensors that any target reads, in bytes."""
+        return max((target.info.max_update_bytes for target in self._targets if target.info is not None), default=0)
+
+    async def update_from_tensors(
+        self, parts: AsyncIterator[bytes], update: common_pb2.WeightUpdate, *, pickled: bool = False
+    ) -> UpdateResult:
+        """Load tensors sent as one safetensors file, or as a pickle. Raises InvalidRequest if they do not fit, and
+        Conflict while others are being sent, because the targets keep all of them in memory.
         """
         with self._facts.peers.try_lock("tensors") as free:
             if not free:
                 raise Conflict("tensors of another update are being received; send these once it has ended")
-            result = await self._send_tensors(parts, update)
+            kind = target_pb2.TENSOR_FORMAT_PICKLE if pickled else target_pb2.TENSOR_FORMAT_UNSPECIFIED
+            result = await self._send_tensors(
+                parts, target_pb2.UpdateWeightsFromTensorRequest(update=update, format=kind)
+            )
         return await self._settled(result)
 
-    async def _send_tensors(self, parts: AsyncIterator[bytes], update: common_pb2.WeightUpdate) -> UpdateResult:
+    async def join_group(self, request: target_pb2.JoinWeightsGroupRequest) -> None:
+        """Let all targets join a trainer's process group, at consecutive ranks from the request's on.
+
+        Raises InvalidRequest if one cannot.
+        """
+        calls, rank = [], request.rank
+        for target in self._some_targets():
+            own = target_pb2.JoinWeightsGroupRequest.FromString(request.SerializeToString())
+            own.rank = rank
+            rank += max(target.info.ranks, 1) if target.info is not None else 1
+            calls.append(self._call(target, partial(_join, own)))
+        if rank > request.world_size:
+            raise InvalidRequest(
+                f"the targets take {rank - request.rank} ranks from {request.rank} on, but the group has "
+                f"{request.world_size} in all",
+                param="world_size",
+            )
+        tasks = [asyncio.create_task(call) for call in calls]
+        try:
+            await asyncio.gather(*tasks)
+        finally:  # the first error ends the wait: without one target the others wait in vain
+            for task in tasks:
+                task.cancel()
+
+    async def leave_group(self, name: str) -> None:
+        """Let all targets leave a trainer's process group. Raises InvalidRequest if one was not in it."""
+        request = target_pb2.LeaveWeightsGroupRequest(group_name=name)
+        await self._all(lambda stub: stub.LeaveWeightsGroup(request, timeout=_CALL_TIMEOUT))
+
+    async def update_from_group(self, request: target_pb2.UpdateWeightsFromGroupRequest) -> UpdateResult:
+        """Load tensors that a trainer broadcasts. Raises InvalidRequest if they do not fit or arrive, and Conflict
+        while others are being sent.
+        """
+        with self._facts.peers.try_lock("tensors") as free:
+            if not free:
+                raise Conflict("tensors of another update are being received; send these once it has ended")
+            async with self._update_lock():
+                targets = self._some_targets()
+                calls = [
+                    self._call(target, lambda stub: stub.UpdateWeightsFromGroup(request, timeout=_UPDATE_TIMEOUT))
+                    for target in targets
+                ]
+                results = await asyncio.gather(*calls, return_exceptions=True)
+                result = await self._finish_update(targets, results, request.update)
+        return await self._settled(result)
+
+    async def _send_tensors(
+        self, parts: AsyncIterator[bytes], first: target_pb2.UpdateWeightsFromTensorRequest
+    ) -> UpdateResult:
         targets = self._some_targets()  # one that joins later lacks the first parts, so that it is unused
         queues: list[asyncio.Queue[bytes | None]] = [asyncio.Queue(_MAX_PARTS) for _ in targets]
 
         async def requests(queue: asyncio.Queue[bytes | None]) -> AsyncIterator[Any]:
-            yield target_pb2.UpdateWeightsFromTensorRequest(update=update)
+            yield first
             while (part := await queue.get()) is not None:
                 yield target_pb2.UpdateWeightsFromTensorRequest(content=part)
 
@@ -130,7 +199,8 @@ class Control:
                     break  # every target has refused them, so the rest of the body need not arrive
             async with self._update_lock():  # only the last part makes targets change their weights
                 await _put(queues, tasks, None)
-                return await self._finish_update(targets, await asyncio.gather(*tasks, return_exceptions=True), update)
+                results = await asyncio.gather(*tasks, return_exceptions=True)
+                return await self._finish_update(targets, results, first.update)
         finally:
             for task in tasks:
                 task.cancel()
@@ -312,6 +382,10 @@ class Control:
 
     async def _call(self, target: TargetLink, call: Callable[[Any], Awaitable[Any]]) -> Any:
         return await _call(target, target_pb2_grpc.TargetServiceStub, call)
+
+
+async def _join(request: target_pb2.JoinWeightsGroupRequest, stub: Any) -> Any:
+    return await stub.JoinWeightsGroup(request, timeout=_UPDATE_TIMEOUT)
 
 
 async def _call(link: TargetLink | DraftLink, stub: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:

@@ -59,6 +59,7 @@ from outrider.placement.shares import share_of_gateway
 from outrider.process import process
 from outrider.process.cpu_affinity import run_network_on
 from outrider.process.ports import host_and_port
+from outrider.process.startup import STARTUP
 from outrider.tracing import Tracing, tracing_to
 from outrider.transport.rpc import stop_on_signals
 from outrider.wire.v1 import gateway_pb2_grpc
@@ -123,11 +124,13 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         background.append(asyncio.create_task(replicas.keep_up(), name="keep up"))
         # Where replicas may be found later, the gateway waits for the first one without end.
         seconds = config.connect_timeout if links.targets_are_fixed else None
+        STARTUP.done("Python and libraries")
         target = await unless(stop, first_target(orchestrator.targets, links, seconds))
         if target is None:
             return 0
         links.expect(target)
         assert target.info is not None, "a link that is up has info"
+        STARTUP.done("waiting for the target")
         facts = Facts(config, target.info, peers, target.tokenizer_files)
         generator = Generator(
             orchestrator,
@@ -166,6 +169,8 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         scheme = "https" if tls is not None else "http"
         rest_address, grpc_address = (host_and_port(config.host, port) for port in (config.port, config.grpc_port))
         log.info("REST on %s://%s, gRPC on %s", scheme, rest_address, grpc_address)
+        STARTUP.done("tokenizer and routes")
+        log.info("%s", STARTUP.describe())
         await unless(stop, connect(orchestrator, target, links, listeners, config))
         if admission.running:
             log.info("%d requests get %g s to end", admission.running, config.drain_timeout)

@@ -35,6 +35,7 @@ from outrider.wire.v1 import common_pb2
 log = logging.getLogger(__name__)
 
 _MIN_WAIT, _MAX_WAIT = 0.1, 2.0  # seconds between attempts
+_STARTING_WAIT = 0.2  # seconds between attempts while the replica starts up: nothing else delays the first request
 _JITTER = 0.2  # of a wait, so that gateways do not reconnect all at once
 _MAX_DELAY = 0.5  # seconds for which messages that are not urgent are gathered
 _STABLE_AFTER = 2.0  # seconds after which a stream counts as working
@@ -269,6 +270,8 @@ class Link(ABC, Generic[Info, Frame]):
                 self._absent(Availability(ReplicaState.UNREACHABLE, "its stream was lost"))
             finally:
                 self._lost()
+            if self._absence.state is ReplicaState.STARTING:
+                longest = _STARTING_WAIT
             # Attempts slow down while streams end soon after they open.
             wait = _MIN_WAIT if time.monotonic() - opened > _STABLE_AFTER else min(2 * wait, longest)
             await asyncio.sleep(wait * random.uniform(1 - _JITTER, 1 + _JITTER))

@@ -139,6 +139,7 @@ class GatewayOptions(
         self.check_access()
         self.client_keys()
         self.admin_keys()
+        self.networks_of_admins()
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from outrider.process.cpu_affinity import run_compute_on, run_network_on
 from outrider.process.garbage_collection import frozen_heap
 from outrider.process.ports import check_socket_path, refuse_used_socket, socket_path
 from outrider.process.process import LoadingAborted
+from outrider.process.startup import STARTUP
 from outrider.service_token import token_check
 from outrider.serving.loop import Engine, EngineLoop
 from outrider.tls import ServerTls
@@ -244,6 +245,8 @@ async def serve_engine(
         server.set_progress("")
         await server.set_serving(True)
         log.info("ready on %s%s", address, " (TLS)" if tls is not None else "")
+        STARTUP.done("serving")
+        log.info("%s", STARTUP.describe())
         watching = asyncio.create_task(watch(loop, server)) if watch is not None else None
         await stop.wait()
         if watching is not None:

@@ -1,24 +1,24 @@
 """Control of running targets over the gateway's REST API, as trainers use it."""
 
+import base64
 import concurrent.futures
 import json
+import pickle
 import re
 import shutil
 import time
 
 import pytest
+import torch
 from safetensors.torch import load_file, save
 
 from outrider.client import Client
 from outrider.errors import ConfigError
-from services.draft.drafters.ngram import NgramDrafter, NgramOptions
 from services.target.process.control import Control
-from tests.support.gateway.services import Gateway, until
-from tests.support.system.services import draft_service, target_service
+from tests.support.gateway.services import free_port, until
+from tests.support.system.controlled import KEY, PROMPTS, System, pickled
+from tests.support.system.trainer import GROUP, Trainer
 from tests.support.tiny import write_model, write_tokenizer
-
-KEY = "for trainers"
-PROMPTS = ["hello there", "a b a b a b a b a b", "the quick brown fox jumps", "12 12 12"]
 
 
 @pytest.fixture(scope="module")
@@ -26,47 +26,6 @@ def folders(tmp_path_factory):
     """Two checkpoints of one architecture."""
     base = tmp_path_factory.mktemp("weights")
     return [write_tokenizer(write_model(base / str(seed), seed=seed, num_hidden_layers=3)) for seed in (1, 2)]
-
-
-class System:
-    """Two targets, a draft service, and a gateway with a small body limit and an admin key."""
-
-    def __init__(self, folder, base, targets=1):
-        self.folder = folder
-        roots = (str(folder.parents[1]),)
-        self.targets = [
-            target_service(folder, f"unix:{base}/target{i}", weight_update_roots=roots).start() for i in range(targets)
-        ]
-        self.draft = draft_service(f"unix:{base}/draft", NgramDrafter(NgramOptions())).start()
-        addresses = [target.address for target in self.targets]
-        flags = {"max_body_bytes": 10_000, "admin_api_key": KEY}
-        self.gateway = Gateway(base, addresses, [self.draft.address], **flags).wait()
-        self.admin = {"authorization": f"Bearer {KEY}"}
-
-    def post(self, route, status=200, **options):
-        answer = self.gateway.client.post(route, headers=self.admin | options.pop("headers", {}), **options)
-        assert answer.status_code == status, answer.text
-        return answer.json()
-
-    def ask(self, prompt, **options):
-        return self.gateway.complete(prompt, ignore_eos=True, return_token_ids=True, **({"max_tokens": 40} | options))
-
-    def texts(self, **options):
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            answers = list(pool.map(lambda prompt: self.ask(prompt, **options), PROMPTS))
-        return [answer["choices"][0]["token_ids"] for answer in answers]
-
-    def pause(self, seconds):
-        """Set the pause of the targets between steps."""
-        for target in self.targets:
-            target.pause = seconds
-
-    def version(self):
-        return self.gateway.client.get("/get_weight_version").json()["weight_version"]
-
-    def stop(self):
-        for service in (self.gateway, self.draft, *self.targets):
-            service.stop()
 
 
 @pytest.fixture
@@ -112,6 +71,11 @@ def test_weights_from_disk_and_from_tensors(system, folders, expected):
     assert response["success"]
     assert running.texts(temperature=1, seed=3) == expected[1]
     assert running.version() == "7"
+    labelled = running.post("/update_weight_version", json={"new_version": "7b", "abort_all_requests": False})
+    assert (labelled["new_version"], running.version()) == ("7b", "7b")
+    assert running.texts(temperature=1, seed=3) == expected[1]
+    assert running.ask("x")["metadata"] == {"weight_version": "7b"}
+    running.post("/update_weight_version", json={"new_version": "7"})
     with Client(f"127.0.0.1:{running.gateway.grpc_port}") as client:
         assert client.complete("x", max_tokens=2).weight_version == "7"
     after = running.ask("x")
@@ -127,11 +91,15 @@ def test_weights_from_disk_and_from_tensors(system, folders, expected):
     assert running.texts(temperature=1, seed=3) == expected[0]
     info = running.gateway.client.get("/get_model_info").json()
     assert (info["weight_version"], info["is_generation"]) == ("8", True)
+    body = {"serialized_named_tensors": [pickled(load_file(folders[1] / "model.safetensors"))], "weight_version": "9"}
+    assert running.post("/update_weights_from_tensor", json=body | {"load_format": None})["weight_version"] == "9"
+    assert running.texts(temperature=1, seed=3) == expected[1]
+    running.post("/update_weights_from_tensor", content=content, headers=kind)
     # The drafter has seen this text; on a busy machine its proposals may be late at first. One request at a time,
     # because several requests do not try speculation at once.
     until(lambda: running.ask(PROMPTS[0]) and running.gateway.metric("outrider_accepted_draft_tokens_total") > 0, 60)
     running.post("/update_weights_from_disk", json={"model_path": str(folders[1]), "flush_cache": False})
-    assert len(flushed) == 2, "what is cached is to be kept"
+    assert len(flushed) == 4, "what is cached is to be kept"
 
 
 def test_a_bad_update_is_refused_and_changes_nothing(shared, folders, expected, tmp_path):
@@ -143,12 +111,63 @@ def test_a_bad_update_is_refused_and_changes_nothing(shared, folders, expected, 
     kind = {"content-type": "application/octet-stream"}
     error = running.post("/update_weights_from_tensor", 400, content=part, headers=kind)["error"]
     assert "[7]" in error["message"]
-    error = running.post("/update_weights_from_tensor", 415, json={"serialized_named_tensors": []})["error"]
+    kind = {"content-type": "text/plain"}
+    error = running.post("/update_weights_from_tensor", 415, content=part, headers=kind)["error"]
     assert "safetensors file" in error["message"]
+    body = {"serialized_named_tensors": [pickled({"model.norm.weight": torch.zeros(48), "other": torch.zeros(4)})]}
+    for changes, words in (
+        ({}, "no tensors of these names: other"),
+        ({"serialized_named_tensors": []}, "serialized_named_tensors"),
+        ({"serialized_named_tensors": ["?"]}, "base64"),
+        ({"serialized_named_tensors": [base64.b64encode(pickle.dumps(print)).decode()]}, "names builtins.print"),
+        ({"serialized_named_tensors": ["A" * 6_000_000]}, "fewer tensors"),
+        ({"load_format": "my.loader"}, "my.loader"),
+    ):
+        assert words in running.post("/update_weights_from_tensor", 400, json=body | changes)["error"]["message"]
     running.post("/update_weights_from_disk", 400, json={"model_path": str(folders[1]), "load_format": "flattened"})
     running.post("/update_weights_from_disk", 400, json={})
     assert running.version() == "default"
     assert running.texts(temperature=1, seed=3) == expected[0]
+
+
+def test_weights_over_a_trainers_process_group(system, folders, expected):
+    """Weights that do not fit, and a trainer that dies, leave the old ones."""
+    running = system(folders[0])
+    tensors = load_file(folders[1] / "model.safetensors")
+    names, port = sorted(tensors), free_port()
+    parts = [names[::2], names[1::2]]
+    trainer = Trainer(port, folders[1])
+
+    def announced(names, **changes):
+        return {
+            "names": names, "dtypes": [str(tensors[name].dtype) for name in names], "group_name": GROUP,
+            "shapes": [list(tensors[name].shape) for name in names],
+        } | changes  # fmt: skip
+
+    def update(status, names, end=None, **changes):
+        body = announced(names, **changes)
+        answer = pool.submit(running.post, "/update_weights_from_distributed", status, json=body)
+        end() if end else trainer.broadcast(names, flat="load_format" in changes)
+        return answer.result(60)
+
+    join = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "group_name": GROUP}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        error = running.post("/init_weights_update_group", 400, json=join | {"rank_offset": 2, "backend": "gloo"})
+        assert "1 ranks from 2 on" in error["error"]["message"]
+        error = running.post("/init_weights_update_group", 400, json=join | {"backend": "nccl"})["error"]
+        assert "backend gloo, not nccl" in error["message"]
+        assert running.post("/init_weights_update_group", json=join | {"backend": "gloo"})["success"]
+        assert update(200, parts[0])["success"]
+        assert running.texts(temperature=1, seed=3) != expected[0]
+        body = update(200, parts[1], load_format="flattened_bucket", weight_version="two")
+        assert (body["weight_version"], body["unused_targets"]) == ("two", [])
+        assert running.texts(temperature=1, seed=3) == expected[1]
+        norm = "model.norm.weight"
+        assert "[24, 2]" in update(400, [norm], shapes=[[24, 2]])["error"]["message"]
+        assert "did not arrive" in update(400, [norm], trainer.kill)["error"]["message"]
+        assert "no process group" in update(400, [norm], int)["error"]["message"]
+        assert running.texts(temperature=1, seed=3) == expected[1]
+    assert "no process group" in running.post("/destroy_weights_update_group", 400, json=join)["error"]["message"]
 
 
 def test_only_the_admin_key_controls(shared):

@@ -59,6 +59,21 @@ class TargetServiceStub:
                 request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromTensorRequest.SerializeToString,
                 response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromTensorResponse.FromString,
                 _registered_method=True)
+        self.JoinWeightsGroup = channel.unary_unary(
+                '/outrider.wire.v1.TargetService/JoinWeightsGroup',
+                request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.JoinWeightsGroupRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.JoinWeightsGroupResponse.FromString,
+                _registered_method=True)
+        self.LeaveWeightsGroup = channel.unary_unary(
+                '/outrider.wire.v1.TargetService/LeaveWeightsGroup',
+                request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.LeaveWeightsGroupRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.LeaveWeightsGroupResponse.FromString,
+                _registered_method=True)
+        self.UpdateWeightsFromGroup = channel.unary_unary(
+                '/outrider.wire.v1.TargetService/UpdateWeightsFromGroup',
+                request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromGroupRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromGroupResponse.FromString,
+                _registered_method=True)
         self.FlushCache = channel.unary_unary(
                 '/outrider.wire.v1.TargetService/FlushCache',
                 request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.FlushCacheRequest.SerializeToString,
@@ -122,6 +137,29 @@ class TargetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def JoinWeightsGroup(self, request, context):
+        """Joins a trainer's process group. Returns once all members have joined; FAILED_PRECONDITION if they do not within
+        the target's --weight-update-timeout.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LeaveWeightsGroup(self, request, context):
+        """Leaves a trainer's process group. FAILED_PRECONDITION for an unknown one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeightsFromGroup(self, request, context):
+        """Replaces some or all weights by tensors that the trainer broadcasts over a group, checked and done as above. If one
+        does not arrive, nothing changes, and the target leaves the group.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FlushCache(self, request, context):
         """Drops the prefix cache. INVALID_ARGUMENT while sessions run.
         """
@@ -177,6 +215,21 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.UpdateWeightsFromTensor,
                     request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromTensorRequest.FromString,
                     response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromTensorResponse.SerializeToString,
+            ),
+            'JoinWeightsGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.JoinWeightsGroup,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.JoinWeightsGroupRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.JoinWeightsGroupResponse.SerializeToString,
+            ),
+            'LeaveWeightsGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaveWeightsGroup,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.LeaveWeightsGroupRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.LeaveWeightsGroupResponse.SerializeToString,
+            ),
+            'UpdateWeightsFromGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeightsFromGroup,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromGroupRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromGroupResponse.SerializeToString,
             ),
             'FlushCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushCache,
@@ -334,6 +387,87 @@ class TargetService:
             '/outrider.wire.v1.TargetService/UpdateWeightsFromTensor',
             outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromTensorRequest.SerializeToString,
             outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromTensorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def JoinWeightsGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.wire.v1.TargetService/JoinWeightsGroup',
+            outrider_dot_wire_dot_v1_dot_target__pb2.JoinWeightsGroupRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_target__pb2.JoinWeightsGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaveWeightsGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.wire.v1.TargetService/LeaveWeightsGroup',
+            outrider_dot_wire_dot_v1_dot_target__pb2.LeaveWeightsGroupRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_target__pb2.LeaveWeightsGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeightsFromGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.wire.v1.TargetService/UpdateWeightsFromGroup',
+            outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromGroupRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -35,6 +37,9 @@ from services.target.model.loading.updates import (
     check,
     tied_names,
 )
+from services.target.process.weights.group import Announced
+from services.target.process.weights.groups import TrainerGroups
+from services.target.process.weights.incoming import IncomingPickle, max_update_bytes
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +67,26 @@ class Weights:
     folder: str = ""
 
 
+class ArrivedTensors(Protocol):
+    """Tensors that fit the model, by its names, and their digests."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """On the host."""
+
+    @property
+    def digests(self) -> Mapping[str, bytes]:
+        """As of WeightsOrigin."""
+
+
+@runtime_checkable
+class LeadsRanks(Protocol):
+    """A runner of several tensor-parallel ranks."""
+
+    def tell_groups(self, message: bytes) -> None:
+        """Send what a trainer's group does to the other ranks."""
+
+
 @dataclass(frozen=True)
 class Condition:
     """What must hold for an update from a folder, as the wire's request has it; an empty field demands nothing."""
@@ -81,27 +106,38 @@ class Control:
         model_path: str = "",
         roots: Sequence[str] = (),
         trust_remote_code: bool = False,
+        group_timeout: float = 300.0,
     ) -> None:
         """folder: the engine's checkpoint. Its headers are read now, because it may be deleted later.
 
         model_path, roots: as of AllowedFolders. trust_remote_code: for the configuration of this folder alone; folders
-        of updates bring no code.
+        of updates bring no code. group_timeout: as of TrainerGroup
         """
         loaded = CheckpointFolder(folder)
         self._engine = engine
         self._allowed = AllowedFolders(model_path, folder, roots)
         self._settings = RunningSettings(folder, trust_remote_code)
         self._shapes = dict(engine.model.runner.weights())
-        self._tied = tied_names(self._settings.values, self._shapes)
+        self._tied = tied_names(self._shapes, tied=self._settings.ties_embeddings)
         self._ignored = frozenset(loaded.entries.keys() - self._shapes.keys() - self._tied.keys())
         self._origin = WeightsOrigin(loaded.fingerprint)
-        self._incoming: IncomingTensors | None = None
+        self._receiving = threading.Lock()
+        self.groups = TrainerGroups(self._shapes, self._tied, engine.model.device, group_timeout, _tell_of(engine))
         self.weights = Weights(engine.weight_version, self._origin.folder)
 
     # --- weights ---
 
+    def _check_plain(self) -> None:
+        """Raise ConfigError for weights that no others can take the place of."""
+        if kinds := self._engine.model.kinds:
+            raise ConfigError(
+                f"the weights keep the number formats of their file ({', '.join(sorted(kinds))}) and cannot be "
+                "replaced; start the target with --dtype bfloat16 or --quantization int8"
+            )
+
     def read_folder(self, path: str, condition: Condition | None = None) -> CheckpointFolder:
         """Open a folder's checkpoint and check it against the model. Raises ConfigError."""
+        self._check_plain()
         found = self._allowed.find(path)
         try:
             folder = CheckpointFolder(found)
@@ -117,19 +153,38 @@ class Control:
         folder.check_tied(self._tied)
         return folder
 
+    @property
+    def max_update_bytes(self) -> int:
+        """Largest content of an update from tensors, in bytes."""
+        return max_update_bytes(self._shapes, self._tied)
+
     @contextlib.contextmanager
-    def incoming(self) -> Iterator[IncomingTensors]:
+    def incoming(self, *, pickled: bool = False) -> Iterator[IncomingTensors | IncomingPickle]:
         """A buffer for tensors that arrive in parts; one at a time, because it takes as much memory as the model.
 
-        Raises Conflict while there is another one.
+        pickled: as a pickle, else as a safetensors file. Raises Conflict while there is another one, and ConfigError
+        for weights that are not replaced.
         """
-        if self._incoming is not None:
+        with self._exclusively():
+            if pickled:
+                yield IncomingPickle(self._shapes, self._tied, cuda=self._engine.model.device.type == "cuda")
+            else:
+                yield IncomingTensors(self._shapes, self._tied)
+
+    @contextlib.contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        self._check_plain()
+        if not self._receiving.acquire(blocking=False):
             raise Conflict("tensors of another update are being received; send these once it has ended")
-        self._incoming = IncomingTensors(self._shapes, self._tied)
         try:
-            yield self._incoming
+            yield
         finally:
-            self._incoming = None
+            self._receiving.release()
+
+    def receive_from_group(self, name: str, announced: Sequence[Announced], *, flattened: bool) -> ArrivedTensors:
+        """In a thread: the tensors that a trainer broadcasts. Raises ConfigError, and Conflict as `incoming`."""
+        with self._exclusively():
+            return self.groups.receive(name, announced, flattened=flattened)
 
     def update_from_folder(
         self, folder: CheckpointFolder, update: Update, condition: Condition | None = None
@@ -145,11 +200,11 @@ class Control:
         origin = WeightsOrigin(folder.fingerprint)
         return self._update(folder.tensors(wanted), origin, update, whole=True, folder=str(folder.path))
 
-    def update_from_tensors(self, incoming: IncomingTensors, update: Update) -> Weights:
+    def update_from_tensors(self, arrived: ArrivedTensors, update: Update) -> Weights:
         """In the engine thread: load checked tensors. Raises EngineFault."""
-        origin = self._origin.under(incoming.digests)
+        origin = self._origin.under(arrived.digests)
         whole = self.weights.whole or origin.covered(self._shapes)
-        return self._update(incoming.tensors, origin, update, whole=whole)
+        return self._update(arrived.tensors, origin, update, whole=whole)
 
     def _update(
         self,
@@ -226,3 +281,9 @@ class Control:
         """Take steps again."""
         self._engine.scheduler.held = False
         log.info("resumed")
+
+
+def _tell_of(engine: TargetEngine) -> Callable[[bytes], None] | None:
+    """Sends what a trainer's group does to the other tensor-parallel ranks; None without any."""
+    runner = engine.model.runner
+    return runner.tell_groups if isinstance(runner, LeadsRanks) else None

@@ -1,6 +1,6 @@
 """Two ranks on the CPU are one: texts, features, caches, sampling and weight updates, with every feature on."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -19,11 +19,15 @@ from services.target.model.parallel import split
 from services.target.model.parallel.shard import Shard
 from services.target.process.control import Control, Update
 from services.target.process.ranks.batches import pack, unpack
+from services.target.process.weights.group import Announced, Membership
 from services.target.step.batch import Batch, Capture, DeferredRoots, SessionWork, TokenArrays, build
 from services.target.step.layout import Layout
 from tests.support.checkpoints import quantizers
 from tests.support.checkpoints.families import write_family
 from tests.support.checkpoints.quantizers import GROUP, write_quantized
+from tests.support.gateway.services import free_port
+from tests.support.system.trainer import GROUP as TRAINERS
+from tests.support.system.trainer import Trainer
 from tests.support.target.cuda.interpreter import need_interpreter
 from tests.support.target.driving import engine_of, load_model, load_modules, opening, run
 from tests.support.target.features import Reader, configured
@@ -318,6 +322,29 @@ def test_an_update_reaches_all_ranks(way, pair, updates):
         weights = control.update_from_tensors(sent(control, folders[1]), Update("two"))
     assert (weights.weight_version, weights.whole) == ("two", True)
     assert weights.replaced == len(load_file(folders[1] / "model.safetensors"))
+    assert text(engine) == texts[1]
+
+
+def test_all_ranks_take_a_place_in_a_trainers_process_group(pair, updates):
+    folders, texts = updates
+    engine, control = controlled(pair, folders[0])
+    tensors, port = load_file(folders[1] / "model.safetensors"), free_port()
+    trainer = Trainer(port, folders[1], size=3)
+    member = Membership(TRAINERS, "127.0.0.1", port, 1, 3, "gloo")
+    try:
+        control.groups.announce("join", membership=asdict(member))
+        control.groups.join(member)
+        announced = [Announced(name, "float32", tuple(tensor.shape)) for name, tensor in tensors.items()]
+        parts = [(one.name, one.dtype, one.shape) for one in announced]
+        control.groups.announce("receive", name=TRAINERS, announced=parts, flattened=False)
+        trainer.broadcast(list(tensors))
+        arrived = control.receive_from_group(TRAINERS, announced, flattened=False)
+        assert control.update_from_tensors(arrived, Update("two")).whole
+        assert text(engine) == texts[1]
+        control.groups.announce("leave", name=TRAINERS)
+        control.groups.leave(TRAINERS)
+    finally:
+        trainer.kill()
     assert text(engine) == texts[1]
 
 
