@@ -126,7 +126,7 @@ def find_noise(folder: Path, agreement: float) -> tuple[float, float]:
 
 def _prompts(folder: Path) -> list[Tensor]:
     """The shortest bundled prompts in the chat template, [1, n] each."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     turns = sorted((prompt.turns[0] for prompt in read_prompts(BUNDLED_PROMPTS)), key=len)[:_TEXTS]
     chats = [[{"role": "user", "content": turn}] for turn in turns]
     return [

@@ -60,16 +60,16 @@ class Rounds(NamedTuple):
 
 
 class Stopping(NamedTuple):
-    """When rounds of growth end.
+    """When rounds of growth end; numbers, or in a program arrays [S].
 
     limit:   rounds of this session at most; -1 for padding
     pace:    seconds of a round's root and of the target's step behind it, over those of a level
     quality: log of accepted over promised draft tokens
     """
 
-    limit: float
-    pace: float
-    quality: float
+    limit: Any
+    pace: Any
+    quality: Any
 
 
 class StepShape(NamedTuple):

@@ -1,8 +1,10 @@
 """How long a step is held for proposals: until every session with a drafter has an answer to its last commit, within a
 bound. A drafter further away than the bound hardly pays, and finding out costs more.
 
-The first answer of a drafter takes longer, because it reads the prompt first: on the target's cores it can do so only
-while the target waits. So a step may be held for it once as long as the target itself read that prompt."""
+The first answer to a session takes longer, because the drafter reads the prompt first: on the target's cores it can do
+so only while the target waits. So a step may be held for it once, for as long as the target itself took to read that
+prompt. It is not where most sessions of the step have answers already, and not after several such waits in vain: the
+drafter may leave out sessions of this kind."""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from collections.abc import Callable, Collection, Mapping
 _MAX_WAIT = 0.3  # seconds that a step is held at most, and no longer than ...
 _MAX_WAIT_STEPS = 2  # ... this many steps take
 MEASURING_WAIT = 10.0  # seconds, in which a draft reads a long prompt; for drafters that are measured
-_MAX_FIRST_WAIT = 2.0  # seconds for a drafter's first answer
+_MAX_FIRST_WAIT = 2.0  # seconds for first answers
+_MAX_VAIN = 2  # consecutive waits for first answers in vain
 _MAX_MISSES = 3  # consecutive waits in vain after which a session is no longer waited for
 
 
@@ -38,6 +41,7 @@ class DraftWait:
         self._awaited: set[int] = set()
         self._misses: dict[int, int] = {}  # by session: waits in vain since its last fresh answer
         self._drafted: set[int] = set()
+        self._vain = 0  # consecutive waits for first answers that had none
         self._deadline = clock()
 
     @property
@@ -57,6 +61,7 @@ class DraftWait:
 
     def _count_misses(self) -> None:
         """The deadline has passed for the awaited sessions: a drafter may be gone, or have left a session out."""
+        self._vain += not self._awaited <= self._drafted
         for session_id in self._awaited:
             self._misses[session_id] = self._misses.get(session_id, 0) + 1
             if self._misses[session_id] >= _MAX_MISSES:
@@ -65,7 +70,9 @@ class DraftWait:
     def received(self, session_id: int, *, fresh: bool) -> None:
         """A proposal, or an empty answer, has come. fresh: its drafter knew of the last commit."""
         self.has_drafter = True
-        self._drafted.add(session_id)
+        if session_id not in self._drafted:
+            self._drafted.add(session_id)
+            self._vain = 0
         if fresh:
             self._awaited.discard(session_id)
             self._misses.pop(session_id, None)
@@ -98,8 +105,8 @@ class DraftWait:
         hold: the mode waits for proposals. reading: seconds in which drafters read sessions that have no answer yet
         """
         awaited, longest = self.any_of(wanted), longest_wait(step_seconds)
-        if self.has_drafter and reading:
-            unread = {one for one in reading if one not in self._drafted and one not in self._misses}
+        if self.has_drafter and reading and self._vain < _MAX_VAIN and 2 * len(reading) > len(wanted):
+            unread = {one for one in reading if one not in self._misses}
             longest = max(longest, min(sum(reading[one] for one in unread), _MAX_FIRST_WAIT))
             awaited |= unread
         if self._longest is not None and not self._unanswered:

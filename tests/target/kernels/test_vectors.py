@@ -112,7 +112,7 @@ def test_products_ask_for_the_weights_that_come_next(kind, tmp_path):
     source, machine = tmp_path / "dots.cpp", tmp_path / "dots.s"
     use = "void multiply(int rows, outrider::Pass pass) { outrider::kDots[rows](pass); }"
     # Block formats take a cross compiler most of a minute.
-    headers = ("linear.h", "multiply_blocks.h") if kind.family.here else ("linear.h",)
+    headers = ("products/linear.h", "products/multiply_blocks.h") if kind.family.here else ("products/linear.h",)
     source.write_text("".join(f'#include "{name}"\n' for name in headers) + use)
     folders = [f"-I{folder}" for folder in kind.includes]
     fast = () if kind.family.here else ("-O1",)
