@@ -243,8 +243,8 @@ class Speculation:
 
     def budget(self, entry: TargetSession) -> int:
         """The draft budget of a session's next step, for its commit."""
-        unread = self._features.asked and not self.policy.wait.drafts_for(entry.session.id)
-        return self.service.budget(entry, paused=self.drafting_paused, unread=unread)
+        unread = not self.policy.wait.drafts_for(entry.session.id)
+        return self.service.budget(entry, paused=self.drafting_paused, unread=unread, fed=self._features.asked)
 
     def settled(self, commits: Sequence[Commit], sessions: int, prompt_tokens: int, steps: int) -> None:
         """A step has ended. sessions: that it committed tokens in; steps: of the model."""
