@@ -61,16 +61,20 @@ class Control:
         self._facts = facts
         self._updating = asyncio.Lock()
         self._paused = False  # as a client asked for it last
+        self._flushed = False  # as a client asked for it
         self._target_folder = ""  # of the weights that an update read last
         links: list[TargetLink | DraftLink] = [*orchestrator.targets, *orchestrator.drafts]
         for link in links:
             self.prepare(link)
 
     def prepare(self, link: TargetLink | DraftLink) -> None:
-        """Make a replica, before it is used, take part in what was controlled so far: pauses and weight updates."""
+        """Make a replica, before it is used, take part in pauses, flushes and weight updates so far."""
         if isinstance(link, DraftLink):
             link.target_folder = self._target_folder
+            if self._flushed:  # it may have been in the pool before
+                link.flush_later(draft_pb2.FlushDraftRequest())
             return
+        link.flush_due = self._flushed
         link.update_lock = self._update_lock
         others = [target for target in self._targets if target is not link]
         # Another gateway may have let the targets continue, which their reports show.
@@ -305,6 +309,7 @@ class Control:
 
         timeout_s: seconds to wait for requests to end. Raises InvalidRequest if some are still running then.
         """
+        self._flushed = True
         await self._flush_targets(time.monotonic() + max(timeout_s, _LAST_CLOSES))
         _check(await self.flush_drafts(draft_pb2.FlushDraftRequest()))
 
@@ -348,6 +353,22 @@ class Control:
         await self._set_paused(False)
         request = target_pb2.ContinueGenerationRequest()
         await self._all(lambda stub: stub.ContinueGeneration(request, timeout=_CALL_TIMEOUT))
+
+    async def release_memory(self) -> int:
+        """Let the targets return the memory of their KV caches. Returns its size, in bytes. Raises InvalidRequest."""
+        request = target_pb2.ReleaseMemoryRequest()
+        calls = [
+            self._call(target, lambda stub: stub.ReleaseMemory(request, timeout=_CALL_TIMEOUT))
+            for target in self._targets
+        ]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        _check(found)
+        return sum(one.released_bytes for one in found if not isinstance(one, BaseException))
+
+    async def resume_memory(self) -> None:
+        """Let the targets take memory again."""
+        request = target_pb2.ResumeMemoryRequest()
+        await self._all(lambda stub: stub.ResumeMemory(request, timeout=_CALL_TIMEOUT))
 
     async def _set_paused(self, paused: bool) -> None:
         self.adopt_pause(paused)

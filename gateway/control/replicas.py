@@ -14,7 +14,7 @@ from typing import Any
 from gateway.orchestration.orchestrator import Orchestrator
 from gateway.pools.addresses import check_address
 from gateway.pools.discovery import Discovery
-from gateway.pools.members import Decision, Member, Members, Service, id_of
+from gateway.pools.members import Decision, Member, Service, id_of
 from gateway.streams.availability import Availability, ReplicaState
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
@@ -28,8 +28,8 @@ _WAITING = Availability(ReplicaState.UNREACHABLE, "it is connected once a target
 class Replicas:
     """Lists, adds and removes replicas."""
 
-    def __init__(self, members: Members, discovery: Discovery, orchestrator: Orchestrator, peers: Peers) -> None:
-        self._members = members
+    def __init__(self, discovery: Discovery, orchestrator: Orchestrator, peers: Peers) -> None:
+        self._members = discovery.members
         self._discovery = discovery
         self._orchestrator = orchestrator
         self._peers = peers
@@ -114,10 +114,12 @@ class Replicas:
         return one
 
     async def _decide(self, service: Service, address: str, *, added: bool, drain: bool = True) -> None:
-        decision = Decision(service, address, added, drain, (time.time_ns(), self._peers.index))
-        self._members.decide(decision)
-        (known,) = (one for one in self._members.decisions if (one.service, one.address) == (service, address))
-        await self._peers.ask("decide", known.to_json())
+        before = self._members.decision(service, address)
+        after = before.stamp[0] + 1 if before is not None else 0  # the clock may have been set back
+        stamp = max(time.time_ns(), after), self._peers.index
+        self._members.decide(Decision(service, address, added, drain, stamp))
+        if (known := self._members.decision(service, address)) is not None:
+            await self._peers.ask("decide", known.to_json())
 
     # --- other workers ---
 

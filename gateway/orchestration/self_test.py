@@ -191,12 +191,13 @@ class Tester:
     async def test(self, draft: DraftLink) -> list[Finding]:
         """Test a draft as soon as it is up, unless one of its kind was tested. Returns the findings."""
         await _up(draft)
-        if draft.kind in self._tested:
+        if draft.draining or draft.kind in self._tested:
             return []
         self._tested.add(draft.kind)
         return await self_test(self._generator, draft)
 
 
 async def _up(draft: DraftLink) -> None:
-    while not draft.up:  # noqa: ASYNC110 - the link may connect and fail several times before it stays up
+    """Wait until a draft is up, or has left its pool."""
+    while not (draft.up or draft.draining):  # noqa: ASYNC110 - the link may connect and fail several times before it stays up
         await asyncio.sleep(0.2)

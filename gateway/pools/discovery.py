@@ -10,6 +10,8 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from gateway.pools.addresses import Kind, Named, check_address
 from gateway.pools.members import Members, Service
@@ -24,35 +26,44 @@ _MIN_INTERVAL = 1.0  # seconds between two looks, also where losses ask for one
 Lookup = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
+# Of their own, because a resolver that does not answer holds a thread for half a minute.
+_resolvers = ThreadPoolExecutor(2, thread_name_prefix="resolver")
+
+
 async def lookup(host: str, port: int) -> Sequence[str]:
     """All addresses of a DNS name. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    resolve = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(_resolvers, resolve)
     return [host_and_port(str(address[0]), port) for *_, address in found]
 
 
 class Discovery:
-    """Looks at the DNS names and files among the flags. Lives in one event loop."""
+    """Looks at the DNS names and files among the flags. Lives in one event loop.
+
+    members: those of both pools. failures: why the last look failed, by service and name
+    """
 
     def __init__(self, members: Members, interval: float, lookup: Lookup = lookup) -> None:
         """interval: seconds between two looks. Raises ConfigError."""
         if not interval > 0:
             raise ConfigError(f"--discovery-interval must be more than 0, not {interval:g}")
-        self._members = members
+        self.members = members
         self._interval = interval
         self._lookup = lookup
         self._tasks: list[asyncio.Task[None]] = []
         self._wakes: dict[Service, list[asyncio.Event]] = {service: [] for service in Service}
-        self._texts: dict[Named, str] = {}  # of files, at the last look
-        self.failures: dict[tuple[Service, str], str] = {}  # why the last look failed, by service and name
+        self._texts: dict[tuple[Service, Named], str] = {}  # of files, at the last look
+        self.failures: dict[tuple[Service, str], str] = {}
 
-    def start(self, service: Service, names: Sequence[Named]) -> None:
-        """Begin to look at those of a pool's names that may stand for many replicas."""
-        for named in names:
-            if named.kind is not Kind.ADDRESS:
-                wake = asyncio.Event()
-                self._wakes[service].append(wake)
-                watch = self._watch(service, named, wake)
-                self._tasks.append(asyncio.create_task(watch, name=f"{service} {named.text}"))
+    def start(self) -> None:
+        """Begin to look at the names that may stand for many replicas."""
+        for service in Service:
+            for named in self.members.names(service):
+                if named.kind is not Kind.ADDRESS:
+                    wake = asyncio.Event()
+                    self._wakes[service].append(wake)
+                    watch = self._watch(service, named, wake)
+                    self._tasks.append(asyncio.create_task(watch, name=f"{service} {named.text}"))
 
     def look_now(self, service: Service) -> None:
         """Look at once, because a replica was lost."""
@@ -82,7 +93,7 @@ class Discovery:
     async def _look(self, service: Service, named: Named) -> None:
         key = service, named.text
         try:
-            found = await (self._of_name(named) if named.kind is Kind.DNS else self._of_file(named))
+            found = await (self._of_name(named) if named.kind is Kind.DNS else self._of_file(service, named))
         except (OSError, UnicodeError) as error:
             reason = (error.strerror if isinstance(error, OSError) else "it is not text") or str(error)
             if self.failures.get(key) != reason:
@@ -91,19 +102,19 @@ class Discovery:
             return
         self.failures.pop(key, None)
         if found is not None:
-            self._members.set_addresses(service, named, found)
+            self.members.set_addresses(service, named, found)
 
     async def _of_name(self, named: Named) -> Sequence[str]:
         return await self._lookup(named.host, named.port)
 
-    async def _of_file(self, named: Named) -> Sequence[str] | None:
+    async def _of_file(self, service: Service, named: Named) -> Sequence[str] | None:
         """The addresses in a file; None if it has not changed."""
         text = await asyncio.to_thread(named.path.read_text, encoding="utf-8")
-        while self._texts.get(named) != text:
+        while self._texts.get((service, named)) != text:
             await asyncio.sleep(_SETTLE)
             again = await asyncio.to_thread(named.path.read_text, encoding="utf-8")
             if again == text:
-                self._texts[named] = text
+                self._texts[service, named] = text
                 return addresses_in(text, str(named.path))
             text = again
         return None

@@ -113,6 +113,10 @@ class Members:
         """The members of a pool."""
         return [member for member in self._members.values() if member.service is service]
 
+    def names(self, service: Service) -> list[Named]:
+        """What the flags name, in their order."""
+        return list(self._named[service])
+
     def find(self, service: Service, address: str) -> Member | None:
         """The member at an address."""
         return self._members.get((service, address))
@@ -138,6 +142,10 @@ class Members:
         self._decisions[key] = replace(decision, hides=hides)
         self._apply(decision.service, drain=decision.drain)
         return True
+
+    def decision(self, service: Service, address: str) -> Decision | None:
+        """What the API last said about a replica; None if it said nothing."""
+        return self._decisions.get((service, address))
 
     @property
     def decisions(self) -> list[Decision]:

@@ -61,8 +61,8 @@ class Routing:
 class _Candidate(NamedTuple, Generic[Replica]):
     """A replica as a session may use it; the smallest is the least loaded.
 
-    next_load: its load with this session
     load: its sessions, scaled as if it ran as many together as the largest candidate, as fast as the fastest one
+    next_load: the same with one session more, so that of idle replicas the fastest one is chosen
     """
 
     full: bool
@@ -122,14 +122,14 @@ class Pool(Generic[Replica]):
         largest = max(limits)
         candidates = []
         for order, (replica, limit, slowness) in enumerate(zip(replicas, limits, _slowness(replicas), strict=True)):
-            scale = (largest / limit if limit else 1.0) * slowness
             prefixes, count = self._prefixes[replica], replica.session_count
+            load = count * largest / limit if limit else float(count)
             cached = prefixes.match(self._hashes(session, replica)) * _page_size(replica)
             candidates.append(
                 _Candidate(
                     0 < limit <= count,
-                    (count + 1) * scale,
-                    count * scale,
+                    (load + 1) * slowness,
+                    load * slowness,
                     len(session.tokens) - cached,
                     len(prefixes),
                     order,

@@ -36,9 +36,9 @@ from gateway.orchestration import self_test
 from gateway.orchestration.generator import Generator
 from gateway.orchestration.orchestrator import Orchestrator
 from gateway.orchestration.sampling_defaults import FILE, OPENAI, SamplingDefaults, of_model
-from gateway.pools.addresses import Kind, parse
+from gateway.pools.addresses import parse
 from gateway.pools.discovery import Discovery
-from gateway.pools.members import Members, Service
+from gateway.pools.members import Members
 from gateway.pools.pool import Routing
 from gateway.process.links import AnyLink, Links
 from gateway.process.listeners import Listeners
@@ -101,15 +101,13 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
     facade_services, metrics = facades(config.grpc_facades), Metrics()
     listeners = Listeners(config, _with_cors(edge, config.allowed_origins), keys, metrics, shared=peers.several)
     admission = Admission(config.max_pending_requests)
-    tests: list[asyncio.Task[Any]] = []
+    background: list[asyncio.Task[Any]] = []
     tls = config.server_tls()
     connection = Connection(config.service_tls(), config.stream_transport, config.service_token())
     routing = Routing(config.cache_threshold, config.balance_abs_threshold, config.balance_rel_threshold)
-    names = {Service.TARGET: list(map(parse, config.target)), Service.DRAFT: list(map(parse, config.draft))}
-    members = Members(*names.values())
-    discovery = Discovery(members, config.discovery_interval)
+    discovery = Discovery(Members(map(parse, config.target), map(parse, config.draft)), config.discovery_interval)
     orchestrator = Orchestrator([], [], metrics, routing=routing)
-    links, replicas = Links(members, orchestrator, connection), Replicas(members, discovery, orchestrator, peers)
+    links, replicas = Links(discovery, orchestrator, connection), Replicas(discovery, orchestrator, peers)
     edge.app = rest.Starting(edge.app, replicas, keys)
     gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, listeners.grpc.server)
     for facade in facade_services:
@@ -122,23 +120,18 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         await replicas.catch_up()
         if not late:
             await listeners.open(grpc_names, tls)
-        links.on_lost = discovery.look_now
         links.start()
-        for service, named in names.items():
-            discovery.start(service, named)
-        tests.append(asyncio.create_task(replicas.keep_up(), name="keep up"))
+        background.append(asyncio.create_task(replicas.keep_up(), name="keep up"))
         # Where replicas may be found later, the gateway waits for the first one without end.
-        fixed = config.target and all(one.kind is Kind.ADDRESS for one in names[Service.TARGET])
         STARTUP.done("Python and libraries")
-        target = await unless(
-            stop, first_target(orchestrator.targets, links, config.connect_timeout if fixed else None)
-        )
+        seconds = config.connect_timeout if links.targets_are_fixed else None
+        target = await unless(stop, first_target(orchestrator.targets, links, seconds))
         if target is None:
             return 0
         links.expect(target)
         assert target.info is not None, "a link that is up has info"
         STARTUP.done("waiting for the target")
-        facts = Facts(config, target.info, peers)
+        facts = Facts(config, target.info, peers, target.tokenizer_files)
         generator = Generator(
             orchestrator,
             ModelTokenizer(target.tokenizer_files),
@@ -160,7 +153,7 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         links.serve(control)
         tester = None if config.disable_draft_self_test else self_test.Tester(generator)
         if tester is not None:
-            tests += [asyncio.create_task(tester.test(draft), name="self-test") for draft in orchestrator.drafts]
+            background += [asyncio.create_task(tester.test(draft), name="self-test") for draft in orchestrator.drafts]
         links.on_late = partial(_join, tester)
         await peers.serve(answers_for(generator, control))
         edge.app = KeyCheck(rest.build(generator, facts, control, replicas, keys), keys)
@@ -185,9 +178,8 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         await admission.drain(config.drain_timeout)
         return 0
     finally:
-        for task in (stop, *tests):
+        for task in (stop, *background):
             task.cancel()
-        await discovery.stop()
         await links.stop()
         await orchestrator.stop()
         await peers.stop()

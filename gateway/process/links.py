@@ -10,7 +10,9 @@ from typing import Any
 
 from gateway.control.control import Control
 from gateway.orchestration.orchestrator import Orchestrator
-from gateway.pools.members import Member, Members, Service
+from gateway.pools.addresses import Kind
+from gateway.pools.discovery import Discovery
+from gateway.pools.members import Member, Service
 from gateway.streams.connection import Connection
 from gateway.streams.draft import DraftLink
 from gateway.streams.pool_weights import PoolWeights
@@ -26,12 +28,12 @@ AnyLink = TargetLink | DraftLink
 class Links:
     """Follows the members of both pools. Lives in one event loop.
 
-    changed: set after the state of a link, or a pool, has changed. on_lost: called when a replica in use was lost
+    changed: set after the state of a link, or a pool, has changed
     on_late: starts the work that a replica needs which joins while the gateway serves
     """
 
-    def __init__(self, members: Members, orchestrator: Orchestrator, connection: Connection) -> None:
-        self._members = members
+    def __init__(self, discovery: Discovery, orchestrator: Orchestrator, connection: Connection) -> None:
+        self._discovery, self._members = discovery, discovery.members
         self._orchestrator = orchestrator
         self._connection = connection
         self._control: Control | None = None  # once the gateway serves
@@ -42,14 +44,20 @@ class Links:
         self._late: set[asyncio.Task[None]] = set()
         self._were_up: set[AnyLink] = set()
         self.changed = asyncio.Event()
-        self.on_lost: Callable[[Service], None] = lambda _: None
         self.on_late: Callable[[AnyLink], Coroutine[Any, Any, None]] = _nothing
 
     def start(self) -> None:
-        """Connect to the targets. Drafts wait until `serve`, because they must fit the first target's model."""
+        """Find replicas, and connect to targets. Drafts wait until `serve`: they must fit the first target's model."""
         self._members.on_join, self._members.on_leave = self._joined, self._left
         for member in self._members.of(Service.TARGET):
             self._joined(member)
+        self._discovery.start()
+
+    @property
+    def targets_are_fixed(self) -> bool:
+        """True if flags name targets, by address alone."""
+        names = self._members.names(Service.TARGET)
+        return bool(names) and all(named.kind is Kind.ADDRESS for named in names)
 
     def is_named(self, link: AnyLink) -> bool:
         """True if a flag names exactly this address, so that it must fit when the gateway starts."""
@@ -78,6 +86,7 @@ class Links:
 
     async def stop(self) -> None:
         """End what is under way; the orchestrator ends the links."""
+        await self._discovery.stop()
         tasks = [*self._leaving.values(), *self._late]
         for task in tasks:
             task.cancel()
@@ -156,7 +165,7 @@ class Links:
             self._were_up.add(link)
         elif link in self._were_up:
             self._were_up.discard(link)
-            self.on_lost(Service(link.service))
+            self._discovery.look_now(Service(link.service))
         self.changed.set()
 
 

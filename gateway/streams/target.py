@@ -34,6 +34,7 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
     update_lock: excludes updates of weights
     paused: what the target must be set to before it is used again: True to pause, False to continue, None for nothing.
         It may have restarted, or have lost no more than its stream.
+    flush_due: its cached prefixes are dropped before it is used
     """
 
     service = "target"
@@ -51,6 +52,7 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         self.update_lock: UpdateLock = nullcontext
         self.paused: bool | None = None
         self._pause_reported = False  # by the target, since `set_paused`
+        self.flush_due = False
         self.clear()
 
     def clear(self) -> None:
@@ -203,7 +205,9 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         log.info('the target at %s has loaded the weights "%s" from %s', self.address, pool.version, request.folder)
 
     async def prepare(self, channel: grpc.aio.Channel) -> None:
-        """Pause the target, or let it continue; again if the wanted state changes meanwhile."""
+        """Flush the target if due. Pause it, or let it continue; again if the wanted state changes meanwhile."""
+        if self.flush_due:
+            await self._flush(channel)
         done: bool | None = None
         while (paused := self.paused) is not None and paused is not done:
             stub: Any = target_pb2_grpc.TargetServiceStub(channel)
@@ -213,6 +217,16 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
             else:
                 await stub.ContinueGeneration(target_pb2.ContinueGenerationRequest(), timeout=CALL_TIMEOUT)
             done = paused
+
+    async def _flush(self, channel: grpc.aio.Channel) -> None:
+        stub: Any = target_pb2_grpc.TargetServiceStub(channel)
+        try:
+            await stub.FlushCache(target_pb2.FlushCacheRequest(), timeout=CALL_TIMEOUT)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+                raise
+            log.warning("the target at %s keeps its cached prefixes: %s", self.address, error.details())
+        self.flush_due = False
 
     async def configure(self, features: Features) -> None:
         """Register hidden states that a draft needs, now or at the next handshake. Raises ConfigError if refused."""

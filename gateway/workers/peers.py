@@ -123,6 +123,8 @@ class Peers:
                     return (orjson.loads(await reader.read()),)
                 finally:
                     writer.close()
+        except FileNotFoundError:  # it has not started yet
+            return ()
         except (OSError, TimeoutError, orjson.JSONDecodeError) as error:
             log.info("worker %d gave no answer to %s: %s", index, question, error or "too late")
             return ()

@@ -17,6 +17,7 @@ import logging
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,10 +125,36 @@ def content_of(gguf: Path) -> str:
     return digest.hexdigest()
 
 
+def convert_when_asked(gguf: Path) -> None:
+    """Convert a file, in a thread, once a process without PyTorch waits for it. For one that reads the file itself."""
+    threading.Thread(target=_answer, args=(gguf, place_of(gguf)), name="conversion", daemon=True).start()
+
+
+def _answer(gguf: Path, folder: Path) -> None:
+    while not folder.is_dir():
+        if _request(folder).exists():
+            try:
+                with _locked(folder):
+                    if not folder.is_dir():
+                        _convert(gguf, folder)
+            except (ConfigError, OSError) as error:
+                log.warning("%s is not converted for a process without PyTorch: %s", gguf.name, error)
+                return
+        time.sleep(_POLL_SECONDS)
+
+
+def _request(folder: Path) -> Path:
+    """The file that asks for a conversion."""
+    return folder.with_name(f"{folder.name}.wanted")
+
+
 def _await(gguf: Path, folder: Path) -> None:
     """Wait for the conversion by a process with PyTorch. Raises ConfigError after two minutes without one."""
     deadline = time.monotonic() + _CONVERSION_SECONDS
     log.info("waiting for a target service to convert %s into %s", gguf.name, folder)
+    with contextlib.suppress(OSError):  # a read-only cache may still get the folder from others
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _request(folder).touch()
     while not folder.is_dir():
         if time.monotonic() > deadline:
             raise ConfigError(
@@ -135,6 +162,8 @@ def _await(gguf: Path, folder: Path) -> None:
                 "start the target service first, or install outrider[target]"
             )
         time.sleep(_POLL_SECONDS)
+    with contextlib.suppress(OSError):
+        _request(folder).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -138,10 +138,13 @@ def check_ports(gateway: GatewayOptions) -> None:
 
 
 def prepare_models(config: ServeConfig, display: Display) -> None:
-    """Download and convert the target's model, and with --require-draft the draft's. Raises ConfigError."""
+    """Download and convert the target's model, and with --require-draft the draft's. Raises ConfigError.
+
+    On a CPU most models are read from their GGUF file; the target converts the others.
+    """
     target, draft = config.target.model_path, config.draft.speculative_draft_model_path
     display.line(f"preparing {checkpoint.display_name(target)}")
-    folder = checkpoint.resolve(target)
+    folder = checkpoint.resolve(target, description=target_on_cpu(config))
     own_draft = config.draft.speculative_algorithm in MODEL_ALGORITHMS and draft is not None and draft != target
     if config.require_draft and own_draft and draft is not None:
         display.line(f"preparing {checkpoint.display_name(draft)}")

@@ -33,7 +33,7 @@ from outrider.tls import ServerTls
 from outrider.transport.frame_socket import MAX_MESSAGE_BYTES
 from outrider.transport.guard import MAX_WATCHES, Check, Guard, Limits
 from outrider.transport.socket_streams import Decode, Encode
-from outrider.transport.statuses import abort
+from outrider.transport.statuses import PROGRESS, abort
 from outrider.transport.stream import StreamHub
 
 log = logging.getLogger(__name__)
@@ -51,10 +51,6 @@ CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 _REUSE_PORT = "grpc.so_reuseport"
-
-
-PROGRESS = "outrider-progress"
-"""Key of a health check's trailing metadata: progress of the start-up, as text."""
 
 
 class _Health(HealthServicer):  # type: ignore[misc]

@@ -234,6 +234,29 @@ def test_a_pause_holds_requests_and_changes_no_token(shared, mode):
         assert len(waiting.result(30)["choices"][0]["token_ids"]) == 3
 
 
+def test_released_memory_comes_back_and_changes_no_token(shared):
+    running, pools = shared, shared.targets[0].engine.cache.keys
+    whole = running.ask(PROMPTS[1], max_tokens=450, temperature=1, seed=3)["choices"][0]["token_ids"]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        future, begun = stream(running, pool, temperature=1, seed=3)
+        error = running.post("/release_memory_occupation", 400, json={"tags": ["weights"]})["error"]
+        assert "weights stay in memory" in error["message"]
+        assert any(keys.any() for keys in pools)
+        body = running.post("/release_memory_occupation", json={})
+        assert body["released_bytes"] > 0.9 * sum(keys.nbytes for keys in pools)
+        assert not any(keys[2:-2].any() for keys in pools)
+        running.post("/pause_generation", json={"mode": "retract"})
+        running.post("/continue_generation")
+        held = -1
+        while held != len(begun):
+            held = len(begun)
+            time.sleep(0.3)
+        assert not future.done()
+        running.pause(0)
+        running.post("/resume_memory_occupation", json={"tags": ["kv_cache", "weights"]})
+        assert future.result(30) == (whole, "length")
+
+
 def test_a_flush_is_refused_while_sessions_run(shared):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         future, _ = stream(shared, pool, temperature=1, seed=4)

@@ -1,13 +1,16 @@
 """Rollouts by /generate, as trainers read them: token ids, log-probabilities, counters, and answers cut by an abort."""
 
 import concurrent.futures
+import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.gateway.services import until
-from tests.support.system.controlled import System
+from tests.support.system.controlled import KEY, System
 from tests.support.tiny import VOCAB, write_model, write_tokenizer
 
 PROMPT = [5, 9, 5, 9, 5, 9, 5, 9, 30, 31]
@@ -123,3 +126,29 @@ def test_facts_that_trainers_read(running):
     assert running.gateway.client.get("/health_generate").status_code == 200
     refused = running.gateway.client.post("/generate", json={"input_ids": [VOCAB - 1], "return_routed_experts": True})
     assert "return_routed_experts" in refused.json()["error"]["message"]
+
+
+def test_a_loop_of_rollouts_and_training(running, folder):
+    """The example, with a tiny policy: the reward rises, and each step's rollouts come from its weights."""
+    path = Path(__file__).parents[2] / "docs/examples/rollouts.py"
+    spec = importlib.util.spec_from_file_location("rollouts", path)
+    sys.modules["rollouts"] = rollouts = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(rollouts)
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    engine = rollouts.Engine(running.gateway.url, KEY)
+    prompts = [[5, 9, 5, 9], [30, 31, 32], [7] * 6, [200, 201]]
+
+    def even(_, tokens):
+        return sum(token % 2 == 0 for token in tokens) / len(tokens)
+
+    try:
+        done = rollouts.train(policy, engine, prompts, even, steps=10, count=16, max_tokens=12, rate=1e-2, batch=64)
+    finally:
+        engine.close()
+        torch.multiprocessing.set_sharing_strategy(strategy)
+        running.post("/update_weights_from_disk", json={"model_path": str(folder), "weight_version": "default"})
+    assert done[-1].reward > done[0].reward + 0.15
+    assert max(step.gap for step in done) < TOLERANCE
+    assert min(step.same for step in done) == 1
+    assert running.version() == "default"

@@ -29,6 +29,12 @@ class PauseBody(BaseModel):
     mode: PauseMode = "abort"
 
 
+class MemoryBody(BaseModel):
+    """POST /release_memory_occupation and /resume_memory_occupation. tags: null for all that can be released."""
+
+    tags: list[Literal["kv_cache", "weights", "cuda_graph"]] | None = None
+
+
 class AbortBody(BaseModel):
     """POST /abort_request. rid: id of the request, from its field `rid` or its header X-Request-Id."""
 
@@ -70,6 +76,23 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts, 
     async def continue_generation() -> Response:
         await control.resume()
         return _json({"status": "ok", "message": "Generation continues."})
+
+    @app.post("/release_memory_occupation", dependencies=admin, tags=["control"])
+    async def release_memory_occupation(body: MemoryBody | None = None) -> Response:
+        tags = body.tags if body is not None else None
+        if tags is not None and "kv_cache" not in tags:
+            raise InvalidRequest(
+                "weights stay in memory; release `kv_cache`, or stop the target meanwhile", param="tags"
+            )
+        size = await control.release_memory()
+        message = f"{size} bytes of KV caches are released; weights stay in memory."
+        return _json({"success": True, "message": message, "released_bytes": size, "kept": ["weights"]})
+
+    @app.post("/resume_memory_occupation", dependencies=admin, tags=["control"])
+    async def resume_memory_occupation(body: MemoryBody | None = None) -> Response:
+        if body is None or body.tags is None or "kv_cache" in body.tags:
+            await control.resume_memory()
+        return _json({"success": True, "message": "Memory is taken again."})
 
     @app.post("/abort_request", tags=["control"], dependencies=[VALID_UNICODE])
     async def abort_request(body: AbortBody) -> Response:

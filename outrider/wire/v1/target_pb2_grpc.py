@@ -89,6 +89,16 @@ class TargetServiceStub:
                 request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.ContinueGenerationRequest.SerializeToString,
                 response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.ContinueGenerationResponse.FromString,
                 _registered_method=True)
+        self.ReleaseMemory = channel.unary_unary(
+                '/outrider.wire.v1.TargetService/ReleaseMemory',
+                request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.ReleaseMemoryRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.ReleaseMemoryResponse.FromString,
+                _registered_method=True)
+        self.ResumeMemory = channel.unary_unary(
+                '/outrider.wire.v1.TargetService/ResumeMemory',
+                request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.ResumeMemoryRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.ResumeMemoryResponse.FromString,
+                _registered_method=True)
         self.Verify = channel.stream_stream(
                 '/outrider.wire.v1.TargetService/Verify',
                 request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.VerifyRequest.SerializeToString,
@@ -181,6 +191,21 @@ class TargetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseMemory(self, request, context):
+        """Returns the memory of the KV cache to the system, on a CPU. Sessions give their pages back and wait until it is
+        resumed. FAILED_PRECONDITION on other devices.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeMemory(self, request, context):
+        """Takes memory again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Verify(self, request_iterator, context):
         """Carries all sessions of a gateway. When the stream ends, its sessions end.
         """
@@ -245,6 +270,16 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.ContinueGeneration,
                     request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.ContinueGenerationRequest.FromString,
                     response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.ContinueGenerationResponse.SerializeToString,
+            ),
+            'ReleaseMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseMemory,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.ReleaseMemoryRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.ReleaseMemoryResponse.SerializeToString,
+            ),
+            'ResumeMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeMemory,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.ResumeMemoryRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.ResumeMemoryResponse.SerializeToString,
             ),
             'Verify': grpc.stream_stream_rpc_method_handler(
                     servicer.Verify,
@@ -549,6 +584,60 @@ class TargetService:
             '/outrider.wire.v1.TargetService/ContinueGeneration',
             outrider_dot_wire_dot_v1_dot_target__pb2.ContinueGenerationRequest.SerializeToString,
             outrider_dot_wire_dot_v1_dot_target__pb2.ContinueGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.wire.v1.TargetService/ReleaseMemory',
+            outrider_dot_wire_dot_v1_dot_target__pb2.ReleaseMemoryRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_target__pb2.ReleaseMemoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.wire.v1.TargetService/ResumeMemory',
+            outrider_dot_wire_dot_v1_dot_target__pb2.ResumeMemoryRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_target__pb2.ResumeMemoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

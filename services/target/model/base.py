@@ -94,6 +94,7 @@ class Model:
     prompt_lookup: True if prompt lookup drafts for it, too
     shortage: bytes that another tensor-parallel rank's device has less free than this one
     kinds: number formats of its file that weights keep, with the number of weights; such weights are not replaced
+    step_bytes: of weights that a step reads; 0 if it is not known
     """
 
     runner: Runner
@@ -112,6 +113,7 @@ class Model:
     prompt_lookup: bool = False
     shortage: int = 0
     kinds: Mapping[str, int] = field(default_factory=dict)
+    step_bytes: int = 0
 
     @property
     def drafts(self) -> bool:

@@ -21,7 +21,7 @@ from services.target.kernels.cpu.programs.pruned_head import PrunedHead
 from services.target.model import decoder
 from services.target.model.attention import Probe
 from services.target.model.linear import head_format
-from services.target.model.stored.source import WeightSource, parts_of
+from services.target.model.stored.source import StoredFormat, WeightSource, parts_of
 
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 _LANES = 16
@@ -111,7 +111,7 @@ class ProgramBuilder:
         own = self._source.number_format(_EMBEDDING)
         outputs, inputs = self._module.model.embed_tokens.weight.shape
         if own is not None:
-            packed = PackedWeight(outputs, inputs, own)
+            packed = own.new(outputs, inputs)
             self._source.pack(_EMBEDDING, packed, torch.arange(outputs))
             return packed
         table = self._source.plain(_EMBEDDING).to(self._module.dtype).contiguous()
@@ -200,13 +200,13 @@ class ProgramBuilder:
             first = last
         return parts
 
-    def _pack_part(self, linears: list[Any], names: list[str], own: Format | None, interleaved: bool) -> Part:
+    def _pack_part(self, linears: list[Any], names: list[str], own: StoredFormat | None, interleaved: bool) -> Part:
         """own: the format in which the source keeps the weights."""
         counts = [linear.weight.shape[0] for linear in linears]
         inputs = linears[0].weight.shape[1]
         padded = -(-counts[0] // _LANES) * _LANES  # a panel holds whole groups of gates and values
         width = 2 * padded if interleaved else sum(counts)
-        packed = PackedWeight(width, inputs, self._format if own is None else own)
+        packed = PackedWeight(width, inputs, self._format) if own is None else own.new(width, inputs)
         narrow = None if self._narrow is None else PackedWeight(width, inputs, self._narrow, rough=True)
         if own is not None and narrow is not None and narrow.bytes > _NARROWER * packed.bytes:
             narrow = None
@@ -228,9 +228,10 @@ class ProgramBuilder:
     def _fill(self, name: str, outputs: Tensor, inputs: int, packed: list[PackedWeight | None]) -> None:
         """Pack a weight that is read in the format of the computation."""
         wanted = [one for one in packed if one is not None]
-        for begin, end in parts_of(len(outputs), inputs) if wanted else ():
+        missing = [one for one in wanted if not one.restore()]
+        for begin, end in parts_of(len(outputs), inputs) if missing else ():
             rows = self._source.rows(name, begin, end)
-            for one in wanted:
+            for one in missing:
                 one.fill(outputs[begin:end], rows)
         for one in wanted:
             self._runner.add_weight(name, (len(outputs), inputs), _filling(one, outputs))
@@ -245,7 +246,7 @@ class ProgramBuilder:
             return None
         pruned, everything = PrunedHead(outputs, inputs), torch.arange(outputs)
         own = torch.bfloat16 if self._format == Format.BFLOAT16 else torch.float32
-        for begin, end in parts_of(outputs, inputs):
+        for begin, end in () if pruned.restore() else parts_of(outputs, inputs):
             pruned.fill(everything[begin:end], self._source.rows(name, begin, end).to(own))
 
         def fill(weight: Tensor) -> None:

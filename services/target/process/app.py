@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.checkpoints.conversion import convert_when_asked
+from outrider.checkpoints.gguf.record import read_record
 from outrider.config import TargetConfig, check_device, parse_flags
 from outrider.config.compatibility.on_cpu import for_cpu
 from outrider.config.ranks import rank_places
@@ -74,6 +76,8 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
 
         STARTUP.done("libraries")
         folder = folder_of(config)
+        if (record := read_record(folder)) is not None:  # a draft service beside this one may need the weights
+            convert_when_asked(record.file)
         STARTUP.done("checkpoint")
         kept = KeptCosts(folder, config)
         engine = build_engine(folder, config, kept)
@@ -92,6 +96,7 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
         from services.target.process.kept_costs import measure_again
 
         ((engine, kept),) = built
+        engine.sessions.grammars.load()  # not earlier: its tokenizer and process would take the start's cores
         await asyncio.gather(watch_engine(loop, server, config.hang_timeout), measure_again(loop, engine, kept))
 
     with tracing_to(config.otlp_traces_endpoint, "target") as tracing:

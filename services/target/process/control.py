@@ -122,6 +122,7 @@ class Control:
         self._ignored = frozenset(loaded.entries.keys() - self._shapes.keys() - self._tied.keys())
         self._origin = WeightsOrigin(loaded.fingerprint)
         self._receiving = threading.Lock()
+        self._paused = self._released = False
         self.groups = TrainerGroups(self._shapes, self._tied, engine.model.device, group_timeout, _tell_of(engine))
         self.weights = Weights(engine.weight_version, self._origin.folder)
 
@@ -273,14 +274,39 @@ class Control:
         }
         self._engine.finish()
         count = modes[mode]()
-        self._engine.scheduler.held = True
+        self._engine.scheduler.held = self._paused = True
         log.info("paused: %s", mode)
         return count if mode == "abort" else 0
 
     def proceed(self) -> None:
-        """Take steps again."""
-        self._engine.scheduler.held = False
+        """Take steps again, unless memory is released."""
+        self._paused = False
+        self._engine.scheduler.held = self._released
         log.info("resumed")
+
+    def release(self) -> int:
+        """Return the memory of the KV cache to the system. Returns its size, in bytes. Raises ConfigError.
+
+        Sessions give their pages back, and wait for `resume`.
+        """
+        engine = self._engine
+        if engine.model.device.type != "cpu" or isinstance(engine.model.runner, LeadsRanks):
+            raise ConfigError(
+                "a target on a GPU, or with --tp-size, keeps its memory; train on other devices, or stop it meanwhile"
+            )
+        engine.finish()
+        engine.scheduler.held = self._released = True
+        engine.scheduler.retract()
+        engine.flush()
+        size = engine.cache.release()
+        log.info("released %d bytes of the KV cache", size)
+        return size
+
+    def resume(self) -> None:
+        """Take memory again, as it is needed."""
+        self._released = False
+        self._engine.scheduler.held = self._paused
+        log.info("memory is taken again")
 
 
 def _tell_of(engine: TargetEngine) -> Callable[[bytes], None] | None:

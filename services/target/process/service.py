@@ -80,6 +80,8 @@ def describe(folder: Path, engine: TargetEngine, config: TargetConfig) -> Facts:
         kv_cache_dtype=str(model.cache_dtype).removeprefix("torch."),
         first_fingerprint=fingerprint,
         draft_sources=[source_to_pb(source) for source in sorted(engine.speculation.allowed.own)],
+        weight_formats=model.kinds,
+        step_weight_megabytes=round(model.step_bytes / 1e6),
     )
     return Facts(folder, info)
 
@@ -308,6 +310,26 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         async with statuses(context):
             await self._in_engine(self._running()[1].proceed)
             return target_pb2.ContinueGenerationResponse()
+        raise AssertionError("an aborted call does not go on")
+
+    async def ReleaseMemory(  # noqa: N802
+        self, request: target_pb2.ReleaseMemoryRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.ReleaseMemoryResponse:
+        """Return the memory of the KV cache to the system."""
+        del request
+        async with statuses(context):
+            size = await self._in_engine(self._running()[1].release)
+            return target_pb2.ReleaseMemoryResponse(released_bytes=size)
+        raise AssertionError("an aborted call does not go on")
+
+    async def ResumeMemory(  # noqa: N802
+        self, request: target_pb2.ResumeMemoryRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.ResumeMemoryResponse:
+        """Take memory again."""
+        del request
+        async with statuses(context):
+            await self._in_engine(self._running()[1].resume)
+            return target_pb2.ResumeMemoryResponse()
         raise AssertionError("an aborted call does not go on")
 
     async def Verify(  # noqa: N802

@@ -28,7 +28,6 @@ def warm_up(engine: TargetEngine, kept: KeptCosts | None = None) -> None:
 
     kept: the file with the costs of its steps; None measures them
     """
-    engine.sessions.grammars.load()
     with step_by_step(engine):
         _run(engine, kept)
     if engine.prepares:

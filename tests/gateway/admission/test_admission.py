@@ -54,6 +54,8 @@ CONTROL = (
     ("POST", "/init_weights_update_group"),
     ("POST", "/destroy_weights_update_group"),
     ("POST", "/update_weight_version"),
+    ("POST", "/release_memory_occupation"),
+    ("POST", "/resume_memory_occupation"),
     ("POST", "/abort_request"),
 )
 

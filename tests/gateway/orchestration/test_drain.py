@@ -10,10 +10,11 @@ from gateway.control.control import Control
 from gateway.control.server_info import Facts
 from gateway.orchestration.orchestrator import Orchestrator
 from gateway.pools.addresses import parse
+from gateway.pools.discovery import Discovery
 from gateway.pools.members import Decision, Members, Service
 from gateway.process.links import Links
 from gateway.streams.availability import ReplicaState
-from gateway.streams.connection import PLAIN
+from gateway.streams.connection import PLAIN, Connection
 from gateway.streams.draft import DraftLink
 from gateway.streams.features import Features
 from gateway.streams.link import Link
@@ -22,9 +23,10 @@ from gateway.telemetry.metrics import Metrics
 from outrider.config import GatewayConfig
 from outrider.errors import ConfigError, Unavailable
 from outrider.speculation.proposal import Commit, FinishReason, path_hash
+from outrider.tls import ClientTls
 from outrider.wire.codec import commits_to_pb
 from outrider.wire.opens import open_from_pb
-from outrider.wire.v1 import common_pb2, target_pb2
+from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 from tests.support.gateway.requests import request_for
 
 FULL = 8  # gRPC's code of a target without room
@@ -213,7 +215,7 @@ async def served(monkeypatch):
     monkeypatch.setattr(Link, "start", lambda _: None)
     names = [parse("unix:/nowhere/first")]
     members, orchestrator = Members(names), Orchestrator([], [], Metrics())
-    links = Links(members, orchestrator, PLAIN)
+    links = Links(Discovery(members, 5.0), orchestrator, PLAIN)
     links.start()
     (first,) = orchestrator.targets
     first.up, first.info = True, facts_of("f1")
@@ -249,7 +251,7 @@ async def test_a_late_target_must_have_the_weights_of_the_last_update(served):
     assert late._pool.request_for(facts_of("f1")).folder == "/w"
 
 
-async def test_pauses_and_folders_reach_late_replicas(served):
+async def test_pauses_flushes_and_folders_reach_late_replicas(served, monkeypatch):
     assert served.decide("unix:/nowhere/a", added=True).paused is None
     served.control.adopt_pause(True)
     assert served.decide("unix:/nowhere/b", added=True).paused is True
@@ -257,7 +259,34 @@ async def test_pauses_and_folders_reach_late_replicas(served):
     assert not served.decide("unix:/nowhere/c", added=True).paused
     await served.control.flush_target_states("/weights/2")
     draft = served.decide("unix:/nowhere/d", added=True, service=Service.DRAFT)
-    assert draft.target_folder == "/weights/2"
+    assert (draft.target_folder, draft._due_flush) == ("/weights/2", None)
+    with pytest.raises(Unavailable, match="/nowhere/"):  # those that are there cannot be reached
+        await served.control.flush_cache()
+    assert served.decide("unix:/nowhere/e", added=True, service=Service.DRAFT)._due_flush is not None
+    late, flushed = served.decide("unix:/nowhere/f", added=True), []
+
+    class Stub:
+        def __init__(self, channel):
+            pass
+
+        async def FlushCache(self, request, **options):
+            flushed.append(request)
+
+    monkeypatch.setattr(target_pb2_grpc, "TargetServiceStub", Stub)
+    await late.prepare(None)
+    await late.prepare(None)
+    assert len(flushed) == 1
+
+
+@pytest.mark.parametrize(("flag", "expected"), [(None, "targets.svc"), ("all", "all")])
+async def test_replicas_that_dns_finds_show_certificates_of_the_name(flag, expected):
+    name = parse("dns:targets.svc:1")
+    members, orchestrator = Members([name, parse("b:1")]), Orchestrator([], [], Metrics())
+    links = Links(Discovery(members, 5.0), orchestrator, Connection(ClientTls("ca.pem", b"", None, flag)))
+    members.set_addresses(Service.TARGET, name, ["10.0.0.1:1"])
+    made = {member.address: links._link_to(member) for member in members}
+    assert made["10.0.0.1:1"]._connection.tls.server_name == expected
+    assert made["b:1"]._connection.tls.server_name == flag
 
 
 async def test_a_replica_that_is_added_while_it_drains_stays(served):

@@ -19,7 +19,7 @@ from tests.support.emulated.machine import Machine
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 _ROOT = "/usr/aarch64-linux-gnu"
 """Where the cross compiler has the C++ library and the dynamic loader."""
-# Processors of the emulator: one with just the instructions of the kind, where there is one, so that others are noticed.
+# Processors of the emulator. The first has just the instructions of the kind, so that others are noticed.
 _PROCESSORS = {vectors.NEON: "neoverse-n1", vectors.NEON_BF16: "max,sve=off,sme=off,pauth=off"}
 _PROGRAM = Path(__file__).with_name("machine.cpp")
 

@@ -109,11 +109,12 @@ class Machine:
         return result(bits).value
 
     def _ask(self, request: bytes) -> int:
-        channels = self._process.stdin, self._process.stdout
-        assert channels[0] is not None and channels[1] is not None, "both are pipes"
-        channels[0].write(request)
-        channels[0].flush()
-        answer = channels[1].read(8)
+        to, back = self._process.stdin, self._process.stdout
+        assert to is not None, "both are pipes"
+        assert back is not None
+        to.write(request)
+        to.flush()
+        answer = back.read(8)
         if len(answer) < 8:
             raise RuntimeError(f"the emulated process ended with {self._process.wait()}; its message is above")
         return int.from_bytes(answer, "little")

@@ -21,7 +21,8 @@ from tests.support.emulated import plugin
 
 TARGET = Path(__file__).parent
 KERNELS = (
-    "test_kernels.py", "../model/test_linear.py", "test_cpu_sampling.py", "test_pruned_head.py", "test_fp8_cache.py",
+    "test_kernels.py", "../model/test_linear.py", "test_block_formats.py", "test_cpu_sampling.py",
+    "test_pruned_head.py", "test_fp8_cache.py",
 )  # fmt: skip
 
 
@@ -110,14 +111,17 @@ def test_products_ask_for_the_weights_that_come_next(kind, tmp_path):
         pytest.skip(f"there is no {compiler}")
     source, machine = tmp_path / "dots.cpp", tmp_path / "dots.s"
     use = "void multiply(int rows, outrider::Pass pass) { outrider::kDots[rows](pass); }"
-    source.write_text(f'#include "linear.h"\n{use}\n')
+    # Block formats take a cross compiler most of a minute.
+    headers = ("products/linear.h", "products/multiply_blocks.h") if kind.family.here else ("products/linear.h",)
+    source.write_text("".join(f'#include "{name}"\n' for name in headers) + use)
     folders = [f"-I{folder}" for folder in kind.includes]
-    fast = () if kind.family.here else ("-O1",)  # a cross compiler's code is not what runs
+    fast = () if kind.family.here else ("-O1",)
     subprocess.run([compiler, *kind.flags, *fast, *folders, "-S", "-o", machine, source], check=True, timeout=100)
-    name = r"_ZN8outrider\d+((?:run|tile)_(?:plain|int8|int4)(?:_of_few|_of_many)?)I\w+"
+    name = r"_ZN8outrider\d+((?:run|tile)_(?:plain|int8|int4|blocks)(?:_of_few|_of_many)?)I\w+"
     parts = re.split(rf"^{name}:$", machine.read_text(), flags=re.M)
     products = list(zip(parts[1::2], parts[2::2], strict=True))
-    assert {"plain", "int8", "int4"} == {function.split("_")[1] for function, _ in products}
+    found = {function.split("_")[1] for function, _ in products}
+    assert found == {"plain", "int8", "int4", *(["blocks"] if kind.family.here else [])}
     near, far = ("pldl1keep", "pldl2keep") if kind.folder == "neon" else ("prefetcht0", "prefetcht1")
     assert all(near in code and far in code for _, code in products)
 

@@ -318,6 +318,19 @@ def test_without_pytorch_another_process_s_conversion_is_awaited(tiny_gguf, tmp_
     assert list(map(str, found)) == [folder]
 
 
+def test_a_process_that_reads_the_file_itself_converts_it_for_one_that_waits(tiny_gguf, tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(conversion, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(conversion.subprocess, "run", in_this_process)
+    folder = conversion.place_of(tiny_gguf)
+    conversion.convert_when_asked(tiny_gguf)
+    time.sleep(0.05)
+    assert not folder.exists()  # nothing is converted that nothing waits for
+    conversion._await(tiny_gguf, folder)
+    assert (folder / "model.safetensors").is_file()
+    assert not list(folder.parent.glob("*.wanted"))
+
+
 def test_a_file_is_converted_once_and_a_conversion_that_is_killed_leaves_nothing_half(tiny_gguf, tmp_path, monkeypatch):
     """Its folder gets its name when it is whole; what remains of one that was killed is swept up by the next."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
@@ -378,11 +391,12 @@ def test_a_description_is_a_conversion_without_weights(tiny_gguf, tmp_path):
         assert tensor.shape == tuple(reversed(names[name].shape.tolist()))
 
 
-def test_descriptions_are_of_one_file_and_conversions_of_what_is_in_it(tiny_gguf, tmp_path, monkeypatch):
-    def in_this_process(command, **_):
-        arguments = command[command.index(conversion._CONVERTER) + 1 :]
-        return subprocess.CompletedProcess(command, convert.main(arguments))
+def in_this_process(command, **_):
+    arguments = command[command.index(conversion._CONVERTER) + 1 :]
+    return subprocess.CompletedProcess(command, convert.main(arguments))
 
+
+def test_descriptions_are_of_one_file_and_conversions_of_what_is_in_it(tiny_gguf, tmp_path, monkeypatch):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(conversion.subprocess, "run", in_this_process)
     folder = checkpoint.resolve(str(tiny_gguf), description=True)

@@ -19,10 +19,10 @@ from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.matrices.weights import PackedWeight
+from services.target.model.dense.load import folder_of
 from services.target.model.gguf import convert
 from services.target.model.gguf.weights import GgufWeights
 from services.target.model.loading import support
-from services.target.model.dense.load import folder_of
 from services.target.model.loading.load import load
 from services.target.model.loading.probe import module_without_weights
 from services.target.model.native import ProgramRunner
@@ -104,7 +104,7 @@ def test_every_tensor_has_the_numbers_of_the_file(case, tmp_path):
             assert torch.equal(found, wanted), name
             continue
         outputs, inputs = expected.shape
-        packed = PackedWeight(outputs, inputs, own)
+        packed = own.new(outputs, inputs)
         source.pack(name, packed, torch.arange(outputs))
         assert torch.equal(packed.dequantized(), expected), name
         assert torch.equal(source.rows(name, 3, 40), expected[3:40].bfloat16()), name
@@ -177,7 +177,9 @@ def test_weights_in_formats_of_their_file_are_not_replaced(described, tmp_path):
         control.read_folder(str(tmp_path / "new"))
     with pytest.raises(ConfigError, match="cannot be replaced"), control.incoming():
         pass
-    assert describe(described, engine, TargetConfig()).info.model.fingerprint == checkpoint.fingerprint(described)
+    info = describe(described, engine, TargetConfig()).info
+    assert info.model.fingerprint == checkpoint.fingerprint(described)
+    assert dict(info.weight_formats) == {"Q4_K": 15, "Q6_K": 7}
 
 
 def test_a_copy_of_weights_that_are_narrow_is_refused_and_not_made_by_default(described):

@@ -20,7 +20,7 @@ inline uint16_t half_bits(float value) {
   std::memcpy(&bits, &half, sizeof bits);
   return bits;
 }
-inline float float_of_half(uint16_t bits) {
+inline float number_of_half(uint16_t bits) {
   __fp16 half;
   std::memcpy(&half, &bits, sizeof half);
   return float(half);

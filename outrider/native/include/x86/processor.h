@@ -17,6 +17,6 @@ inline void spin_hint() { _mm_pause(); }
 
 // Rounds to nearest, ties to even.
 inline uint16_t half_bits(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
-inline float float_of_half(uint16_t bits) { return _cvtsh_ss(bits); }
+inline float number_of_half(uint16_t bits) { return _cvtsh_ss(bits); }
 
 }  // namespace outrider

@@ -14,6 +14,7 @@ from outrider.checkpoints import checkpoint
 from outrider.checkpoints.gguf.record import read_record
 from outrider.checkpoints.headers import tensor_headers
 from outrider.config import TargetConfig
+from outrider.errors import ConfigError
 from outrider.process.startup import STARTUP
 from services.target.kernels.cpu import library
 from services.target.kernels.device import pick_device, pick_dtype
@@ -64,7 +65,7 @@ def load_dense(folder: Path, config: TargetConfig) -> Model | None:
         _check_flags(config)
         module, cache_dtype = _decoder_of(folder, config)
         files = _files_of(folder, module) if record is None else {}
-    except Unknown as reason:
+    except (Unknown, ConfigError) as reason:  # an error is reported where all checkpoints are read
         log.debug("%s is loaded by transformers: %s", folder, reason)
         return None
     STARTUP.done("settings")
@@ -98,6 +99,7 @@ def load_dense(folder: Path, config: TargetConfig) -> Model | None:
         head=runner.head,
         prompt_lookup=runner.prompt_lookup,
         kinds=runner.kinds,
+        step_bytes=runner.weight_bytes,
     )
     self_check.check(model)
     STARTUP.done("checks")

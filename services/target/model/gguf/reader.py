@@ -20,7 +20,7 @@ from outrider.errors import ConfigError
 class HeaderReader(GGUFReader):
     """A `GGUFReader` whose arrays are cut by plain NumPy slices. Raises ValueError for a file that ends too early."""
 
-    @property
+    @property  # type: ignore[override]
     def data(self) -> NDArray[Any]:
         """The bytes of the file. The base class maps them as a class of their own, each slice of which is slow."""
         return self._data
@@ -51,7 +51,8 @@ class HeaderReader(GGUFReader):
     def _strings(self, offset: int, count: int) -> tuple[list[NDArray[Any]], int]:
         """Lengths and bytes of strings, alternating, and the offset behind them."""
         parts: list[NDArray[Any]] = []
-        data, unpack = self._data, struct.Struct("<Q").unpack_from
+        data: Any = self._data
+        unpack = struct.Struct("<Q").unpack_from
         try:
             for _ in range(count):
                 end = offset + 8 + unpack(data, offset)[0]

@@ -22,8 +22,8 @@ from torch import Tensor
 from outrider.checkpoints.gguf.record import GgufRecord, GgufTensor
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from services.target.kernels.cpu.matrices.weights import Format, PackedWeight, stored_format
-from services.target.model.stored.source import parts_of
+from services.target.kernels.cpu.matrices.weights import PackedWeight, stored_format
+from services.target.model.stored.source import StoredFormat, parts_of
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +64,11 @@ class GgufWeights:
             name: tensor.kind for name, tensor in self._tensors.items() if self.number_format(name) is not None
         }
 
-    def number_format(self, name: str) -> Format | None:
+    def number_format(self, name: str) -> StoredFormat | None:
         """As of the interface."""
         tensor = self._tensors[name]
-        return stored_format(tensor.kind) if self._kept and len(tensor.shape) == 2 else None
+        found = stored_format(tensor.kind) if self._kept and len(tensor.shape) == 2 else None
+        return None if found is None else StoredFormat(found)
 
     def bits(self, name: str) -> float:
         """As of the interface."""

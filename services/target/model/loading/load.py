@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from outrider.checkpoints import checkpoint
-from outrider.checkpoints.gguf.record import read_record
+from outrider.checkpoints.gguf.record import GgufRecord, read_record
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from outrider.process.startup import STARTUP
@@ -40,6 +40,8 @@ from services.target.model.loading.weight_quantization import (
     warn_about_experts,
 )
 from services.target.model.parallel import split as parallel
+from services.target.model.stored.checkpoint import QuantizedWeights, supports
+from services.target.model.stored.source import WeightSource
 
 log = logging.getLogger(__name__)
 
@@ -75,19 +77,17 @@ def load(folder: Path, config: TargetConfig) -> Model:
     settings, remote = support.read_settings(folder, config.trust_remote_code)
     positions.stretch(settings.get_text_config(), config.context_length)
     how = quantization_arguments(config.quantization, settings, device, config.tp_size)
-    how |= shards.split(folder, settings, config.tp_size) | quantized.prepare(settings, device, config.tp_size)
     dtype = pick_dtype(config.dtype, settings, device, compiled=native.serves(settings))
     STARTUP.done("settings")
-    if record is None:
-        source, module = None, _read_weights(folder, settings, dtype, remote, how)
-    else:
-        module = module_without_weights(settings, dtype)
-        source = open_gguf(record, module, config)
+    source, module = _open_weights(folder, record, settings, dtype, config, device)
+    if source is None:
+        how |= shards.split(folder, settings, config.tp_size) | quantized.prepare(settings, device, config.tp_size)
+        module = _read_weights(folder, settings, dtype, remote, how)
     STARTUP.done("reading weights")
     if config.tp_size > 1:
         parallel.install(module)
         shards.warn_about_copies(module)
-    module.to(device if record is None else "meta").eval().requires_grad_(False)
+    module.to(device if source is None else "meta").eval().requires_grad_(False)
     if config.tp_size > 1 and device.type == "cuda":
         quantize_loaded(config.quantization, module)
     warn_about_experts(config.quantization, module)
@@ -96,7 +96,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
     latent.install(module)
     probe = pass_a_token(module, module.device)
     assert probe.dtype is not None
-    if record is not None:
+    if source is not None:
         make_rotary_buffers(module)
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, probe.dtype, device)
     context_length = positions.context_length(module.config.get_text_config(), config.context_length)
@@ -121,12 +121,42 @@ def load(folder: Path, config: TargetConfig) -> Model:
         head=None if program is None else program.head,
         prompt_lookup=program is not None and program.prompt_lookup,
         kinds={} if program is None else program.kinds,
+        step_bytes=0 if program is None else program.weight_bytes,
     )
     self_check.check(model)
     if config.deterministic:
         check_batch_invariance(model)
     STARTUP.done("checks")
     return model
+
+
+def _open_weights(
+    folder: Path, record: GgufRecord | None, settings: Any, dtype: torch.dtype, config: TargetConfig,
+    device: torch.device,
+) -> tuple[WeightSource | None, Any]:  # fmt: skip
+    """The weights of a compiled program that are read from their file, and the model without any.
+
+    No source for plain checkpoints, and for quantized ones whose weights no format of the kernels holds: these are
+    loaded by `transformers`. record: of a GGUF file. A file's formats are kept unless flags ask for others.
+    """
+    kept = config.dtype == "auto" and config.quantization is None
+    if record is not None:
+        module = module_without_weights(settings, dtype)
+        return open_gguf(record, module, config), module
+    stored = quantized.settings_of(settings)
+    runs_here = device.type == "cpu" and config.tp_size == 1 and not config.enable_torch_compile
+    if not (kept and runs_here and native.serves(settings)) or stored is None or not supports(stored):
+        return None, None
+    module = module_without_weights(settings, dtype)
+    cache_dtype = pick_cache_dtype(config.kv_cache_dtype, dtype, device)
+    if native.unsupported_reason(module, config.attention_backend, cache_dtype) is not None:
+        return None, None
+    source = QuantizedWeights(folder, module, stored)
+    if not source.kinds or not source.complete():
+        log.info("no number format of the kernels holds the %s weights", stored["quant_method"])
+        return None, None
+    log.info("reading %s", folder)
+    return source, module
 
 
 def _read_weights(folder: Path, settings: Any, dtype: torch.dtype, remote: bool, how: dict[str, Any]) -> Any:

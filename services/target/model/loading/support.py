@@ -57,8 +57,10 @@ def check_vocabulary(folder: Path, vocab_size: int) -> None:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return
-    added = {entry["content"] for entry in checkpoint.load_json(file).get("added_tokens", [])}
-    outside = [token for token, i in checkpoint.vocabulary(folder).items() if i >= vocab_size and token not in added]
+    outside = [token for token, i in checkpoint.vocabulary(folder).items() if i >= vocab_size]
+    if outside:
+        added = {entry["content"] for entry in checkpoint.load_json(file).get("added_tokens", [])}
+        outside = [token for token in outside if token not in added]
     if outside:
         raise ConfigError(
             f"{folder}: tokenizer.json has {len(outside)} tokens past the model's vocabulary of {vocab_size}, such as "

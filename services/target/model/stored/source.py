@@ -7,7 +7,7 @@ being wide; any other one is read some rows at a time, in the format of the comp
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,23 @@ from services.target.kernels.cpu.matrices.weights import Format, PackedWeight
 _NUMBERS_AT_ONCE = 1 << 22  # of a weight that is widened
 
 
+class StoredFormat(NamedTuple):
+    """A format of the kernels that holds a weight as its file has it. groups: of a super-block, as of PackedWeight."""
+
+    number_format: Format
+    groups: int = 4
+
+    def new(self, outputs: int, inputs: int) -> PackedWeight:
+        """An empty weight."""
+        return PackedWeight(outputs, inputs, self.number_format, groups=self.groups)
+
+
 class WeightSource(Protocol):
     """The weights of a model. kinds: number formats of those that are kept as their file has them, by name."""
 
     kinds: Mapping[str, str]
 
-    def number_format(self, name: str) -> Format | None:
+    def number_format(self, name: str) -> StoredFormat | None:
         """The kernels' format that holds a weight as its file has it; None if it is to be widened."""
         ...
 
@@ -42,7 +53,7 @@ class WeightSource(Protocol):
         """A whole tensor, in the format of the computation, or wider. Small ones, and embeddings."""
         ...
 
-    def release(self, linear: Any) -> None:
+    def release(self, linear: Any, /) -> None:
         """A layer's weight has been packed; its plain form is needed no more."""
         ...
 
@@ -79,8 +90,8 @@ class ModuleWeights:
         linear.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
 
-def parts_of(rows: int, inputs: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of a weight that are widened at a time."""
-    step = max(1, _NUMBERS_AT_ONCE // inputs)
+def parts_of(rows: int, inputs: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of a weight that are widened at a time. multiple: of which a range begins at one."""
+    step = max(1, _NUMBERS_AT_ONCE // inputs // multiple) * multiple
     for begin in range(0, rows, step):
         yield begin, min(begin + step, rows)

@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "weight.h"
+#include "weights/weight.h"
 
 namespace outrider {
 
@@ -19,7 +19,7 @@ struct Int4Block {
 // A block's values with `steps` quantization steps between its ends; more than 15 clip the ends. Returns the squared error.
 inline float quantize_block(const float* from, float low, float high, int steps, Int4Block& to) {
   // What the packed weight will hold, so that the error is the one that products have.
-  to.scale = float_of_half(half_bits((high - low) / float(steps)));
+  to.scale = number_of_half(half_bits((high - low) / float(steps)));
   const uint32_t bits = uint32_t{bfloat16_bits((low + high) / 2.0f + to.scale / 2.0f)} << 16;
   std::memcpy(&to.centre, &bits, sizeof bits);
   const float inverse = to.scale > 0.0f ? 1.0f / to.scale : 0.0f;

@@ -25,8 +25,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from outrider.checkpoints.conversion import cache_folder
 
@@ -165,7 +166,7 @@ def cached(facts: dict[str, Any] | None) -> Iterator[None]:
     file.finish()
 
 
-def _opened(path: Path) -> tuple[BinaryIO | None, list[list[Any]]]:
+def _opened(path: Path) -> tuple[BufferedReader | None, list[list[Any]]]:
     """The file behind its header, and the header's entries; none where there is no such file."""
     try:
         file = path.open("rb")

@@ -1,7 +1,7 @@
 """Weights of linear layers, packed for the kernels and optionally quantized.
 
 int8: symmetric, one scale an output. int4: a scale and a centre for each 32 inputs of an output. Block formats hold the
-numbers of checkpoints that are quantized already, without loss: see outrider/native/include/format.h. With all of these,
+numbers of checkpoints that are quantized already, without loss: see outrider/native/include/weights/format.h. With all of them
 the kernels quantize activations to 8 bits, with a scale for each 64 numbers of a row.
 """
 
@@ -28,7 +28,7 @@ the ends; fewer recover the scale of weights that were quantized to 4 bits in lo
 
 
 class Format(enum.IntEnum):
-    """Number formats of weights, as in outrider/native/include/format.h."""
+    """Number formats of weights, as in outrider/native/include/weights/format.h."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -87,12 +87,17 @@ class PackedWeight:
         self.groups = groups if number_format in _UNITS else 1
         self.handle: int = functions.outrider_weight_new(number_format, outputs, inputs, self.groups)
         freed_with(self, functions.outrider_weight_free, self.handle)
-        self.restored = False
-        if number_format in _QUANTIZED and (file := packed_file.active()) is not None:
+        self.restored = self._asked = False
+
+    def restore(self) -> bool:
+        """Read the weight from the file of packed weights, if there is one. True if it was read."""
+        if self.format in _QUANTIZED and not self._asked and (file := packed_file.active()) is not None:
+            self._asked = True
             parts = (ctypes.c_int64 * 4)()
-            functions.outrider_weight_memory(self.handle, parts)
-            name = f"{number_format.name} {outputs} x {inputs}, {len(self._steps)} steps"
+            library.load().outrider_weight_memory(self.handle, parts)
+            name = f"{self.format.name} {self.outputs} x {self.inputs}, {len(self._steps)} steps"
             file.take(self, name, (parts[0], parts[1]), (parts[2], parts[3]))
+        return self.restored
 
     @property
     def bytes(self) -> int:
@@ -101,7 +106,7 @@ class PackedWeight:
 
     def fill(self, outputs: Tensor, weight: Tensor) -> None:
         """Pack some outputs. outputs: [n] int64, their indices; weight: [n, inputs], floating point."""
-        if self.restored:
+        if self.restore():
             return
         functions = library.load()
         assert weight.shape == (len(outputs), self.inputs), "a weight keeps its shape"
@@ -122,7 +127,7 @@ class PackedWeight:
 
     def fill_quantized(self, outputs: Tensor, values: Tensor, scales: Tensor, centres: Tensor | None = None) -> None:
         """Pack some outputs of numbers as `quantize_int8` or `quantize_int4` return them."""
-        if self.restored:
+        if self.restore():
             return
         parts = [tensor if tensor is None else tensor.contiguous() for tensor in (values, scales, centres, outputs)]
         addresses = (None if part is None else part.data_ptr() for part in parts)
@@ -149,10 +154,10 @@ class PackedWeight:
     ) -> None:
         """Pack some outputs of a block format from their parts.
 
-        outputs: [n] int64; values: [n, inputs] uint8, unsigned. Symmetric formats: w = scale * (value - zero), zero 8, 16,
-        128 or 32 (K6); others: w = scale * value + minimum. scales, minima: [n, blocks], float16, or of K formats uint8
-        (K6: int8) in units of scale_units and minimum_units, [n, super-blocks] float16: GPTQ's and AWQ's
-        scale * (value - zero point) is scale 1 of units scale, and minimum `zero point` of units -scale.
+        outputs: [n] int64; values: [n, inputs] uint8. Symmetric formats: w = scale * (value - zero), with zero 8, 16,
+        128 or, of K6, 32; affine ones: w = scale * value + minimum. scales, minima: [n, blocks] float16, or of K
+        formats uint8 (K6: int8) in units of scale_units and minimum_units, [n, super-blocks] float16. GPTQ and AWQ,
+        scale * (value - zero point): scale 1 in units of theirs, minimum `zero point` in units of minus theirs.
         """
         parts = (values, scales, minima, scale_units, minimum_units)
         kept = [None if part is None else part.contiguous() for part in parts]
@@ -182,7 +187,7 @@ class PackedWeight:
         ]
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """Some outputs as float32, [n, inputs]. outputs: [n] int64. Block formats give the checkpoint's numbers exactly."""
+        """Some outputs as float32, [n, inputs]; of block formats the checkpoint's numbers. outputs: [n] int64."""
         outputs = outputs.contiguous()
         wide = torch.empty(len(outputs), self.inputs)
         library.load().outrider_weight_dequantize(

@@ -27,14 +27,19 @@ class PrunedHead:
         self.weight = PackedWeight(outputs, inputs, Format.INT8)
         self.error_norms = torch.zeros(-(-outputs // _PANEL) * _PANEL)
         self.narrow_norms = torch.zeros_like(self.error_norms)
-        self.restored = False
-        if (file := packed_file.active()) is not None:
+        self.restored = self._asked = False
+
+    def restore(self) -> bool:
+        """Read the head from the file of packed weights, if there is one. True if it was read."""
+        if not self._asked and (file := packed_file.active()) is not None:
+            self._asked = True
             norms = ((norm.data_ptr(), norm.nbytes) for norm in (self.error_norms, self.narrow_norms))
-            file.take(self, f"norms of a head, {outputs} x {inputs}", *norms)
+            file.take(self, f"norms of a head, {self.weight.outputs} x {self.weight.inputs}", *norms)
+        return self.weight.restore() and self.restored
 
     def fill(self, outputs: Tensor, weight: Tensor) -> None:
         """Copy some outputs. outputs: [n] int64, their indices; weight: [n, inputs], in the head's own format."""
-        if self.restored and self.weight.restored:
+        if self.restore():
             return
         with packed_file.computing():
             self._fill(outputs, weight)

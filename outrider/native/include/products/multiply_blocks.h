@@ -9,7 +9,7 @@ namespace outrider {
 
 template <Format FORMAT, int... M>
 void multiply_format(const Pass& pass, int64_t rows, std::integer_sequence<int, M...>) {
-  static constexpr void (*kKernels[])(const Pass&) = {tile_blocks<FORMAT, M + 1>...};
+  static constexpr void (*kKernels[])(const Pass&) = {multiply_blocks<FORMAT, M + 1>...};
   kKernels[rows - 1](pass);
 }
 

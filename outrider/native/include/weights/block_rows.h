@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "weight.h"
+#include "weights/weight.h"
 
 namespace outrider {
 
@@ -89,7 +89,7 @@ inline void pack_blocks(OwnWeight& weight, int64_t n, const BlockRow& row) {
 inline float half_at(const char* from) {
   uint16_t bits;
   std::memcpy(&bits, from, 2);
-  return float_of_half(bits);
+  return number_of_half(bits);
 }
 
 // Value of an output in a group. from: the output's bytes of the group's first line
