@@ -27,6 +27,7 @@ class DraftWait:
     """Decides for one engine; knows sessions by id.
 
     has_drafter: a drafter has answered since the start
+    reads_ahead: a drafter has answered a session before its first token: it reads prompts while the target does
     longest: seconds for which the present step may be held in all
     reads: the present step is held for first answers
     """
@@ -37,7 +38,7 @@ class DraftWait:
         self._clock = clock
         self._longest = longest
         self.longest, self.reads = 0.0, False
-        self.has_drafter = False
+        self.has_drafter = self.reads_ahead = False
         self._unanswered = False  # a step was held for the longest time before any drafter had ever answered
         self._awaited: set[int] = set()
         self._misses: dict[int, int] = {}  # by session: waits in vain since its last fresh answer
