@@ -119,15 +119,16 @@ def _labelled(text: str) -> tuple[str, Path]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the benchmark and write docs/benchmarks/peers.* and peers-ratios.*."""
+    """Run the benchmark and write docs/benchmarks/peers.* and peers-ratios.*; with --gguf, gguf.* and gguf-ratios.*."""
     args = parse_arguments(argv)
     single = first_per_category(args.available, args.limit)
     texts = [prompt.turns[0] for prompt in single]
     unseen = [prompt for prompt in args.available if prompt not in single]
     chosen = sample(unseen or single, args.concurrency * args.rounds, seed=0)
     groups = [[prompt.turns[0] for prompt in chosen[i :: args.rounds]] for i in range(args.rounds)]
-    report = Report("peers", "Outrider beside other systems: greedy, single and concurrent requests")
-    table = Report("peers-ratios", "Speedup of Outrider over other systems, per prompt")
+    name, what = ("peers", "other systems") if args.gguf is None else ("gguf", "llama.cpp on one GGUF file")
+    report = Report(name, f"Outrider beside {what}: greedy, single and concurrent requests")
+    table = Report(f"{name}-ratios", f"Speedup of Outrider over {what}, per prompt")
     with tempfile.TemporaryDirectory(prefix="outrider-") as logs, contextlib.ExitStack() as stack:
         peers = list(peers_of(args, Path(logs)))
         for peer in peers:

@@ -1,7 +1,7 @@
 """Reinforcement learning with Outrider as the rollout engine: GRPO on sums, in one file.
 
-Each step asks the gateway for answers, with and without speculation, rewards numbers without words, and the right one
-most, trains the policy in PyTorch, and pushes its weights to the targets through shared memory. The gateway
+Each step asks the gateway for answers, with and without speculation, rewards those that are the right number and
+nothing else, trains the policy in PyTorch, and pushes its weights to the targets through shared memory. The gateway
 runs on this machine and allows control without a key from it:
 
 outrider serve --dtype float32 --admin-networks 127.0.0.0/8 --speculative-algorithm NGRAM
@@ -18,6 +18,7 @@ import base64
 import contextlib
 import io
 import random
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -188,7 +189,7 @@ def train(
 
 
 def sums(tokenizer: Any, count: int, seed: int = 0) -> tuple[list[list[int]], Reward]:
-    """Prompts that ask for sums, and the reward: 1 for the right number alone, else half the share of digits."""
+    """Prompts that ask for sums, and the reward: 1 for the number alone, half for a text that contains it."""
     draw = random.Random(seed)
     pairs = [(draw.randint(1, 9), draw.randint(1, 9)) for _ in range(count)]
     prompts = [
@@ -201,9 +202,8 @@ def sums(tokenizer: Any, count: int, seed: int = 0) -> tuple[list[list[int]], Re
     ]
 
     def reward(task: int, tokens: list[int]) -> float:
-        text = tokenizer.decode(tokens, skip_special_tokens=True).strip()
-        digits = sum(letter.isdecimal() for letter in text)
-        return 1.0 if text == str(sum(pairs[task])) else 0.5 * digits / max(len(text), 1)
+        text, sum_of = tokenizer.decode(tokens, skip_special_tokens=True).strip(), str(sum(pairs[task]))
+        return 1.0 if text == sum_of else 0.5 if sum_of in re.findall(r"\d+", text) else 0.0
 
     return prompts, reward
 

@@ -60,8 +60,26 @@ class Control:
         self._orchestrator = orchestrator
         self._facts = facts
         self._updating = asyncio.Lock()
-        for target in orchestrator.targets:
-            target.update_lock = self._update_lock
+        self._paused = False  # as a client asked for it last
+        self._flushed = False  # as a client asked for it
+        self._target_folder = ""  # of the weights that an update read last
+        links: list[TargetLink | DraftLink] = [*orchestrator.targets, *orchestrator.drafts]
+        for link in links:
+            self.prepare(link)
+
+    def prepare(self, link: TargetLink | DraftLink) -> None:
+        """Make a replica, before it is used, take part in pauses, flushes and weight updates so far."""
+        if isinstance(link, DraftLink):
+            link.target_folder = self._target_folder
+            if self._flushed:  # it may have been in the pool before
+                link.flush_later(draft_pb2.FlushDraftRequest())
+            return
+        link.flush_due = self._flushed
+        link.update_lock = self._update_lock
+        others = [target for target in self._targets if target is not link]
+        # Another gateway may have let the targets continue, which their reports show.
+        if self._paused and (not others or any(target.paused for target in others)):
+            link.set_paused(True)
 
     @property
     def weight_version(self) -> str:
@@ -83,11 +101,12 @@ class Control:
         """Load weights from a folder that every target can read. Raises InvalidRequest if they do not fit."""
         request = target_pb2.UpdateWeightsFromDiskRequest(folder=folder, update=update)
         async with self._update_lock():
+            targets = self._some_targets()
             calls = [
                 self._call(target, lambda stub: stub.UpdateWeightsFromDisk(request, timeout=_UPDATE_TIMEOUT))
-                for target in self._targets
+                for target in targets
             ]
-            result = await self._finish_update(await asyncio.gather(*calls, return_exceptions=True), update)
+            result = await self._finish_update(targets, await asyncio.gather(*calls, return_exceptions=True), update)
         return await self._settled(result)
 
     @property
@@ -116,7 +135,7 @@ class Control:
         Raises InvalidRequest if one cannot.
         """
         calls, rank = [], request.rank
-        for target in self._targets:
+        for target in self._some_targets():
             own = target_pb2.JoinWeightsGroupRequest.FromString(request.SerializeToString())
             own.rank = rank
             rank += max(target.info.ranks, 1) if target.info is not None else 1
@@ -147,18 +166,20 @@ class Control:
             if not free:
                 raise Conflict("tensors of another update are being received; send these once it has ended")
             async with self._update_lock():
+                targets = self._some_targets()
                 calls = [
                     self._call(target, lambda stub: stub.UpdateWeightsFromGroup(request, timeout=_UPDATE_TIMEOUT))
-                    for target in self._targets
+                    for target in targets
                 ]
                 results = await asyncio.gather(*calls, return_exceptions=True)
-                result = await self._finish_update(results, request.update)
+                result = await self._finish_update(targets, results, request.update)
         return await self._settled(result)
 
     async def _send_tensors(
         self, parts: AsyncIterator[bytes], first: target_pb2.UpdateWeightsFromTensorRequest
     ) -> UpdateResult:
-        queues: list[asyncio.Queue[bytes | None]] = [asyncio.Queue(_MAX_PARTS) for _ in self._targets]
+        targets = self._some_targets()  # one that joins later lacks the first parts, so that it is unused
+        queues: list[asyncio.Queue[bytes | None]] = [asyncio.Queue(_MAX_PARTS) for _ in targets]
 
         async def requests(queue: asyncio.Queue[bytes | None]) -> AsyncIterator[Any]:
             yield first
@@ -169,8 +190,7 @@ class Control:
             return lambda stub: stub.UpdateWeightsFromTensor(requests(queue), timeout=_UPDATE_TIMEOUT)
 
         tasks = [
-            asyncio.create_task(self._call(target, send(queue)))
-            for target, queue in zip(self._targets, queues, strict=True)
+            asyncio.create_task(self._call(target, send(queue))) for target, queue in zip(targets, queues, strict=True)
         ]
         try:
             async for part in _cut(parts):
@@ -179,7 +199,8 @@ class Control:
                     break  # every target has refused them, so the rest of the body need not arrive
             async with self._update_lock():  # only the last part makes targets change their weights
                 await _put(queues, tasks, None)
-                return await self._finish_update(await asyncio.gather(*tasks, return_exceptions=True), first.update)
+                results = await asyncio.gather(*tasks, return_exceptions=True)
+                return await self._finish_update(targets, results, first.update)
         finally:
             for task in tasks:
                 task.cancel()
@@ -190,18 +211,21 @@ class Control:
         async with self._updating, self._facts.peers.lock("weights"):
             yield
 
-    async def _finish_update(self, results: Sequence[Any], update: common_pb2.WeightUpdate) -> UpdateResult:
+    async def _finish_update(
+        self, targets: Sequence[TargetLink], results: Sequence[Any], update: common_pb2.WeightUpdate
+    ) -> UpdateResult:
         """Record each target's weights, here and in other workers. Raises the first error."""
         found = [None if isinstance(result, BaseException) else result.weights for result in results]
-        due = self._served_weights(found)
+        due = self._served_weights(targets, found)
         here = [facts is not None and due is not None and facts.fingerprint == due.fingerprint for facts in found]
         if due is not None:
             update_facts = {
-                "version": due.weight_version, "fingerprint": due.fingerprint, "folder": due.folder, "here": here,
+                "version": due.weight_version, "fingerprint": due.fingerprint, "folder": due.folder,
+                "here": [target.address for target, whole in zip(targets, here, strict=True) if whole],
             }  # fmt: skip
             self.adopt_weights(update_facts)
             await self._facts.peers.ask("weights", update_facts)
-        for target, facts, whole in zip(self._targets, found, here, strict=True):
+        for target, facts, whole in zip(targets, found, here, strict=True):
             if facts is not None and not whole:
                 log.warning(
                     "the target at %s lacks weights of earlier updates; it is unused until it has them all",
@@ -216,7 +240,7 @@ class Control:
                 error.message += f"; {sum(here)} of {len(results)} targets have the new weights, the others are unused"
             raise
         weights = due or next(facts for facts in found if facts is not None)
-        unused = [target.address for target, whole in zip(self._targets, here, strict=True) if not whole]
+        unused = [target.address for target, whole in zip(targets, here, strict=True) if not whole]
         return UpdateResult(weights, len(here), unused)
 
     async def _settled(self, result: UpdateResult) -> UpdateResult:
@@ -246,31 +270,36 @@ class Control:
         """Addresses of the targets that lack the served weights, and are unused until they are sent again."""
         return [target.address for target in self._targets if target.awaited_version is not None]
 
-    def _served_weights(self, found: Sequence[common_pb2.WeightFacts | None]) -> common_pb2.WeightFacts | None:
+    @staticmethod
+    def _served_weights(
+        targets: Sequence[TargetLink], found: Sequence[common_pb2.WeightFacts | None]
+    ) -> common_pb2.WeightFacts | None:
         """The weights that all targets must have from now on: those of a target that missed no update. None if unknown.
 
         found: weights of each target. A target that missed an update and gets a part of the next one has mixed weights.
         If all targets have, the first one without any of its original tensors decides.
         """
-        pairs = [(target, facts) for target, facts in zip(self._targets, found, strict=True) if facts is not None]
+        pairs = [(target, facts) for target, facts in zip(targets, found, strict=True) if facts is not None]
         complete = [facts for target, facts in pairs if target.expects(facts.fingerprint_before)]
         return next(iter(complete or [facts for _, facts in pairs if facts.whole]), None)
 
     async def flush_target_states(self, folder: str) -> None:
         """Make drafts drop cached prefixes computed from the old weights' states, and load the shared new weights."""
+        self._target_folder = folder or self._target_folder
         for draft in self._orchestrator.drafts:
-            draft.target_folder = folder or draft.target_folder
+            draft.target_folder = self._target_folder
         for result in await self.flush_drafts(draft_pb2.FlushDraftRequest(only_fed=True, target_folder=folder)):
             if isinstance(result, OutriderError):  # costs accept length, not correctness
                 log.warning("a draft keeps prefixes of the old weights: %s", result.message)
 
     def adopt_weights(self, update: Mapping[str, Any]) -> None:
-        """Record new weights. update: `version`, `fingerprint`, `folder` that they came from, and `here`: for each
-        target, whether it has them.
+        """Record new weights. update: `version`, `fingerprint`, `folder` that they came from, and `here`: addresses of
+        the targets that have them.
         """
         model = self._facts.target.model
         model.fingerprint, self._facts.target.weight_version = update["fingerprint"], update["version"]
-        for target, here in zip(self._targets, update["here"], strict=True):
+        for target in self._targets:
+            here = target.address in update["here"]
             target.weights_changed(update["fingerprint"], update["version"], update["folder"], here=here)
 
     # --- cache and pauses ---
@@ -280,6 +309,7 @@ class Control:
 
         timeout_s: seconds to wait for requests to end. Raises InvalidRequest if some are still running then.
         """
+        self._flushed = True
         await self._flush_targets(time.monotonic() + max(timeout_s, _LAST_CLOSES))
         _check(await self.flush_drafts(draft_pb2.FlushDraftRequest()))
 
@@ -290,7 +320,7 @@ class Control:
             return stub.FlushDraft(request, timeout=SHARE_TIMEOUT if request.target_folder else _CALL_TIMEOUT)
 
         calls: list[Coroutine[Any, Any, Any]] = []
-        for draft in self._orchestrator.drafts:
+        for draft in list(self._orchestrator.drafts):
             if draft.up:
                 calls.append(_call(draft, draft_pb2_grpc.DraftServiceStub, flush))
             else:
@@ -346,6 +376,7 @@ class Control:
 
     def adopt_pause(self, paused: bool) -> None:
         """Set whether targets are paused before they are used again."""
+        self._paused = paused
         for target in self._targets:
             target.set_paused(paused)
 
@@ -353,7 +384,14 @@ class Control:
 
     @property
     def _targets(self) -> list[TargetLink]:
-        return self._orchestrator.targets
+        """A copy, because targets come and go while they are called."""
+        return list(self._orchestrator.targets)
+
+    def _some_targets(self) -> list[TargetLink]:
+        """All targets. Raises Unavailable if there is none, because no target would have the new weights."""
+        if not (targets := self._targets):
+            raise Unavailable("the pool of targets is empty; add one with POST /workers first")
+        return targets
 
     async def _all(self, call: Callable[[Any], Awaitable[Any]]) -> None:
         _check(await asyncio.gather(*(self._call(t, call) for t in self._targets), return_exceptions=True))

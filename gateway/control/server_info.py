@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ from outrider.wire.v1 import target_pb2
 
 @dataclass(frozen=True)
 class Facts:
-    """Flags, the served model and the other workers."""
+    """Flags, the served model with its tokenizer's files, and the other workers."""
 
     config: GatewayConfig
     target: target_pb2.GetTargetInfoResponse
     peers: Peers = field(default_factory=Peers)
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def version(self) -> str:

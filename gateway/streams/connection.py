@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -19,6 +19,12 @@ class Connection:
     tls: ClientTls | None = None
     transport: StreamTransport = "grpc"
     token: str | None = None
+
+    def named(self, server_name: str) -> Connection:
+        """For replicas found by a DNS name: without another name in the flags, their certificates carry that one."""
+        if self.tls is None or self.tls.server_name is not None:
+            return self
+        return replace(self, tls=replace(self.tls, server_name=server_name))
 
     def open(self, address: str) -> grpc.aio.Channel:
         """A channel to a replica, whose calls carry the token."""

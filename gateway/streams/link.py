@@ -23,6 +23,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from gateway.streams.availability import READY, Availability, ReplicaState, after
 from gateway.streams.connection import PLAIN, Connection
+from gateway.streams.step_time import StepTime
 from gateway.streams.traffic import Count, Direction, Traffic
 from outrider import PROTOCOL_VERSION
 from outrider.errors import ConfigError, OutriderError, Unavailable
@@ -34,6 +35,7 @@ from outrider.wire.v1 import common_pb2
 log = logging.getLogger(__name__)
 
 _MIN_WAIT, _MAX_WAIT = 0.1, 2.0  # seconds between attempts
+_STARTING_WAIT = 0.2  # seconds between attempts while the replica starts up: nothing else delays the first request
 _JITTER = 0.2  # of a wait, so that gateways do not reconnect all at once
 _MAX_DELAY = 0.5  # seconds for which messages that are not urgent are gathered
 _STABLE_AFTER = 2.0  # seconds after which a stream counts as working
@@ -81,7 +83,9 @@ class Link(ABC, Generic[Info, Frame]):
     """A stream to one replica. `up` is true from handshake to loss.
 
     session_count: sessions that are open there, counted by the placement
-    load: the engine's last report. info: facts from the handshake. refusal: why the replica does not fit
+    draining: it was removed from its pool and gets no new sessions. rank: its place in the pool, by order of the flags
+    load: the engine's last report. step_time: an average over the reports
+    info: facts from the handshake. refusal: why the replica does not fit
     channel: while it is up or about to be. on_change: called after `up` or `availability` changed
     on_absent: called after each attempt to use it that failed
     transport: of the stream's frames, grpc or socket; empty before the first
@@ -102,7 +106,10 @@ class Link(ABC, Generic[Info, Frame]):
         self.traffic = Traffic()
         self.up = False
         self.session_count = 0
+        self.draining = False
+        self.rank = 0
         self.load: common_pb2.EngineLoad | None = None
+        self.step_time = StepTime()
         self.info: Info | None = None
         self.refusal: ConfigError | None = None
         self.channel: grpc.aio.Channel | None = None
@@ -126,7 +133,19 @@ class Link(ABC, Generic[Info, Frame]):
     @property
     def availability(self) -> Availability:
         """Whether the replica is used; the reason of the last failed attempt if it is not."""
+        if self.up and self.draining:
+            return Availability(ReplicaState.DRAINING, f"it was removed; {self.session_count} sessions end here")
         return READY if self.up else self._absence
+
+    @property
+    def open_to_sessions(self) -> bool:
+        """True if new sessions may be opened there."""
+        return self.up and not self.draining
+
+    def update_load(self, load: common_pb2.EngineLoad) -> None:
+        """Take the engine's report."""
+        self.load = load
+        self.step_time.add(load)
 
     # --- parts that differ by service ---
 
@@ -183,6 +202,11 @@ class Link(ABC, Generic[Info, Frame]):
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
+
+    @property
+    def settled(self) -> bool:
+        """True once its first handshake has succeeded, or was refused."""
+        return self._settled.is_set()
 
     async def wait_up(self, seconds: float) -> None:
         """Wait for the first handshake. Raises ConfigError if it was refused, Unavailable after `seconds`."""
@@ -246,6 +270,8 @@ class Link(ABC, Generic[Info, Frame]):
                 self._absent(Availability(ReplicaState.UNREACHABLE, "its stream was lost"))
             finally:
                 self._lost()
+            if self._absence.state is ReplicaState.STARTING:
+                longest = _STARTING_WAIT
             # Attempts slow down while streams end soon after they open.
             wait = _MIN_WAIT if time.monotonic() - opened > _STABLE_AFTER else min(2 * wait, longest)
             await asyncio.sleep(wait * random.uniform(1 - _JITTER, 1 + _JITTER))
@@ -261,6 +287,7 @@ class Link(ABC, Generic[Info, Frame]):
         self.clear()
         self.channel = None
         lost, self.up = self.up, False
+        self.step_time = StepTime()  # another process may come
         if lost:
             log.warning("the stream to the %s at %s is lost", self.service, self.address)
         try:

@@ -7,16 +7,25 @@ converted once into a cache (`conversion.py`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from outrider.checkpoints import disk
 from outrider.checkpoints.checksums import sample
-from outrider.checkpoints.conversion import converted, default_gguf, place_of
+from outrider.checkpoints.conversion import (
+    converted,
+    default_gguf,
+    described,
+    description_place,
+    origin_of,
+    place_of,
+)
 from outrider.checkpoints.headers import header_bytes
 from outrider.config import DEFAULT_MODEL, LoadFormat
 from outrider.errors import ConfigError
@@ -50,21 +59,21 @@ def resolve(
     safetensors: bool = True,
     weights: bool = True,
     whole: bool = False,
+    description: bool = False,
 ) -> Path:
     """The folder of a model, downloaded and converted if necessary.
 
     model_path: "default", a local folder, a GGUF file, or a Hugging Face id, which a revision may follow:
     REPOSITORY@REVISION. torch_files, safetensors: as of `weight_files`. weights: False for a model without weights.
-    whole: as of `converted`. Raises ConfigError, with the missing part.
+    whole: as of `converted`. description: of a GGUF file only what describes it, as of `described`, for a caller that
+    reads the weights from the file or needs none. Raises ConfigError, with the missing part.
     """
     kinds = _Kinds(torch_files, safetensors, weights)
-    if model_path == DEFAULT_MODEL:
-        return _checked(converted(default_gguf(), whole=whole))
+    if (gguf := gguf_file(model_path)) is not None:
+        if not gguf.is_file():
+            raise ConfigError(f"there is no file {gguf}")
+        return _checked(described(gguf), _NONE) if description else _checked(converted(gguf, whole=whole))
     path = Path(model_path).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ConfigError(f"there is no file {path}")
-        return _checked(converted(path, whole=whole))
     if path.is_dir():
         return _checked(path, kinds)
     repository, revision = split_revision(model_path, revision)
@@ -93,12 +102,21 @@ def split_revision(model_path: str, revision: str | None = None) -> tuple[str, s
     return repository, own or revision
 
 
+def gguf_file(model_path: str) -> Path | None:
+    """The GGUF file that a model's path names, which need not exist; None for other models."""
+    path = default_gguf() if model_path == DEFAULT_MODEL else Path(model_path).expanduser()
+    return path if path.suffix == ".gguf" else None
+
+
 def local_folder(model_path: str) -> Path | None:
-    """The folder of a model if it lies on this machine already; None otherwise. Downloads and converts nothing."""
-    path = Path(default_gguf() if model_path == DEFAULT_MODEL else model_path).expanduser()
-    if path.suffix == ".gguf":
-        folder = place_of(path) if path.is_file() else path
-        return folder if folder.is_dir() else None
+    """The folder of a model if it lies on this machine already; None otherwise. Downloads and converts nothing.
+
+    Of a GGUF file that is not converted, the folder that describes it.
+    """
+    if (gguf := gguf_file(model_path)) is not None:
+        places = (place_of(gguf), description_place(gguf)) if gguf.is_file() else ()
+        return next((folder for folder in places if folder.is_dir()), None)
+    path = Path(model_path).expanduser()
     if path.is_dir() or path.is_absolute() or model_path.count("/") != 1:
         return path if path.is_dir() else None
     from huggingface_hub import snapshot_download
@@ -174,8 +192,10 @@ def chat_template_files(folder: Path) -> list[str]:
 
 def fingerprint(folder: Path) -> str:
     """Hash of configuration, weight headers and samples of the weights: equal for equal checkpoints, different after
-    training, and cheap for large files.
+    training, and cheap for large files. Folders that were made from a GGUF file have the file's.
     """
+    if (origin := origin_of(folder)) is not None:
+        return hashlib.sha256(origin.encode()).hexdigest()[:16]
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in weight_files(folder, torch_files=True):
         length = file.stat().st_size
@@ -192,18 +212,28 @@ def vocab_hash(folder: Path) -> str:
     return hashlib.sha256(json.dumps(sorted(entries.items())).encode()).hexdigest()[:16] if entries else ""
 
 
-def vocabulary(folder: Path) -> dict[str, int]:
-    """Token ids by token, added tokens included; empty if the folder has no tokenizer.json."""
+def vocabulary(folder: Path) -> Mapping[str, int]:
+    """Token ids by token, added tokens included; empty if the folder has no tokenizer.json.
+
+    The last one is remembered, because parsing a large file takes most of a second, and a start needs it several times.
+    """
     file = folder / "tokenizer.json"
     if not file.is_file():
         return {}
+    status = file.stat()
+    return _vocabulary(file, (status.st_mtime_ns, status.st_size))
+
+
+@functools.lru_cache(maxsize=1)
+def _vocabulary(file: Path, _state: tuple[int, int]) -> Mapping[str, int]:
     content = load_json(file)
     try:
         vocab = content["model"].get("vocab", {})
         pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab))
-        return dict(pairs) | {entry["content"]: int(entry["id"]) for entry in content.get("added_tokens", [])}
+        found = dict(pairs) | {entry["content"]: int(entry["id"]) for entry in content.get("added_tokens", [])}
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(f"{file} is no tokenizer's: {error!r:.200}; download it again") from None
+    return MappingProxyType(found)
 
 
 class _Kinds(NamedTuple):
@@ -221,6 +251,7 @@ class _Kinds(NamedTuple):
 
 
 _SAFETENSORS = _Kinds()
+_NONE = _Kinds(weights=False)
 
 
 def _checked(folder: Path, kinds: _Kinds = _SAFETENSORS) -> Path:

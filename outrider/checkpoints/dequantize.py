@@ -90,30 +90,44 @@ def dequantize(name: str, tensors: Mapping[str, Array], settings: Settings) -> N
     name: of the layer, for messages. tensors: by their suffix after the layer's name. Raises ConfigError for tensors
     that do not have the layout of their format, and for unsupported layouts.
     """
-    check_layout(settings)
     try:
-        if "qweight" in tensors:
-            read = _awq if settings.get("quant_method") == "awq" else _gptq
-        else:
-            read = _packed if "weight_packed" in tensors else _scaled
-        return _computed(read(tensors, settings))
+        return _computed(stored_weight(tensors, settings))
     except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ConfigError(f"the quantized tensors of {name} do not have the layout of their format: {error}") from None
 
 
+def stored_weight(tensors: Mapping[str, Array], settings: Settings) -> Quantized:
+    """A quantized weight as its tensors have it. Arguments as of `dequantize`; wrong layouts raise various errors."""
+    check_layout(settings)
+    if "qweight" in tensors:
+        read = _awq if settings.get("quant_method") == "awq" else _gptq
+    else:
+        read = _packed if "weight_packed" in tensors else _scaled
+    return read(tensors, settings)
+
+
 @dataclass(frozen=True)
-class _Quantized:
-    """A quantized weight. scales, zeros: float32 [1, out or blocks of out; 1, in or blocks of in]."""
+class Quantized:
+    """A quantized weight: (value - zero) * scale.
+
+    scales, zeros: float32 [1, out or blocks of out; 1, in or blocks of in]. bits: of its integers; 0 for float8
+    """
 
     shape: tuple[int, int]
-    values: Callable[[slice], Array]  # the stored values [rows, in] of a slice that starts at a multiple of _WORD
+    bits: int
+    values: Callable[[slice], Array]  # the stored values [rows, in] of a slice that starts at a multiple of 32
     scales: NDArray[np.float32]
     zeros: NDArray[np.float32] | None
     block: tuple[int | None, int | None]  # rows and columns that share a scale; None if the settings do not set them
     order: Array | None = None  # column of `scales` for each input, if groups are not contiguous
 
+    @property
+    def group(self) -> int:
+        """Neighbouring inputs that share a scale; those of the last group may be fewer. Not with an `order`."""
+        return _length(self.shape[1], self.scales.shape[1], self.block[1])
 
-def _gptq(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
+
+def _gptq(tensors: Mapping[str, Array], settings: Settings) -> Quantized:
     """checkpoint_format gptq stores zero points minus one, gptq_v2 stores them unchanged."""
     bits = _gptq_bits({name: tensor.shape for name, tensor in tensors.items()}, settings)
     packed, scales = tensors["qweight"], tensors["scales"]
@@ -128,10 +142,10 @@ def _gptq(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
         return _unpack(packed[:, rows].T, bits, ins)
 
     scales = _table(scales.T)
-    return _Quantized((outs, ins), values, scales, _table(zeros.T), (1, _group(settings, ins, scales)), order)
+    return Quantized((outs, ins), bits, values, scales, _table(zeros.T), (1, _group(settings, ins, scales)), order)
 
 
-def _awq(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
+def _awq(tensors: Mapping[str, Array], settings: Settings) -> Quantized:
     bits, packed, scales = _bits(settings), tensors["qweight"], tensors["scales"]
     ins, outs = len(packed), packed.shape[1] * _WORD // bits
     zeros = _unpack(tensors["qzeros"], bits, outs, _AWQ_ORDER)
@@ -141,10 +155,10 @@ def _awq(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
         return _unpack(words, bits, rows.stop - rows.start, _AWQ_ORDER).T
 
     scales = _table(scales.T)
-    return _Quantized((outs, ins), values, scales, _table(zeros.T), (1, _group(settings, ins, scales)))
+    return Quantized((outs, ins), bits, values, scales, _table(zeros.T), (1, _group(settings, ins, scales)))
 
 
-def _scaled(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
+def _scaled(tensors: Mapping[str, Array], settings: Settings) -> Quantized:
     """fp8, and compressed-tensors whose weight is not packed."""
     weight, zeros = tensors["weight"], tensors.get("weight_zero_point")
     scales, block = tensors.get("weight_scale_inv"), _block(settings)
@@ -158,10 +172,11 @@ def _scaled(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
     zeros, scales = None if zeros is None else _table(zeros), _table(scales)
     if block == (None, None):
         block = (None, _group(settings, ins, scales))
-    return _Quantized((outs, ins), weight.__getitem__, scales, zeros, block, _order(tensors))
+    bits = 8 if weight.dtype == np.int8 else 0
+    return Quantized((outs, ins), bits, weight.__getitem__, scales, zeros, block, _order(tensors))
 
 
-def _packed(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
+def _packed(tensors: Mapping[str, Array], settings: Settings) -> Quantized:
     """compressed-tensors with packed weights: signed integers, stored with half the unsigned range added."""
     packed, zeros = tensors["weight_packed"], tensors.get("weight_zero_point")
     outs, ins = (int(size) for size in tensors["weight_shape"])
@@ -180,7 +195,7 @@ def _packed(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
     scales = _table(tensors["weight_scale"])
     group = _group(settings, ins, scales)
     block = _block(settings) if group is None else (None, group)
-    return _Quantized((outs, ins), values, scales, _table(zeros), block, _order(tensors))
+    return Quantized((outs, ins), bits, values, scales, _table(zeros), block, _order(tensors))
 
 
 def _order(tensors: Mapping[str, Array]) -> Array | None:
@@ -247,7 +262,7 @@ def _unpack(words: Array, bits: int, count: int, order: Sequence[int] | None = N
     return values[:, :count]
 
 
-def _computed(weight: _Quantized) -> NDArray[np.float32]:
+def _computed(weight: Quantized) -> NDArray[np.float32]:
     outs, ins = weight.shape
     result = np.empty((outs, ins), np.float32)
     step = max(1, _CHUNK // ins // _WORD) * _WORD
@@ -267,7 +282,7 @@ def _computed(weight: _Quantized) -> NDArray[np.float32]:
     return result
 
 
-def _spread(table: NDArray[np.float32], rows: slice, weight: _Quantized) -> NDArray[np.float32]:
+def _spread(table: NDArray[np.float32], rows: slice, weight: Quantized) -> NDArray[np.float32]:
     """The numbers of `table` for some rows of a weight: [rows, groups of equally many contiguous inputs]."""
     (outs, ins), blocks = weight.shape, table.shape[1]
     table = table[np.arange(rows.start, rows.stop) // _length(outs, len(table), weight.block[0])]

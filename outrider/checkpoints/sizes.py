@@ -17,6 +17,7 @@ from typing import Any
 
 from outrider.checkpoints import checkpoint
 from outrider.checkpoints.config_json import load_config
+from outrider.checkpoints.gguf.record import GgufRecord, read_record
 from outrider.checkpoints.headers import tensor_headers
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number, by --dtype
@@ -70,6 +71,11 @@ class ModelSizes(ABC):
     @abstractmethod
     def tensors(self) -> Mapping[str, StoredTensor]:
         """All tensors by name."""
+
+    @property
+    def file_bytes(self) -> int | None:
+        """Bytes of the weights as a GGUF file has them, if they can be read from one; None for other checkpoints."""
+        return None
 
     @property
     def itemsize(self) -> int | None:
@@ -157,9 +163,23 @@ class CheckpointSizes(ModelSizes):
         return {"torch_dtype": raw.get("torch_dtype"), "dtype": raw.get("dtype")} | text
 
     @cached_property
+    def _record(self) -> GgufRecord | None:
+        return read_record(self.folder)
+
+    @property
+    def file_bytes(self) -> int | None:
+        """Bytes of the weights in a GGUF file, of a folder that describes one."""
+        return None if self._record is None else sum(tensor.bytes for tensor in self._record.tensors.values())
+
+    @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """All tensors by name; a pickled file counts as one tensor of 16-bit numbers with the file's name."""
+        """All tensors by name; a pickled file counts as one tensor of 16-bit numbers with the file's name.
+
+        Of a GGUF file, with llama.cpp's names, they count as 16-bit numbers, too: what they are once widened.
+        """
         found: dict[str, StoredTensor] = {}
+        if self._record is not None:
+            return {name: StoredTensor("BF16", tensor.shape) for name, tensor in self._record.tensors.items()}
         for file in checkpoint.weight_files(self.folder, torch_files=True):
             if file.suffix == ".safetensors":
                 found |= _header(file)

@@ -51,12 +51,12 @@ def _model(path: str) -> Finding:
             return ok(SYSTEM, "model", name if name == str(folder) else f"{name} in {folder}")
         if path == DEFAULT_MODEL:
             source = conversion.default_gguf()
-            return ok(SYSTEM, "model", f"{name}, the default; the first start converts {source.name} in half a minute")
+            return ok(SYSTEM, "model", f"{name}, the default; the first start reads {source.name}, in seconds on a CPU")
     except ConfigError as error:
         return problem(SYSTEM, "model", f"{name}: {error.message}")
     if path.startswith(("/", "./", "../", "~")) or path.endswith(".gguf"):
         if Path(path).expanduser().exists():
-            return ok(SYSTEM, "model", f"{path}; the first start converts it")
+            return ok(SYSTEM, "model", f"{path}; the first start reads it, and converts it where it has to")
         return problem(SYSTEM, "model", f"--model-path {path} is not on this machine", "name a folder that exists")
     return note(SYSTEM, "model", f"{name} is not on this machine; the first start downloads it from Hugging Face")
 

@@ -60,8 +60,9 @@ def plan_of(
         return None
     gpus = target_gpus(target) if total is None else range(target.tp_size)
     if not gpus:
-        itemsize = _itemsize(target, sizes)
-        free = max(0, free_host_memory() - sizes.weights(itemsize, target.quantization))
+        kept = sizes.file_bytes if target.dtype == "auto" and target.quantization is None else None
+        weights = sizes.weights(_itemsize(target, sizes), target.quantization) if kept is None else kept
+        free = max(0, free_host_memory() - weights)
         return plan_host(free, _token_bytes(target, sizes), **cache_flags(target))
     total = gpu_memory(gpus[0]) if total is None else total
     if total is None:

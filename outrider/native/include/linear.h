@@ -13,6 +13,9 @@
 
 namespace outrider {
 
+// Products of a pass with a panel of a block format. Defined in multiply_blocks.h, which one file of a library includes.
+void multiply_blocks(const Pass& pass, int64_t rows);
+
 // The division of a product's rows into passes over each panel. Each thread makes its own object: its lifetime is that of
 // the thread's matrix register configuration.
 class Passes {
@@ -47,7 +50,7 @@ class Passes {
 
   void multiply(const Pass& pass, int64_t count) const {
     switch (method_) {
-      case Method::kDots: return kDots[count - 1](pass);
+      case Method::kDots: return is_block(pass.weight.format) ? multiply_blocks(pass, count) : kDots[count - 1](pass);
       case Method::kMatrix: return matrix::multiply(pass, count);
       case Method::kMatrixByVectors: return matrix::multiply_by_vectors(pass, count);
     }

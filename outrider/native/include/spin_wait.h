@@ -5,7 +5,6 @@
 // and delays them in turn. With as many spinning processes as cores, steps took up to tens of times as long.
 #pragma once
 
-#include <immintrin.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -13,6 +12,8 @@
 
 #include <atomic>
 #include <chrono>
+
+#include "processor.h"
 
 namespace outrider {
 
@@ -43,7 +44,7 @@ bool spin_while(const std::atomic<T>& place, T value, int iterations, Idle&& idl
   for (; iterations > 0; --iterations) {
     if (place.load(std::memory_order_acquire) != value) return true;
     idle();
-    _mm_pause();
+    spin_hint();
   }
   return false;
 }

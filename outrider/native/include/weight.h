@@ -7,6 +7,14 @@
 //   int4      [K/64] groups: [8][2][16][4] bytes; a byte of line i holds the four-k steps i (low half) and 8 + i (high
 //             half) as value + 8. Then, for weights of value * scale + centre, [2][32] half-precision scales, of the first
 //             and the last 32 k, and [2][16][2] bf16 centres, the two of an output adjacent
+// Block formats (format.h; block_rows.h lays them out):
+//   super-blocks, of one group where scales are half-precision numbers: the units of scales and of minima, [32] half
+//             precision each, if there are units; then the groups of 64 k, and each is
+//     values    of up to 6 bits: [8][32][4] bytes; a byte of line i holds the lower 4 bits of the four-k steps i (low half)
+//               and 8 + i (high half). Upper bits: planes [B][2][32][4] bytes for B upper bits, of first and last 32 k; line
+//               i has bits (4 + B i) mod 8 and up of plane B i / 8. 8 bits: [16][32][4]
+//     scales    [parts][32]; part 2 r + h is of the four-k steps of run r (8 / runs lines) in half h
+//     minima    the same, of affine formats
 // K is padded with zeros to the format's step, and the outputs to whole panels.
 #pragma once
 
@@ -14,15 +22,13 @@
 #include <cstdint>
 #include <cstring>
 
+#include "format.h"
 #include "memory.h"
+#include "processor.h"
 #include "simd.h"
 
 namespace outrider {
 
-enum class Format : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3 };
-
-constexpr int kPanel = 32;
-constexpr int kGroup = 64;
 constexpr int kInt4ScaleBytes = 2 * kPanel * (2 + 2);  // bytes of scales and centres of a group
 
 // A view of a packed weight.
@@ -31,10 +37,12 @@ struct Weight {
   int64_t outputs, inputs;  // of the layer, without padding
   int64_t panels, k;        // padded
   int64_t panel_bytes;
+  int64_t groups;  // of a super-block
   const char* data = nullptr;
   const float* scales = nullptr;  // int8: [panels * 32]
 
-  Weight(Format format, int64_t outputs, int64_t inputs);
+  // groups: of 64 k in a super-block; only formats with units have larger ones than 1
+  Weight(Format format, int64_t outputs, int64_t inputs, int64_t groups = 1);
   const char* panel(int64_t index) const { return data + index * panel_bytes; }
 };
 
@@ -42,36 +50,40 @@ struct Weight {
 struct OwnWeight : Weight {
   Buffer memory, scale_memory;
 
-  OwnWeight(Format format, int64_t outputs, int64_t inputs);
+  OwnWeight(Format format, int64_t outputs, int64_t inputs, int64_t groups = 1);
 };
 
-inline int64_t k_step(Format format) {
+inline int64_t k_step(Format format, int64_t groups = 1) {
   switch (format) {
     case Format::kFloat32: return 1;
     case Format::kBFloat16: return kGroup / 2;  // a chunk of an operand
-    default: return kGroup;
+    default: return kGroup * groups;
   }
 }
 
-inline int64_t bytes_of_panel(Format format, int64_t k) {
+inline int64_t bytes_of_panel(Format format, int64_t k, int64_t groups = 1) {
   switch (format) {
     case Format::kFloat32: return k * kPanel * 4;
     case Format::kBFloat16: return k * kPanel * 2;
     case Format::kInt8: return k * kPanel;
-    default: return k / kGroup * (kGroup * kPanel / 2 + kInt4ScaleBytes);
+    case Format::kInt4: return k / kGroup * (kGroup * kPanel / 2 + kInt4ScaleBytes);
+    default: break;
   }
+  const BlockFormat block = block_format(format);
+  return k / kGroup * block.group_bytes() + k / kGroup / groups * block.unit_bytes();
 }
 
-inline Weight::Weight(Format format, int64_t outputs, int64_t inputs)
+inline Weight::Weight(Format format, int64_t outputs, int64_t inputs, int64_t groups)
     : format(format),
       outputs(outputs),
       inputs(inputs),
       panels((outputs + kPanel - 1) / kPanel),
-      k(round_up(inputs, k_step(format))),
-      panel_bytes(bytes_of_panel(format, k)) {}
+      k(round_up(inputs, k_step(format, groups))),
+      panel_bytes(bytes_of_panel(format, k, groups)),
+      groups(groups) {}
 
-inline OwnWeight::OwnWeight(Format format, int64_t outputs, int64_t inputs)
-    : Weight(format, outputs, inputs),
+inline OwnWeight::OwnWeight(Format format, int64_t outputs, int64_t inputs, int64_t groups)
+    : Weight(format, outputs, inputs, groups),
       memory(Buffer::beside_others(panels * panel_bytes)),
       scale_memory(format == Format::kInt8 ? panels * kPanel * 4 : 0) {
   std::memset(memory.as<char>(), 0, panels * panel_bytes);  // padding must be finite
@@ -121,7 +133,7 @@ inline void pack_int4(OwnWeight& weight, int64_t n, const int8_t* values, const 
       for (int64_t i = 0; i < 4; ++i) to[i] = char(value(k + i) | value(k + half + i) << 4);
     }
     for (int64_t i = 0; i < 2; ++i) {
-      const uint16_t scale = _cvtss_sh(scales[2 * group + i], _MM_FROUND_TO_NEAREST_INT);
+      const uint16_t scale = half_bits(scales[2 * group + i]);
       std::memcpy(to + i * kPanel * 2 - n % kPanel * 2, &scale, sizeof scale);  // 2 bytes an output, not 4
       const uint16_t centre = bfloat16_bits(centres[2 * group + i]);
       std::memcpy(to + 2 * kPanel * 2 + i * 2, &centre, sizeof centre);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -72,6 +72,15 @@ class CapturesSteps(Protocol):
         ...
 
 
+@runtime_checkable
+class CapturesAhead(Protocol):
+    """A `Runner` that captures its plain steps before it serves."""
+
+    def capture(self, cache: KVCache, device: torch.device) -> None:
+        """Capture them. No step may be in flight."""
+        ...
+
+
 @dataclass(frozen=True)
 class Model:
     """A loaded model and its properties.
@@ -84,6 +93,8 @@ class Model:
     head: the local EAGLE head, if there is one; not beside a copy
     prompt_lookup: True if prompt lookup drafts for it, too
     shortage: bytes that another tensor-parallel rank's device has less free than this one
+    kinds: number formats of its file that weights keep, with the number of weights; such weights are not replaced
+    step_bytes: of weights that a step reads; 0 if it is not known
     """
 
     runner: Runner
@@ -101,6 +112,8 @@ class Model:
     head: EagleHead | None = None
     prompt_lookup: bool = False
     shortage: int = 0
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    step_bytes: int = 0
 
     @property
     def drafts(self) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.checkpoints.eagle3 import DEFAULT_STATES
 from services.target.kernels.cpu.library import AttentionShape
-from services.target.kernels.cpu.matrices.weights import Format, packed
+from services.target.kernels.cpu.matrices.weights import Format, PackedWeight, packed
 from services.target.kernels.cpu.programs.program import Activation, Buffer, Program
 from services.target.kernels.cpu.sampling import HeadDraftTokens
 from services.target.kernels.kv_cache import KVCache
@@ -32,18 +32,18 @@ class EagleHead:
     """
 
     def __init__(
-        self, weights: EagleHeadWeights, beside: Program, threads: int, table: Tensor, pools: torch.dtype, depth: int,
-        positions: int,
+        self, weights: EagleHeadWeights, beside: Program, threads: int, table: Tensor | PackedWeight,
+        computed: torch.dtype, pools: torch.dtype, depth: int, positions: int,
     ) -> None:  # fmt: skip
-        """table: the model's embedding, [V, H], in the format of the computation. depth: layers of the model.
+        """table: the model's embedding, [V, H]. computed: format of the computation. depth: layers of the model.
 
         pools: format of the cache; positions: most tokens of a session
         """
-        vocab, hidden = table.shape
+        vocab, hidden = (table.outputs, table.inputs) if isinstance(table, PackedWeight) else table.shape
         self.shape = weights.shape
-        self.states = States(DEFAULT_STATES * hidden, table.dtype)
-        self.program = program = Program(threads, table.dtype, pools, hidden, beside=beside)
-        fc = packed(weights.tensors["fc.weight"], plain_format(table.dtype) or Format.FLOAT32)
+        self.states = States(DEFAULT_STATES * hidden, computed)
+        self.program = program = Program(threads, computed, pools, hidden, beside=beside)
+        fc = packed(weights.tensors["fc.weight"], plain_format(computed) or Format.FLOAT32)
         projections = weights.packed(*(f"{LAYER}self_attn.{name}_proj" for name in "qkv"))
         output, down = weights.packed(LAYER + "self_attn.o_proj"), weights.packed(LAYER + "mlp.down_proj")
         gates, head = weights.gates(), weights.packed("lm_head")

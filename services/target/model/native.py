@@ -1,15 +1,21 @@
-"""Dense decoders (decoder.py) on the CPU as programs of compiled kernels, built from a loaded `transformers` model."""
+"""Dense decoders (decoder.py) on the CPU as programs of compiled kernels, built from the modules of `transformers`."""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from services.target.kernels.cpu import library
+from outrider.checkpoints.checkpoint import fingerprint
+from outrider.native import vectors
+from services.target.kernels.cpu import build, library
 from services.target.kernels.cpu.attention.paged import WIDEST_HEAD, reads
+from services.target.kernels.cpu.matrices import packed_file
 from services.target.kernels.cpu.matrices.weights import Format
 from services.target.kernels.cpu.programs.program import Program
 from services.target.kernels.kv_cache import KVCache
@@ -17,12 +23,16 @@ from services.target.model import decoder
 from services.target.model.attention import Probe
 from services.target.model.base import Outputs
 from services.target.model.eagle_head import EagleHead
-from services.target.model.eagle_head_weights import EagleHeadWeights
+from services.target.model.eagle_head_weights import EagleHeadWeights, read_eagle_head
 from services.target.model.linear import plain_format
 from services.target.model.program_builder import ProgramBuilder
+from services.target.model.stored.source import ModuleWeights, WeightSource
 from services.target.step.batch import Batch
 from services.target.step.programs import FusedLoop
 
+log = logging.getLogger(__name__)
+
+_PACKING = 1  # increase when weights are packed in another way, or order, by the same kernels
 _WIDEST_NORM = 16384  # in kernels/cpu/csrc/matrices/norm.h
 
 
@@ -66,12 +76,14 @@ class ProgramRunner:
         *,
         prompt_lookup: bool = False,
         head: EagleHeadWeights | None = None,
+        source: WeightSource | None = None,
     ) -> None:
         """module: a model without an `unsupported_reason`; its linear layers lose their weights.
 
-        number_format: of the weights; None: the model's own. positions: most tokens of a session;
-        pools: dtype of the KV cache. copied: the format of a narrow copy of the weights, for drafting steps.
-        prompt_lookup: as in Model. head: the local EAGLE head; not beside a copy.
+        number_format: of the weights that the source does not keep in formats of their own; None: the model's own.
+        positions: most tokens of a session; pools: dtype of the KV cache. copied: the format of a narrow copy of the
+        weights, for drafting steps. prompt_lookup: as in Model. head: the local EAGLE head; not beside a copy. source:
+        of the weights; None: the module, which otherwise need not have any.
         """
         own = plain_format(module.dtype)
         assert own is not None, "other formats have an unsupported_reason"
@@ -83,11 +95,17 @@ class ProgramRunner:
         self.weight_bytes = self.draft_bytes = 0  # read by a step, and by a drafting step
         self.copied, self.prompt_lookup = copied is not None, prompt_lookup
         states = () if head is None else head.layers
-        table = ProgramBuilder(self, module, probe, number_format or own, positions, copied, states).build()
+        source = ModuleWeights(module) if source is None else source
+        self.kinds = Counter(source.kinds.values())  # number formats of the file that are kept; weights of each
+        builder = ProgramBuilder(self, module, source, probe, number_format or own, positions, copied, states)
+        builder.build()
         self.head: EagleHead | None = None
         if head is not None:
+            assert builder.table is not None, "it was built"
             depth = len(module.model.layers)
-            self.head = EagleHead(head, self.program, self.threads, table, pools, depth, positions)
+            self.head = EagleHead(
+                head, self.program, self.threads, builder.table, module.dtype, pools, depth, positions
+            )
             self.draft_bytes = self.head.bytes
 
     @property
@@ -105,8 +123,8 @@ class ProgramRunner:
         return Outputs(logits, features if features is None else features.to(self._dtype), tokens)
 
     def weights(self) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of the weights, as in checkpoints."""
-        return self._shapes
+        """Names and shapes of the weights, as in checkpoints; none if some are kept in formats of their file."""
+        return {} if self.kinds else self._shapes
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace weights in place. Wider ones are rounded first, as when a model is loaded."""
@@ -118,3 +136,48 @@ class ProgramRunner:
         before = self._writes.get(name)
         self._shapes[name] = shape
         self._writes[name] = write if before is None else lambda tensor: (before(tensor), write(tensor))
+
+
+def program_of(
+    module: Any,
+    probe: Probe,
+    cache_dtype: torch.dtype,
+    context_length: int,
+    number_format: Format | None,
+    *,
+    copied: Format | None,
+    prompt_lookup: bool,
+    head: Path | None,
+    source: WeightSource | None = None,
+    checkpoint: str | None = None,
+) -> ProgramRunner:
+    """A model without an `unsupported_reason` as a compiled program, with what self-speculation needs.
+
+    Arguments as of ProgramRunner; head: folder of the local EAGLE head. checkpoint: fingerprint of the weights, under
+    which packed ones are kept; None keeps none. Raises ConfigError for a head that does not fit.
+    """
+    vocab, hidden = module.model.embed_tokens.weight.shape
+    read = None if head is None else read_eagle_head(head, len(probe.shapes), hidden, vocab, context_length)
+    facts = None if checkpoint is None else {
+        "weights": checkpoint, "head": None if head is None else fingerprint(head), "dtype": str(module.dtype),
+        "formats": [number_format, copied], "kept": source is not None and bool(source.kinds),
+        "kernels": build.KERNELS.compiled().name, "packing": _PACKING,
+    }  # fmt: skip
+    with packed_file.cached(facts):
+        runner = ProgramRunner(
+            module, probe, number_format, context_length, cache_dtype, copied, prompt_lookup=prompt_lookup, head=read,
+            source=source,
+        )  # fmt: skip
+    if runner.kinds:
+        kept = ", ".join(f"{count} in {kind}" for kind, count in sorted(runner.kinds.items()))
+        log.info("weights keep the number formats of their file: %s", kept)
+    unit = " and a matrix unit (AMX)" if library.load().outrider_has_matrix_unit() else ""
+    log.info(
+        "running as a compiled program, by %s%s; a step reads %.0f MB of weights",
+        vectors.chosen().name.upper(), unit, runner.weight_bytes / 1e6,
+    )  # fmt: skip
+    if runner.drafts:
+        drafter = "a quantized copy" if runner.copied else "a local EAGLE head"
+        log.info("self-speculation with %s, which reads %.0f MB a draft token", drafter, runner.draft_bytes / 1e6)
+    torch.set_num_threads(1)  # the program has its own threads, and PyTorch's would spin next to them
+    return runner

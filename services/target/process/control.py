@@ -118,7 +118,7 @@ class Control:
         self._allowed = AllowedFolders(model_path, folder, roots)
         self._settings = RunningSettings(folder, trust_remote_code)
         self._shapes = dict(engine.model.runner.weights())
-        self._tied = tied_names(self._settings.values, self._shapes)
+        self._tied = tied_names(self._shapes, tied=self._settings.ties_embeddings)
         self._ignored = frozenset(loaded.entries.keys() - self._shapes.keys() - self._tied.keys())
         self._origin = WeightsOrigin(loaded.fingerprint)
         self._receiving = threading.Lock()
@@ -128,8 +128,17 @@ class Control:
 
     # --- weights ---
 
+    def _check_plain(self) -> None:
+        """Raise ConfigError for weights that no others can take the place of."""
+        if kinds := self._engine.model.kinds:
+            raise ConfigError(
+                f"the weights keep the number formats of their file ({', '.join(sorted(kinds))}) and cannot be "
+                "replaced; start the target with --dtype bfloat16 or --quantization int8"
+            )
+
     def read_folder(self, path: str, condition: Condition | None = None) -> CheckpointFolder:
         """Open a folder's checkpoint and check it against the model. Raises ConfigError."""
+        self._check_plain()
         found = self._allowed.find(path)
         try:
             folder = CheckpointFolder(found)
@@ -154,7 +163,8 @@ class Control:
     def incoming(self, *, pickled: bool = False) -> Iterator[IncomingTensors | IncomingPickle]:
         """A buffer for tensors that arrive in parts; one at a time, because it takes as much memory as the model.
 
-        pickled: as a pickle, else as a safetensors file. Raises Conflict while there is another one.
+        pickled: as a pickle, else as a safetensors file. Raises Conflict while there is another one, and ConfigError
+        for weights that are not replaced.
         """
         with self._exclusively():
             if pickled:
@@ -164,6 +174,7 @@ class Control:
 
     @contextlib.contextmanager
     def _exclusively(self) -> Iterator[None]:
+        self._check_plain()
         if not self._receiving.acquire(blocking=False):
             raise Conflict("tensors of another update are being received; send these once it has ended")
         try:

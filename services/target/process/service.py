@@ -80,6 +80,8 @@ def describe(folder: Path, engine: TargetEngine, config: TargetConfig) -> Facts:
         kv_cache_dtype=str(model.cache_dtype).removeprefix("torch."),
         first_fingerprint=fingerprint,
         draft_sources=[source_to_pb(source) for source in sorted(engine.speculation.allowed.own)],
+        weight_formats=model.kinds,
+        step_weight_megabytes=round(model.step_bytes / 1e6),
     )
     return Facts(folder, info)
 

@@ -251,7 +251,8 @@ class Speculation:
         wanted = [commit.session_id for commit in commits if commit.draft_budget]
         tokens = sum(len(commit.tokens) for commit in commits)
         own = sum(commit.accepted for commit in commits if commit.source != SourceKind.DRAFT)
-        self.policy.end(wanted, sessions, tokens, prompts=prompt_tokens, steps=steps, own=own)
+        unread = {one: self._sessions[one].session.length for one in wanted if not self.policy.wait.drafts_for(one)}
+        self.policy.end(wanted, sessions, tokens, prompts=prompt_tokens, steps=steps, own=own, unread=unread)
 
 
 def _with_drafts(works: Sequence[SessionWork], drafts: Drafts) -> Sequence[SessionWork]:

@@ -72,6 +72,12 @@ class PrefillCost:
         self._committed *= _PROMPT_DECAY
 
     @property
+    def seconds_per_prompt_token(self) -> float:
+        """Seconds of a prompt token, in all modes; 0 before one was computed."""
+        tokens = sum(self._tokens.values())
+        return sum(self._seconds.values()) / tokens if tokens else 0.0
+
+    @property
     def prompt_tokens_per_token(self) -> float:
         """Prompt tokens for each new token."""
         return self._all_tokens / self._committed if self._committed else 0.0

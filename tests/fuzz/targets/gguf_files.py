@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import gguf
 import numpy as np
-from gguf import GGUFReader
 
 from services.target.model.gguf import metadata
+from services.target.model.gguf.reader import HeaderReader, record_of
 from tests.fuzz.choices import Choices
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="fuzz-")
@@ -50,7 +50,8 @@ def fuzz(data: bytes) -> None:
         file.write_bytes(choices.rest())
     for config in (_Config("llama"), _Config("phi3", partial_rotary_factor=1.0)):
         try:
-            reader = GGUFReader(file)
+            reader = HeaderReader(file)
+            record_of(reader, file, "")
             metadata.apply(reader, config)
             metadata.chat_templates(reader)
             metadata.end_token_ids(reader)

@@ -1,6 +1,7 @@
 """Control of several targets, with targets whose duration a test controls."""
 
 import asyncio
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,8 @@ from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig
 from outrider.errors import Conflict, InvalidRequest
 from outrider.wire.v1 import common_pb2, target_pb2
+
+NUMBERS = itertools.count()
 
 
 class Target:
@@ -26,7 +29,8 @@ class Target:
         self.taken = []
         self.believed = ""  # the fingerprint that the gateway assumes
         self.here = self.up = True
-        self.address = "unix:/target"
+        self.address = f"unix:/target{next(NUMBERS)}"
+        self.update_lock, self.paused = None, None
         self.awaited_version = None
 
     def expects(self, fingerprint):
@@ -221,7 +225,7 @@ def test_a_target_with_mixed_weights_is_unused_until_it_has_all(control_of, coun
         updates = control_of(*targets)
         assert (await tensors(updates, "1:a")).unused == []
         targets[-1].start()  # restarts with the weights of its flags
-        assert (await tensors(updates, "1:b")).unused == ["unix:/target"]
+        assert (await tensors(updates, "1:b")).unused == [targets[-1].address]
         assert all(target.here for target in targets[:-1])
         for target in targets[:-1]:
             assert target.fingerprint == target.believed

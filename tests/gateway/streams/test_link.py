@@ -15,7 +15,7 @@ from gateway.streams import link as links
 from gateway.streams.availability import ReplicaState
 from gateway.streams.connection import Connection
 from gateway.streams.target import TargetLink
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, Unavailable
 from outrider.serving.messages import OpenSession
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.transport.frame_socket import SocketCall
@@ -106,6 +106,29 @@ async def test_a_lost_stream_reconnects(monkeypatch):
         while len(link.calls) < 2 or not link.up:
             await asyncio.sleep(0.01)
     await link.stop()
+
+
+async def test_a_replica_that_starts_up_is_asked_often(monkeypatch):
+    waits, sleep = [], asyncio.sleep
+
+    async def no_sleep(seconds):
+        waits.append(seconds)
+        await sleep(0)
+
+    class Slow(Near):
+        async def handshake(self, channel):
+            if len(waits) < 4:
+                raise ConnectionError("nothing answers")
+            if len(waits) < 8:
+                raise Unavailable("it is warming up")
+
+    monkeypatch.setattr(links.asyncio, "sleep", no_sleep)
+    link = Slow()
+    link.start()
+    await link.wait_up(5)
+    await link.stop()
+    assert max(waits[:4]) > 0.8  # a replica that does not answer is asked ever more rarely
+    assert max(waits[4:]) < 0.3
 
 
 @pytest.mark.parametrize("one_machine", [True, False])

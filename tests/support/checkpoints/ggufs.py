@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import gguf
@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from tokenizers import pre_tokenizers
 
+from bench.checkpoints.blocks import random_rows
 from tests.support.tiny import VOCAB
 
 _ARCHITECTURES = {
@@ -25,14 +26,17 @@ def write_gguf(
     file: Path,
     folder: Path,
     plain: Path,
-    kind: Type = Type.F32,
+    kind: Type | Callable[[str], Type] = Type.F32,
     scaling: tuple[str, float] | None = None,
     ends: Sequence[str] = (),
     pre: str | None = None,
     begins: bool | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ):
     """The model of `folder` as a GGUF file, its projections as a quantized type; `plain` gets what the file stands for.
 
+    kind: of the projections, or of each tensor by its name in `folder`; Q5_K and Q6_K are random
+    dtype: of the tensors of `plain`
     scaling: RoPE scaling as fields, its type and factor
     ends: further control tokens, from 260 on
     pre: how texts are split, by name
@@ -54,11 +58,12 @@ def write_gguf(
     stands_for = {}
     for name, tensor in safetensors.torch.load_file(folder / "model.safetensors").items():
         array = tensor.float().numpy()
-        quantized = kind if name.endswith("_proj.weight") else Type.F32
+        projection = name.endswith("_proj.weight")
+        quantized = kind(name) if callable(kind) else kind if projection else Type.F32
         raw, meant = _quantized(_permuted(array, name, config), quantized)
         if name.endswith("norm.weight") and architecture == gguf.MODEL_ARCH.GEMMA3:
             raw, meant = raw + 1, raw + 1 - 1  # llama.cpp has Gemma's norms multiply by the weight itself
-        stands_for[name] = torch.from_numpy(_permuted(meant, name, config, back=True)).bfloat16()
+        stands_for[name] = torch.from_numpy(_permuted(meant, name, config, back=True)).to(dtype)
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         writer.add_tensor(target, np.ascontiguousarray(raw), raw_dtype=quantized)
     factors = _llama3_factors(config)
@@ -112,7 +117,7 @@ def _permuted(array: np.ndarray, name: str, config, back: bool = False) -> np.nd
     if config["model_type"] != "llama" or heads is None:
         return array
     halves = (config[heads], -1, 2) if back else (config[heads], 2, -1)
-    return array.reshape(*halves, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+    return array.reshape(*halves, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
 
 
 def _llama3_factors(config) -> np.ndarray | None:
@@ -143,6 +148,9 @@ def _quantized(array: np.ndarray, kind: Type) -> tuple[np.ndarray, np.ndarray]:
         return array, array
     if kind == Type.Q4_K:
         return _q4_k(array)
+    if kind in (Type.Q5_K, Type.Q6_K):
+        raw = random_rows(kind, *array.shape, float(array.std()), np.random.default_rng(array.shape))
+        return raw, gguf.quants.dequantize(raw, kind)
     raw = gguf.quants.quantize(array, kind)
     return raw, gguf.quants.dequantize(raw, kind)
 

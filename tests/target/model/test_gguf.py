@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from outrider.checkpoints import checkpoint, conversion
 from outrider.checkpoints.checksums import CHECKSUMS
+from outrider.checkpoints.gguf.record import read_record
 from outrider.errors import ConfigError
 from outrider.text.tokenizer import Tokenizer
 from services.target.model.gguf import convert
@@ -317,6 +318,19 @@ def test_without_pytorch_another_process_s_conversion_is_awaited(tiny_gguf, tmp_
     assert list(map(str, found)) == [folder]
 
 
+def test_a_process_that_reads_the_file_itself_converts_it_for_one_that_waits(tiny_gguf, tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(conversion, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(conversion.subprocess, "run", in_this_process)
+    folder = conversion.place_of(tiny_gguf)
+    conversion.convert_when_asked(tiny_gguf)
+    time.sleep(0.05)
+    assert not folder.exists()  # nothing is converted that nothing waits for
+    conversion._await(tiny_gguf, folder)
+    assert (folder / "model.safetensors").is_file()
+    assert not list(folder.parent.glob("*.wanted"))
+
+
 def test_a_file_is_converted_once_and_a_conversion_that_is_killed_leaves_nothing_half(tiny_gguf, tmp_path, monkeypatch):
     """Its folder gets its name when it is whole; what remains of one that was killed is swept up by the next."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
@@ -357,3 +371,43 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="could not be converted"):
         checkpoint.resolve(str(tmp_path / "bad.gguf"))
     assert not [path for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir()]
+
+
+def test_a_description_is_a_conversion_without_weights(tiny_gguf, tmp_path):
+    assert convert.main([str(tiny_gguf), str(tmp_path / "full")]) == 0
+    assert convert.main([str(tiny_gguf), str(tmp_path / "described"), "--describe"]) == 0
+    files = {path.name: path.read_bytes() for path in (tmp_path / "described").iterdir()}
+    record = json.loads(files.pop("gguf.json"))
+    assert record["file"] == str(tiny_gguf)
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "full").iterdir()}
+    assert whole.pop("model.safetensors")
+    assert json.loads(files.pop("config.json")) == json.loads(whole.pop("config.json"))
+    assert files == whole
+    names = {tensor.name: tensor for tensor in GGUFReader(tiny_gguf).tensors}
+    found = read_record(tmp_path / "described").tensors
+    assert found.keys() == names.keys()
+    for name, tensor in found.items():
+        assert (tensor.start, tensor.bytes) == (names[name].data_offset, names[name].n_bytes)
+        assert tensor.shape == tuple(reversed(names[name].shape.tolist()))
+
+
+def in_this_process(command, **_):
+    arguments = command[command.index(conversion._CONVERTER) + 1 :]
+    return subprocess.CompletedProcess(command, convert.main(arguments))
+
+
+def test_descriptions_are_of_one_file_and_conversions_of_what_is_in_it(tiny_gguf, tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(conversion.subprocess, "run", in_this_process)
+    folder = checkpoint.resolve(str(tiny_gguf), description=True)
+    assert checkpoint.resolve(str(tiny_gguf), description=True) == folder == checkpoint.local_folder(str(tiny_gguf))
+    copy = shutil.copy(tiny_gguf, tmp_path / "copy.gguf")
+    other = checkpoint.resolve(str(copy), description=True)
+    assert read_record(other).file == tmp_path / "copy.gguf"
+    converted = checkpoint.resolve(str(copy))
+    assert {checkpoint.fingerprint(one) for one in (folder, other, converted)} == {checkpoint.fingerprint(folder)}
+    tiny_gguf.write_bytes(tiny_gguf.read_bytes()[:-4])
+    with pytest.raises(ConfigError, match=r"has .* bytes instead of"):
+        read_record(folder).check()
+    with pytest.raises(ConfigError, match="could not be converted"):  # another file by now, which ends too early
+        checkpoint.resolve(str(tiny_gguf), description=True)

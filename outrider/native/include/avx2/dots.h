@@ -6,82 +6,20 @@
 #pragma once
 
 #include <array>
-#include <type_traits>
 #include <utility>
 
-#include "panel_pass.h"
+#include "dot_steps.h"
 
 namespace outrider {
-
-constexpr int kDotRows = 6;  // rows of one pass over a panel
-
-constexpr int kEight = 8;       // outputs of a vector
-constexpr int64_t kLine = 128;  // bytes of a panel for a step of k
-
-// Numbers of k that a run goes over: a group, or, where there are none, what the first cache holds beside the rows.
-constexpr int64_t block_of(Format format) { return format == Format::kBFloat16 ? 2 * kGroup : kGroup; }
-
-// Some rows, the panel's vectors from `first` on, and a block of k. weight, x: where these begin, x of the first row, whose
-// next chunk is `jump` bytes further. line: how many are before the block's. Two runs over a block fetch half each.
-struct Run {
-  const Pass& pass;
-  const int64_t block, line, jump;
-  const int first;
-  const char *weight, *x;
-
-  float* tile(int m, int v) const { return pass.tile + m * kPanel + (first + v) * kEight; }
-  template <int V>
-  void fetch(int64_t step) const {
-    if (V * kEight == kPanel) return pass.fetch(line + step);
-    pass.fetch_half(line + step, first / V);
-  }
-};
-
-inline __m256i load_vector(const char* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
-inline __m256 broadcast(const char* from) { return _mm256_broadcast_ss(reinterpret_cast<const float*>(from)); }
-inline __m256i broadcast_word(const char* from) { return _mm256_castps_si256(broadcast(from)); }
-
-// Written out because compilers would keep too much at a time in 16 registers.
-inline void add_product(__m256& sum, __m256 w, __m256 x) {
-  __m256 value = sum;  // an operand that lies in memory would have the sum go through memory
-  asm("vfmadd231ps %2, %1, %0" : "+x"(value) : "x"(w), "x"(x));
-  sum = value;
-}
-inline void add_products(__m256i& sum, __m256i w, __m256i x) {  // of pairs of 16 bits
-  __m256i value = sum, product;
-  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(value), "=&x"(product) : "x"(w), "x"(x));
-  sum = value;
-}
-inline void add_bytes(__m256i& sum, __m256i w, __m256i x) {  // of pairs of unsigned with signed bytes, as 16 bits
-  __m256i value = sum, product;
-  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(value), "=&x"(product) : "x"(w), "x"(x));
-  sum = value;
-}
-// f(0), f(1), ... with constants, so that what they index lies in registers: loops are unrolled too late for that, and sums
-// would go through memory in every step.
-#define INLINE __attribute__((always_inline))
-template <class F, int... I>
-[[gnu::always_inline]] inline void each_of(std::integer_sequence<int, I...>, F&& f) {
-  (f(std::integral_constant<int, I>()), ...);
-}
-template <int N, class F>
-[[gnu::always_inline]] inline void each(F&& f) {
-  each_of(std::make_integer_sequence<int, N>(), f);
-}
-// The same address, of which compilers do not know that they have read from it.
-inline const char* once_more(const char* from) {
-  asm("" : "+r"(from));
-  return from;
-}
 
 // --- float32 and bfloat16 ---
 
 // A step of k: x: the first row's number; those of the others follow chunk by chunk
 template <int M, int V>
 [[gnu::always_inline]] inline void step(__m256 sum[M][V], const __m256 w[V], const char* x) {
-  each<M>([&](auto m) INLINE {
+  each<M>([&](auto m) INLINED {
     const __m256 all = broadcast(x + m * bytes_of_chunk(Format::kFloat32));
-    each<V>([&](auto v) INLINE { add_product(sum[m][v], w[v], all); });
+    each<V>([&](auto v) INLINED { add_product(sum[m][v], w[v], all); });
   });
 }
 
@@ -92,8 +30,8 @@ template <Format FORMAT, int M, int V>
   constexpr int64_t kSteps = bytes_of_chunk(FORMAT) / (4 * kNumbers);  // of a chunk
   const __m256i high = _mm256_set1_epi32(int32_t(0xFFFF0000));
   __m256 sum[M][V];
-  each<M>([&](auto m) INLINE {
-    each<V>([&](auto v) INLINE { sum[m][v] = _mm256_loadu_ps(run.tile(m, v)); });
+  each<M>([&](auto m) INLINED {
+    each<V>([&](auto v) INLINED { sum[m][v] = _mm256_loadu_ps(run.tile(m, v)); });
   });
   const int64_t lines = std::min(kBlock, run.pass.weight.k - run.block * kBlock) / kNumbers;
   const char* from = run.weight;
@@ -105,19 +43,19 @@ template <Format FORMAT, int M, int V>
       run.template fetch<V>(line);
       __m256 w[V];
       if constexpr (FORMAT == Format::kFloat32) {
-        each<V>([&](auto v) INLINE { w[v] = _mm256_castsi256_ps(load_vector(from + v * 32)); });
+        each<V>([&](auto v) INLINED { w[v] = _mm256_castsi256_ps(load_vector(from + v * 32)); });
         step<M, V>(sum, w, x);
       } else {
-        each<V>([&](auto v) INLINE { w[v] = _mm256_castsi256_ps(_mm256_slli_epi32(load_vector(from + v * 32), 16)); });
+        each<V>([&](auto v) INLINED { w[v] = _mm256_castsi256_ps(_mm256_slli_epi32(load_vector(from + v * 32), 16)); });
         step<M, V>(sum, w, x);
         const char* again = once_more(from);
-        each<V>([&](auto v) INLINE { w[v] = _mm256_castsi256_ps(_mm256_and_si256(load_vector(again + v * 32), high)); });
+        each<V>([&](auto v) INLINED { w[v] = _mm256_castsi256_ps(_mm256_and_si256(load_vector(again + v * 32), high)); });
         step<M, V>(sum, w, x + 4);
       }
     }
   }
-  each<M>([&](auto m) INLINE {
-    each<V>([&](auto v) INLINE { _mm256_storeu_ps(run.tile(m, v), sum[m][v]); });
+  each<M>([&](auto m) INLINED {
+    each<V>([&](auto v) INLINED { _mm256_storeu_ps(run.tile(m, v), sum[m][v]); });
   });
 }
 
@@ -129,31 +67,31 @@ template <int M, int V>
   const __m256i low = _mm256_set1_epi32(0x00FF00FF);
   const int64_t index = run.block * run.pass.x.rows + run.pass.row;
   auto add = [](__m256i sum[M][V], const __m256i w[V], const char* x) [[gnu::always_inline]] {
-    each<M>([&](auto m) INLINE {
+    each<M>([&](auto m) INLINED {
       const __m256i all = broadcast_word(x + m * bytes_of_chunk(Format::kInt8));
-      each<V>([&](auto v) INLINE { add_products(sum[m][v], w[v], all); });
+      each<V>([&](auto v) INLINED { add_products(sum[m][v], w[v], all); });
     });
   };
   const int32_t* offsets = run.pass.x.offsets + index;
   __m256i sum[M][V];
-  each<M>([&](auto m) INLINE {
-    each<V>([&](auto v) INLINE { sum[m][v] = _mm256_set1_epi32(offsets[m]); });
+  each<M>([&](auto m) INLINED {
+    each<V>([&](auto v) INLINED { sum[m][v] = _mm256_set1_epi32(offsets[m]); });
   });
   const char *from = run.weight, *x = run.x;
 #pragma GCC unroll 1
   for (int64_t i = 0; i < kLines; ++i, from += kLine, x += 8) {
     run.template fetch<V>(i);
     __m256i w[V];
-    each<V>([&](auto v) INLINE { w[v] = _mm256_and_si256(load_vector(from + v * 32), low); });
+    each<V>([&](auto v) INLINED { w[v] = _mm256_and_si256(load_vector(from + v * 32), low); });
     add(sum, w, x);
     const char* again = once_more(from);
-    each<V>([&](auto v) INLINE { w[v] = _mm256_srli_epi16(load_vector(again + v * 32), 8); });
+    each<V>([&](auto v) INLINED { w[v] = _mm256_srli_epi16(load_vector(again + v * 32), 8); });
     add(sum, w, x + 4);
   }
   const float* scales = run.pass.x.scales + index;
-  each<M>([&](auto m) INLINE {
+  each<M>([&](auto m) INLINED {
     const __m256 scale = _mm256_set1_ps(scales[m]);
-    each<V>([&](auto v) INLINE {
+    each<V>([&](auto v) INLINED {
       const __m256 before = _mm256_loadu_ps(run.tile(m, v));
       _mm256_storeu_ps(run.tile(m, v), _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[m][v]), scale, before));
     });
@@ -171,14 +109,14 @@ template <int M, int V, bool HIGH>
   const int32_t* offsets = operand.offsets + (2 * run.block + HIGH) * operand.rows + run.pass.row;
   const char* scale_bytes = run.weight - run.first * 32 + kGroup / 8 * kLine;
   const __m256i ones = _mm256_set1_epi16(1);
-  each<V>([&](auto v) INLINE {
+  each<V>([&](auto v) INLINED {
     const char* halves = scale_bytes + (HIGH * kPanel + (run.first + v) * kEight) * 2;
     const __m256 column = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)));
     const __m256i centres = load_vector(scale_bytes + 2 * kPanel * 2 + (run.first + v) * 32);
     const __m256i high = _mm256_set1_epi32(int32_t(0xFFFF0000));
     const __m256 centre[2] = {_mm256_castsi256_ps(_mm256_slli_epi32(centres, 16)),
                               _mm256_castsi256_ps(_mm256_and_si256(centres, high))};
-    each<M>([&](auto m) INLINE {
+    each<M>([&](auto m) INLINED {
       const __m256i whole = _mm256_add_epi32(_mm256_madd_epi16(sum[m][v], ones), _mm256_set1_epi32(offsets[m]));
       const __m256 real = _mm256_cvtepi32_ps(whole);
       if constexpr (!HIGH) {
@@ -195,14 +133,6 @@ template <int M, int V, bool HIGH>
   });
 }
 
-// Sums have a register each before a loop and behind it, or compilers move them about in every step of it.
-template <int M, int V>
-[[gnu::always_inline]] inline void hold(__m256i sum[M][V]) {
-  each<M>([&](auto m) INLINE {
-    each<V>([&](auto v) INLINE { asm("" : "+x"(sum[m][v])); });
-  });
-}
-
 // 32 k of a group, the low or the high halves of its bytes. Pairs of products, 15 x 127 at most each, add up to 16 bits
 // without overflow over all of them.
 template <int M, int V, bool HIGH>
@@ -210,8 +140,8 @@ template <int M, int V, bool HIGH>
   constexpr int64_t kLines = kGroup / 8, kScaleLines = kInt4ScaleBytes / kLine;
   const __m256i nibble = _mm256_set1_epi8(15);
   __m256i sum[M][V];
-  each<M>([&](auto m) INLINE {
-    each<V>([&](auto v) INLINE { sum[m][v] = _mm256_setzero_si256(); });
+  each<M>([&](auto m) INLINED {
+    each<V>([&](auto v) INLINED { sum[m][v] = _mm256_setzero_si256(); });
   });
   hold<M, V>(sum);
   const char *from = run.weight, *x = run.x + HIGH * kGroup / 2;
@@ -219,13 +149,13 @@ template <int M, int V, bool HIGH>
   for (int64_t i = 0; i < kLines; ++i, from += kLine, x += 4) {
     if (!HIGH) run.template fetch<V>(i);
     __m256i w[V];
-    each<V>([&](auto v) INLINE {
+    each<V>([&](auto v) INLINED {
       const __m256i both = load_vector(from + v * 32);
       w[v] = _mm256_and_si256(HIGH ? _mm256_srli_epi16(both, 4) : both, nibble);
     });
-    each<M>([&](auto m) INLINE {
+    each<M>([&](auto m) INLINED {
       const __m256i all = broadcast_word(x + m * bytes_of_chunk(Format::kInt4));
-      each<V>([&](auto v) INLINE { add_bytes(sum[m][v], w[v], all); });
+      each<V>([&](auto v) INLINED { add_bytes(sum[m][v], w[v], all); });
     });
   }
   hold<M, V>(sum);
@@ -249,6 +179,7 @@ void multiply_block(const Run& run) {
     case Format::kBFloat16: return run_plain<Format::kBFloat16, M, V>(run);
     case Format::kInt8: return run_int8<M, V>(run);
     case Format::kInt4: return run_int4<M, V>(run);
+    default: return;  // block formats: multiply_blocks
   }
 }
 
@@ -273,7 +204,5 @@ constexpr std::array<void (*)(const Pass&), sizeof...(M)> kernels_of(std::intege
   return {multiply<M + 1>...};
 }
 constexpr auto kDots = kernels_of(std::make_integer_sequence<int, kDotRows>());
-
-#undef INLINE
 
 }  // namespace outrider

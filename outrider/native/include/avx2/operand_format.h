@@ -1,5 +1,5 @@
-// The number format of activations in an operand: float32 for float32 and bfloat16 weights; for int8 weights, whose products
-// take even and odd inputs separately, 16 bits in groups of four in the order 0 2 1 3; for int4 weights 8 bits.
+// The number format of activations in an operand: float32 for float32 and bfloat16 weights; for weights of 8 bits, whose
+// products take even and odd inputs separately, 16 bits in groups of four in the order 0 2 1 3; for narrower weights 8 bits.
 #pragma once
 
 #include "simd.h"
@@ -9,13 +9,14 @@ namespace outrider {
 
 // Bytes of a number, and of a chunk.
 constexpr int64_t width_of_operand(Format format) {
-  return format == Format::kInt8 ? 2 : format == Format::kInt4 ? 1 : 4;
+  if (format == Format::kInt8 || format == Format::kSymmetric8) return 2;
+  return format == Format::kInt4 || is_block(format) ? 1 : 4;
 }
-constexpr int64_t bytes_of_chunk(Format format) { return format == Format::kInt8 ? 128 : 64; }
+constexpr int64_t bytes_of_chunk(Format format) { return width_of_operand(format) == 2 ? 128 : 64; }
 
 // Stores 16 8-bit numbers of a chunk, from number `first` on, a multiple of 16.
 inline void store_int8(char* chunk, Format format, int64_t first, Ints value) {
-  if (format == Format::kInt4) return store_bytes(chunk + first, value);
+  if (width_of_operand(format) == 1) return store_bytes(chunk + first, value);
   auto pairs = [](__m256i eight) {  // in the first 64 bits of each half
     const __m256i upper = _mm256_shuffle_epi32(_mm256_slli_epi32(eight, 16), _MM_SHUFFLE(3, 2, 3, 2));
     return _mm256_or_si256(_mm256_and_si256(eight, _mm256_set1_epi32(0xFFFF)), upper);
@@ -24,7 +25,7 @@ inline void store_int8(char* chunk, Format format, int64_t first, Ints value) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(chunk + 2 * first), _mm256_permute4x64_epi64(both, 0xD8));
 }
 inline Ints load_int8(const char* chunk, Format format, int64_t first, Mask mask) {
-  if (format == Format::kInt4) return load_bytes(chunk + first, mask);
+  if (width_of_operand(format) == 1) return load_bytes(chunk + first, mask);
   constexpr int kInOrder = _MM_SHUFFLE(3, 1, 2, 0);
   const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(chunk + 2 * first));
   const __m256i all = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(pairs, kInOrder), kInOrder);

@@ -12,6 +12,18 @@ from services.target.kernels.cpu import build
 Unavailable = native.Unavailable
 
 
+class BlockRow(ctypes.Structure):
+    """Arrays of a weight in a block format; see outrider/native/include/block_rows.h."""
+
+    _fields_ = (
+        ("values", c_void_p),
+        ("scales", c_void_p),
+        ("minima", c_void_p),
+        ("scale_units", c_void_p),
+        ("minimum_units", c_void_p),
+    )
+
+
 class AttentionShape(ctypes.Structure):
     """Attention of a layer; window, softcap and value_stride: 0 for none; see csrc/attention/attention_plan.h."""
 
@@ -159,14 +171,18 @@ class BatchView(ctypes.Structure):
 Clock = ctypes.CFUNCTYPE(c_double)
 _SHAPE, _BATCH = POINTER(AttentionShape), POINTER(BatchView)
 _SIGNATURES: native.Signatures = {
-    "weight_new": (c_void_p, (c_int32, c_int64, c_int64)),
+    "weight_new": (c_void_p, (c_int32, c_int64, c_int64, c_int64)),
     "weight_free": (None, (c_void_p,)),
     "weight_bytes": (c_int64, (c_void_p,)),
+    "weight_memory": (None, (c_void_p, c_void_p)),
     "weight_pack": (None, (c_void_p, c_void_p, c_void_p, c_int64)),
     "weight_pack_quantized": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64)),
     "weight_quantize": (
         None, (c_void_p, c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_int32, c_int32),
     ),
+    "weight_pack_gguf": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int32)),
+    "weight_pack_arrays": (None, (c_void_p, POINTER(BlockRow), c_void_p, c_int64, c_int32)),
+    "weight_dequantize": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int32)),
     "pool_new": (c_void_p, (c_int32,)),
     "pool_free": (None, (c_void_p,)),
     "use_matrix_unit": (c_int32, (c_int32,)),
@@ -183,7 +199,7 @@ _SIGNATURES: native.Signatures = {
     "program_embed": (None, (c_void_p, c_void_p, c_int32, c_int64, c_float)),
     "program_linear": (
         None,
-        (c_void_p, c_void_p, c_void_p, c_void_p, c_float, *(c_int32,) * 2, c_int64, *(c_int32,) * 3, c_float),
+        (c_void_p, c_void_p, c_void_p, c_void_p, c_float, *(c_int32,) * 2, *(c_int64,) * 2, *(c_int32,) * 3, c_float),
     ),
     "program_narrow": (None, (c_void_p, c_void_p)),
     "program_prune_head": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),

@@ -1,25 +1,31 @@
 """`python -m services.target.model.gguf.convert IN.gguf OUT_FOLDER`: a GGUF file as a folder in the published format.
 
 The folder holds config.json, safetensors weights (bfloat16), tokenizer.json with its chat templates, and
-generation_config.json with the end-of-sequence ids. It is valid only after this process has succeeded, so the caller
-passes a temporary folder and renames it then.
+generation_config.json with the end-of-sequence ids. With --describe, a record of the GGUF file (gguf.json) takes the
+place of the weights. The folder is valid only after this process has succeeded, so the caller passes a temporary folder
+and renames it then.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from outrider.checkpoints.conversion import EXIT_DISK_FULL
+from outrider.checkpoints.conversion import EXIT_DISK_FULL, content_of
 from outrider.checkpoints.disk import is_full
+from outrider.checkpoints.gguf.record import write_record
 from outrider.errors import ConfigError
 from services.target.model.gguf.progress import Phases
+
+if TYPE_CHECKING:  # imported when it is known that the file is to be read
+    from gguf import GGUFReader
 
 _PHASES = ("reading weights", "loading weights", "writing weights", "building the tokenizer")
 _SHARD = "1GB"  # so that large models are written with progress to show
@@ -30,10 +36,11 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="services.target.model.gguf.convert", description=__doc__)
     parser.add_argument("gguf", type=Path, help="GGUF file")
     parser.add_argument("folder", type=Path, help="folder to write")
+    parser.add_argument("--describe", action="store_true", help="leave the weights in the file")
     flags = parser.parse_args(argv)
     console = Console(stderr=True)
     try:
-        convert(flags.gguf, flags.folder, console)
+        (describe if flags.describe else convert)(flags.gguf, flags.folder, console)
     except Exception as error:  # the libraries raise many types for invalid files
         console.print(f"error: {flags.gguf} cannot be converted: {error}", style="red", markup=False)
         return EXIT_DISK_FULL if is_full(error) else 1
@@ -44,16 +51,10 @@ def convert(gguf: Path, folder: Path, console: Console) -> None:
     """Convert a GGUF file into a folder, and show progress. Raises ConfigError, and errors of the libraries."""
     import torch
     import transformers
-    from gguf import GGUFReader
 
     from services.target.model.gguf import metadata as gguf_metadata
-    from services.target.model.gguf import pretokenizers as gguf_pretokenizers
 
-    transformers.utils.logging.set_verbosity_error()
-    with Phases(gguf.name, _PHASES, console) as phases, _watching(phases.track):
-        config = transformers.AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        reader = GGUFReader(gguf)
-        gguf_metadata.apply(reader, config)
+    with Phases(gguf.name, _PHASES, console) as phases, _watching(phases.track), _opened(gguf) as (reader, config):
         auto_class: Any = transformers.AutoModelForCausalLM
         model, report = auto_class.from_pretrained(
             gguf.parent,
@@ -73,23 +74,74 @@ def convert(gguf: Path, folder: Path, console: Console) -> None:
         phases.enter(_PHASES[2])
         model.save_pretrained(folder, max_shard_size=_SHARD)
         phases.enter(_PHASES[3])
-        whole = gguf_metadata.words_are_whole(reader)
-        begin = {"add_bos_token": True} if whole else {}  # the file's own setting takes precedence
-        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, **begin)
-        if whole:
-            tokenizer.backend_tokenizer.model.ignore_merges = True
-        if warning := gguf_pretokenizers.apply(reader, tokenizer):
-            console.print(f"warning: {gguf.name}: {warning}", style="yellow", markup=False, soft_wrap=True)
-        if templates := gguf_metadata.chat_templates(reader):
-            tokenizer.chat_template = templates
-        tokenizer.save_pretrained(folder)
-        model.generation_config.eos_token_id = _eos_token_ids(
-            model.config, tokenizer, gguf_metadata.end_token_ids(reader)
-        )
-        model.generation_config.save_pretrained(folder)
+        _write_tokenizer(reader, gguf, folder, model.config, model.generation_config, console)
+    _give_to_all(folder)
+
+
+def describe(gguf: Path, folder: Path, console: Console) -> None:
+    """Write what `convert` writes, but for the weights, which stay in the file. Raises as `convert` does."""
+    import torch
+    import transformers
+
+    from services.target.model.gguf.reader import record_of
+
+    with Phases(gguf.name, _PHASES[3:], console) as phases, _opened(gguf) as (reader, config):
+        phases.enter(_PHASES[3])
+        auto_class: Any = transformers.AutoModelForCausalLM
+        config.architectures = [auto_class._model_mapping[type(config)].__name__]
+        config.dtype = torch.bfloat16
+        folder.mkdir(parents=True)
+        config.save_pretrained(folder)
+        generation = transformers.GenerationConfig.from_model_config(config)
+        _write_tokenizer(reader, gguf, folder, config, generation, console)
+        write_record(folder, record_of(reader, gguf, content_of(gguf)))
+    _give_to_all(folder)
+
+
+@contextlib.contextmanager
+def _opened(gguf: Path) -> Iterator[tuple[GGUFReader, Any]]:
+    """The reader of a file, which `transformers` shares inside this context, and the model's configuration."""
+    import transformers
+
+    from services.target.model.gguf import metadata as gguf_metadata
+    from services.target.model.gguf.reader import HeaderReader, shared
+
+    transformers.utils.logging.set_verbosity_error()
+    reader = HeaderReader(gguf)
+    with shared(reader):
+        config = transformers.AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        gguf_metadata.apply(reader, config)
+        yield reader, config
+
+
+def _write_tokenizer(
+    reader: GGUFReader, gguf: Path, folder: Path, config: Any, generation: Any, console: Console
+) -> None:
+    """Write the tokenizer with its chat templates, and the settings of generation with the end-of-sequence ids."""
+    import transformers
+
+    from services.target.model.gguf import metadata as gguf_metadata
+    from services.target.model.gguf import pretokenizers as gguf_pretokenizers
+
+    whole = gguf_metadata.words_are_whole(reader)
+    begin = {"add_bos_token": True} if whole else {}  # the file's own setting takes precedence
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, **begin)
+    if whole:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
+    if warning := gguf_pretokenizers.apply(reader, tokenizer):
+        console.print(f"warning: {gguf.name}: {warning}", style="yellow", markup=False, soft_wrap=True)
+    if templates := gguf_metadata.chat_templates(reader):
+        tokenizer.chat_template = templates
+    tokenizer.save_pretrained(folder)
+    generation.eos_token_id = _eos_token_ids(config, tokenizer, gguf_metadata.end_token_ids(reader))
+    generation.save_pretrained(folder)
+
+
+def _give_to_all(folder: Path) -> None:
+    """Give files the usual permissions: weights are written for their owner alone."""
     mask = os.umask(0)
     os.umask(mask)
-    for file in filter(Path.is_file, folder.rglob("*")):  # the weights are written for their owner alone
+    for file in filter(Path.is_file, folder.rglob("*")):
         file.chmod(0o666 & ~mask)
 
 

@@ -1,4 +1,7 @@
-"""A forward pass of one token that shows what each layer of a model stores and how it attends."""
+"""A forward pass of one token that shows what each layer of a model stores and how it attends.
+
+It needs shapes alone, so it also works with a model without weights, whose modules are on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,26 @@ import sys
 from typing import Any
 
 import torch
+from transformers.initialization import no_init_weights
 
 from outrider.errors import ConfigError
 from services.target.model import attention
 from services.target.model.loading import support
+
+
+def module_without_weights(settings: Any, dtype: torch.dtype) -> Any:
+    """The model that a configuration describes, on the meta device."""
+    with torch.device("meta"), no_init_weights():
+        module = support.auto_class(settings).from_config(
+            settings, dtype=dtype, attn_implementation=attention.registered()
+        )
+    module.tie_weights()
+    return module.eval().requires_grad_(False)
+
+
+def make_rotary_buffers(module: Any) -> None:
+    """Give a dense decoder without weights the buffers of its rotary embedding, which are no part of a checkpoint."""
+    module.model.rotary_emb = type(module.model.rotary_emb)(module.config)
 
 
 @torch.inference_mode()

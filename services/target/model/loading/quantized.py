@@ -63,11 +63,9 @@ def prepare(settings: Any, device: torch.device, ranks: int = 1) -> dict[str, An
 
     ranks: tensor-parallel ones. Raises ConfigError for a format that this machine cannot load.
     """
-    text = settings.get_text_config()
-    stored = getattr(settings, "quantization_config", None) or getattr(text, "quantization_config", None)
+    text, stored = settings.get_text_config(), settings_of(settings)
     if stored is None:
         return {}
-    stored = dict(stored if isinstance(stored, Mapping) else stored.to_dict())
     method = _method(stored)
     whole = {"device_map": {"": device}} if ranks == 1 else {}  # `transformers` places the parts of ranks itself
     if method == "mxfp4":
@@ -99,6 +97,13 @@ def prepare(settings: Any, device: torch.device, ranks: int = 1) -> dict[str, An
         if getattr(owner, "quantization_config", None) is not None:
             owner.quantization_config = {"quant_method": _METHOD, "stored": stored}
     return {}
+
+
+def settings_of(settings: Any) -> dict[str, Any] | None:
+    """The `quantization_config` of a checkpoint; None for a plain one."""
+    text = settings.get_text_config()
+    stored = getattr(settings, "quantization_config", None) or getattr(text, "quantization_config", None)
+    return None if stored is None else dict(stored if isinstance(stored, Mapping) else stored.to_dict())
 
 
 def _method(stored: Mapping[str, Any]) -> str:

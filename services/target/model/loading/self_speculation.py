@@ -13,9 +13,12 @@ from outrider.drafts import DEFAULT_HEAD, has_bundled_head
 from outrider.errors import ConfigError
 from services.target.kernels.cpu.matrices.weights import Format
 from services.target.model.loading.weight_quantization import cpu_format
+from services.target.model.stored.source import WeightSource
 
 # Bytes of linear layers; smaller layers stay in CPU caches, where narrower weights are no faster.
 _MIN_BYTES = 32e6
+_COPIED_BITS = {"int4": 5.0, "int8": 8.0}  # of a weight of a copy
+_NARROWER = 0.8  # most bits of a copy, over those of the weights, with which it saves time
 
 
 @dataclass(frozen=True)
@@ -30,16 +33,19 @@ class SelfSpeculationPlan:
     head: Path | None = None
 
 
-def plan_self_speculation(config: TargetConfig, module: Any, reason: str | None) -> SelfSpeculationPlan:
+def plan_self_speculation(
+    config: TargetConfig, module: Any, reason: str | None, weights: WeightSource | None = None
+) -> SelfSpeculationPlan:
     """The draft sources of a model. Raises ConfigError for flags that do not fit together, or not the model.
 
-    reason: why the model does not run as a compiled program; None if it does
+    reason: why the model does not run as a compiled program; None if it does. weights: as of `choose_runner`
     """
+    narrow = config.quantization is not None or (weights is not None and bool(weights.kinds))
     source, folder = config.self_speculation, _head_folder(config)
     _check_flags(config)
     if source == "off":
         return SelfSpeculationPlan()
-    wanted = source if source != "auto" else _best_source(config, folder)
+    wanted = source if source != "auto" else _best_source(config, folder, narrow=narrow)
     number_format: Literal["int4", "int8"] = (
         "int4" if config.self_speculation_format == "auto" else config.self_speculation_format
     )
@@ -48,6 +54,10 @@ def plan_self_speculation(config: TargetConfig, module: Any, reason: str | None)
         against = "--speculative-num-draft-tokens and --speculative-always fix what is verified"
     if against is None and source == "quantized" and config.quantization in ("int4", number_format):
         against = f"with --quantization {config.quantization} the weights are as narrow as a copy in {number_format}"
+    if against is None and source == "quantized" and weights is not None and weights.kinds:
+        bits = _bits(module, weights)
+        if _COPIED_BITS[number_format] > _NARROWER * bits:
+            against = f"the weights of the file have {bits:.1f} bits, which a copy in {number_format} hardly saves"
     if against is None and wanted == "head" and folder is None:
         against = "this model has no bundled head; name a folder with --self-speculation-head"
     if source != "auto" and against is not None:
@@ -70,11 +80,23 @@ def _check_flags(config: TargetConfig) -> None:
         raise ConfigError(f"--self-speculation-format is not for --self-speculation {source}; leave one of them out")
 
 
-def _best_source(config: TargetConfig, folder: Path | None) -> str:
-    """The source for `auto`, from measurements: docs/decisions/0021-local-eagle-head.md."""
+def _bits(module: Any, weights: WeightSource) -> float:
+    """Bits of a weight of the linear layers, without the LM head, on average."""
+    head = module.lm_head
+    layers = {f"{name}.weight": layer for name, layer in module.named_modules()
+              if isinstance(layer, nn.Linear) and layer is not head}  # fmt: skip
+    numbers = {name: layer.weight.numel() for name, layer in layers.items()}
+    return sum(weights.bits(name) * count for name, count in numbers.items()) / max(1, sum(numbers.values()))
+
+
+def _best_source(config: TargetConfig, folder: Path | None, *, narrow: bool) -> str:
+    """The source for `auto`, from measurements: docs/decisions/0021-local-eagle-head.md.
+
+    narrow: the weights have 8 bits or fewer
+    """
     if config.self_speculation_head is not None:
         return "head"
-    if config.quantization is None:
+    if not narrow:
         return "quantized"
     # A copy in 4 bits of weights in 8 bits saves less time than its own steps take.
     return "lookup" if folder is None else "head"

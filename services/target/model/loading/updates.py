@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from outrider.checkpoints import checkpoint
+from outrider.checkpoints.gguf.record import read_record
 from outrider.checkpoints.headers import (
     HeaderEntry,
     InvalidHeader,
@@ -59,10 +60,9 @@ def check(
             raise ConfigError(f"{name} is of type {entry.dtype}; write one of {', '.join(_DTYPES)}")
 
 
-def tied_names(settings: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, str]:
-    """Second names of tied tensors, with their own names. settings: the model's configuration; shapes: its tensors."""
-    tied = bool(settings.get("tie_word_embeddings")) and _EMBEDDING in shapes and _HEAD not in shapes
-    return {_HEAD: _EMBEDDING} if tied else {}
+def tied_names(shapes: Mapping[str, Any], *, tied: bool) -> dict[str, str]:
+    """Second names of tied tensors, with their own names. shapes: the model's tensors. tied: as its settings say."""
+    return {_HEAD: _EMBEDDING} if tied and _EMBEDDING in shapes and _HEAD not in shapes else {}
 
 
 def by_own_names(entries: Mapping[str, HeaderEntry], tied: Mapping[str, str]) -> dict[str, str]:
@@ -115,7 +115,8 @@ class CheckpointFolder:
         """
         self.path = path
         self.config: dict[str, Any] = checkpoint.load_json(path / "config.json")
-        self.files = {file: _file_header(file) for file in checkpoint.weight_files(path)}
+        described = read_record(path) is not None  # a GGUF file, from which updates are not read
+        self.files = {} if described else {file: _file_header(file) for file in checkpoint.weight_files(path)}
         self.fingerprint = checkpoint.fingerprint(path)
 
     @property

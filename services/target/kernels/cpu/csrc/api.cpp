@@ -5,6 +5,7 @@
 #include "attention/kv_move.h"
 #include "matrices/invariant_product.h"
 #include "matrices/quantize.h"
+#include "matrices/stored_rows.h"
 #include "programs/program.h"
 #include "programs/fused_loop.h"
 
@@ -14,11 +15,21 @@ extern "C" {
 
 // --- weights ---
 
-OwnWeight* outrider_weight_new(int32_t format, int64_t outputs, int64_t inputs) {
-  return new OwnWeight(Format(format), outputs, inputs);
+// groups: of 64 inputs in a super-block; 1 for formats without
+OwnWeight* outrider_weight_new(int32_t format, int64_t outputs, int64_t inputs, int64_t groups) {
+  return new OwnWeight(Format(format), outputs, inputs, groups);
 }
 void outrider_weight_free(OwnWeight* weight) { delete weight; }
 int64_t outrider_weight_bytes(const OwnWeight* weight) { return int64_t(weight->memory.bytes() + weight->scale_memory.bytes()); }
+
+// The weight's memory, which may be read and written as a whole. parts: address and bytes of the numbers, then of the scales
+void outrider_weight_memory(OwnWeight* weight, int64_t* parts) {
+  const Buffer* memories[] = {&weight->memory, &weight->scale_memory};
+  for (int i = 0; i < 2; ++i) {
+    parts[2 * i] = reinterpret_cast<int64_t>(memories[i]->as<char>());
+    parts[2 * i + 1] = int64_t(memories[i]->bytes());
+  }
+}
 
 // source: [count, inputs], float32 or bfloat16 by the weight's format; outputs: [count], their output indices
 void outrider_weight_pack(OwnWeight* weight, const void* source, const int64_t* outputs, int64_t count) {
@@ -45,6 +56,24 @@ void outrider_weight_quantize(OwnWeight* weight, const void* source, int32_t bfl
                               int64_t count, const int32_t* steps, int32_t candidates, int32_t threads) {
   quantize_in_parallel(*weight, static_cast<const char*>(source), bfloat16 != 0, outputs, count, steps, candidates,
                        threads);
+}
+
+// Numbers as a checkpoint stores them; see matrices/stored_rows.h. rows: [count, row_bytes], of a GGUF tensor
+void outrider_weight_pack_gguf(OwnWeight* weight, const uint8_t* rows, int64_t row_bytes, const int64_t* outputs,
+                               int64_t count, int32_t threads) {
+  pack_gguf(*weight, rows, row_bytes, outputs, count, threads);
+}
+// rows: separate arrays; those that the format does not have are null
+void outrider_weight_pack_arrays(OwnWeight* weight, const BlockRow* rows, const int64_t* outputs, int64_t count,
+                                 int32_t threads) {
+  pack_arrays(*weight, *rows, outputs, count, threads);
+}
+
+// Outputs as float32. to: [count, inputs]; outputs: [count], their indices
+void outrider_weight_dequantize(const Weight* weight, const int64_t* outputs, int64_t count, float* to, int32_t threads) {
+  in_parts(count, threads, [&](int64_t first, int64_t rows) {
+    for (int64_t i = first; i < first + rows; ++i) dequantize_output(*weight, outputs[i], to + i * weight->inputs);
+  });
 }
 
 // --- single operators ---
@@ -166,16 +195,21 @@ void outrider_program_width(Program* program, int32_t buffer, int64_t width) {
   program->set_width(BufferId(buffer), width);
 }
 
-void outrider_program_embed(Program* program, const void* table, int32_t bfloat16, int64_t width, float scale) {
-  program->add(Embed{bfloat16 ? static_cast<const BF16*>(table) : nullptr,
-                     bfloat16 ? nullptr : static_cast<const float*>(table), width, scale});
+// numbers: [rows, width], or a packed weight. kind: float32 (0), bfloat16 (1) or packed (2)
+static Table table_of(const void* numbers, int32_t kind, int64_t width) {
+  return {kind == 1 ? static_cast<const BF16*>(numbers) : nullptr, kind == 0 ? static_cast<const float*>(numbers) : nullptr,
+          kind == 2 ? static_cast<const Weight*>(numbers) : nullptr, width};
+}
+
+void outrider_program_embed(Program* program, const void* table, int32_t kind, int64_t width, float scale) {
+  program->add(Embed{table_of(table, kind, width), scale});
 }
 void outrider_program_linear(Program* program, const Weight* weight, const float* bias, const float* norm,
-                             float epsilon, int32_t input, int32_t output, int64_t output_width, int32_t add,
-                             int32_t activation, int32_t head, float softcap) {
+                             float epsilon, int32_t input, int32_t output, int64_t output_width, int64_t column,
+                             int32_t add, int32_t activation, int32_t head, float softcap) {
   program->add(Linear{weight, nullptr, bias, Norm{norm, epsilon}, BufferId(input), BufferId(output), weight->inputs,
                       output_width, add != 0, Activation(activation), head != 0, softcap, {},
-                      0, 0, false, false, {}});
+                      0, 0, false, false, {}, column});
 }
 // A copy in fewer bits of the weight that was added last, for drafting steps.
 void outrider_program_narrow(Program* program, const Weight* weight) { program->narrow(*weight); }
@@ -202,11 +236,9 @@ void outrider_program_capture(Program* program, int32_t mark, int64_t width, con
 }
 void outrider_program_store_state(Program* program, int64_t column, int64_t width) { program->add(StoreState{column, width}); }
 void outrider_program_load_state(Program* program, int64_t width) { program->add(LoadState{width}); }
-void outrider_program_join_embedding(Program* program, const void* table, int32_t bfloat16, int64_t width, const float* embedding,
+void outrider_program_join_embedding(Program* program, const void* table, int32_t kind, int64_t width, const float* embedding,
                            const float* state, float epsilon, int32_t after_norm) {
-  program->add(JoinEmbedding{bfloat16 ? static_cast<const BF16*>(table) : nullptr,
-                    bfloat16 ? nullptr : static_cast<const float*>(table), width, Norm{embedding, epsilon},
-                    Norm{state, epsilon}, after_norm != 0});
+  program->add(JoinEmbedding{table_of(table, kind, width), Norm{embedding, epsilon}, Norm{state, epsilon}, after_norm != 0});
 }
 
 // states, state_width: the pool of hidden states; null if the program stores none. samples: sampling of the first rows of

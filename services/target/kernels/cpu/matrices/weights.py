@@ -1,11 +1,13 @@
 """Weights of linear layers, packed for the kernels and optionally quantized.
 
-int8: symmetric, one scale an output. int4: a scale and a centre for each 32 inputs of an output. With both, the kernels
-quantize activations to 8 bits, with a scale for each 64 numbers of a row.
+int8: symmetric, one scale an output. int4: a scale and a centre for each 32 inputs of an output. Block formats hold the
+numbers of checkpoints that are quantized already, without loss: see outrider/native/include/format.h. With all of them
+the kernels quantize activations to 8 bits, with a scale for each 64 numbers of a row.
 """
 
 from __future__ import annotations
 
+import ctypes
 import enum
 from collections.abc import Sequence
 
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from outrider.native import freed_with
 from services.target.kernels.cpu import library
+from services.target.kernels.cpu.matrices import packed_file
 
 GROUP = 64
 """Activations per scale."""
@@ -25,24 +28,76 @@ the ends; fewer recover the scale of weights that were quantized to 4 bits in lo
 
 
 class Format(enum.IntEnum):
-    """Number formats of weights, as in outrider/native/include/weight.h."""
+    """Number formats of weights, as in outrider/native/include/format.h."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
     INT8 = 2
     INT4 = 3
+    SYMMETRIC4 = 4
+    SYMMETRIC5 = 5
+    SYMMETRIC8 = 6
+    AFFINE4 = 7
+    AFFINE5 = 8
+    K4 = 9
+    K5 = 10
+    K6 = 11
+
+
+_UNITS = (Format.K4, Format.K5, Format.K6)
+"""Formats whose scales are bytes in units of a super-block's numbers."""
+_GGUF_GROUPS = 4
+"""Groups of a super-block in GGUF files."""
+_GGUF = {
+    "Q4_0": Format.SYMMETRIC4,
+    "Q5_0": Format.SYMMETRIC5,
+    "Q8_0": Format.SYMMETRIC8,
+    "Q4_1": Format.AFFINE4,
+    "Q5_1": Format.AFFINE5,
+    "Q4_K": Format.K4,
+    "Q5_K": Format.K5,
+    "Q6_K": Format.K6,
+}
+
+
+def stored_format(ggml_type: str) -> Format | None:
+    """The block format that holds a GGUF type's numbers; None if there is none, and the weight has to be widened."""
+    return _GGUF.get(ggml_type)
+
+
+_QUANTIZED = (Format.INT8, Format.INT4)  # by us, which takes longer than reading them
 
 
 class PackedWeight:
-    """A packed weight in the kernels' memory. handle: its address."""
+    """A packed weight in the kernels' memory.
 
-    def __init__(self, outputs: int, inputs: int, number_format: Format, *, rough: bool = False) -> None:
-        """rough: quantize int4 with one candidate scale instead of searching for the smallest error."""
+    handle: its address. restored: it was read from a file of packed weights, so that filling it does nothing
+    """
+
+    def __init__(
+        self, outputs: int, inputs: int, number_format: Format, *, rough: bool = False, groups: int = _GGUF_GROUPS
+    ) -> None:
+        """rough: quantize int4 with one candidate scale instead of searching for the smallest error.
+
+        groups: of 64 inputs in a super-block, for K formats
+        """
         functions = library.load()
         self._steps = torch.tensor(STEPS[:1] if rough else STEPS, dtype=torch.int32)
         self.outputs, self.inputs, self.format = outputs, inputs, number_format
-        self.handle: int = functions.outrider_weight_new(number_format, outputs, inputs)
+        self.groups = groups if number_format in _UNITS else 1
+        self.handle: int = functions.outrider_weight_new(number_format, outputs, inputs, self.groups)
         freed_with(self, functions.outrider_weight_free, self.handle)
+        self.restored = self._asked = False
+
+    def restore(self) -> bool:
+        """Read the weight from the file of packed weights, if there is one. True if it was read."""
+        if self.format in _QUANTIZED and not self._asked and (file := packed_file.active()) is not None:
+            self._asked = True
+            parts = (ctypes.c_int64 * 4)()
+            library.load().outrider_weight_memory(self.handle, parts)
+            name = f"{self.format.name} {self.outputs} x {self.inputs}, {len(self._steps)} steps"
+            file.take(self, name, (parts[0], parts[1]), (parts[2], parts[3]))
+        return self.restored
 
     @property
     def bytes(self) -> int:
@@ -51,6 +106,8 @@ class PackedWeight:
 
     def fill(self, outputs: Tensor, weight: Tensor) -> None:
         """Pack some outputs. outputs: [n] int64, their indices; weight: [n, inputs], floating point."""
+        if self.restore():
+            return
         functions = library.load()
         assert weight.shape == (len(outputs), self.inputs), "a weight keeps its shape"
         outputs = outputs.contiguous()
@@ -62,16 +119,85 @@ class PackedWeight:
             return
         dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
         plain = weight.detach().to("cpu", dtype).contiguous()
-        functions.outrider_weight_quantize(
-            self.handle, plain.data_ptr(), dtype == torch.bfloat16, *where,
-            self._steps.data_ptr(), len(self._steps), torch.get_num_threads(),
-        )  # fmt: skip
+        with packed_file.computing():
+            functions.outrider_weight_quantize(
+                self.handle, plain.data_ptr(), dtype == torch.bfloat16, *where,
+                self._steps.data_ptr(), len(self._steps), torch.get_num_threads(),
+            )  # fmt: skip
 
     def fill_quantized(self, outputs: Tensor, values: Tensor, scales: Tensor, centres: Tensor | None = None) -> None:
         """Pack some outputs of numbers as `quantize_int8` or `quantize_int4` return them."""
+        if self.restore():
+            return
         parts = [tensor if tensor is None else tensor.contiguous() for tensor in (values, scales, centres, outputs)]
         addresses = (None if part is None else part.data_ptr() for part in parts)
         library.load().outrider_weight_pack_quantized(self.handle, *addresses, len(outputs))
+
+    def fill_stored(self, outputs: Tensor, rows: Tensor, ggml_type: str) -> None:
+        """Pack some outputs as a GGUF file has them. outputs: [n] int64; rows: [n, bytes of a row] uint8."""
+        assert stored_format(ggml_type) == self.format, "each GGUF type has its block format"
+        assert self.groups == (_GGUF_GROUPS if self.format in _UNITS else 1), "GGUF has super-blocks of 256"
+        assert rows.dtype == torch.uint8, "rows are bytes"
+        rows, outputs = rows.contiguous(), outputs.contiguous()
+        library.load().outrider_weight_pack_gguf(
+            self.handle, rows.data_ptr(), rows.shape[1], outputs.data_ptr(), len(outputs), torch.get_num_threads()
+        )
+
+    def fill_blocks(
+        self,
+        outputs: Tensor,
+        values: Tensor,
+        scales: Tensor,
+        minima: Tensor | None = None,
+        scale_units: Tensor | None = None,
+        minimum_units: Tensor | None = None,
+    ) -> None:
+        """Pack some outputs of a block format from their parts.
+
+        outputs: [n] int64; values: [n, inputs] uint8. Symmetric formats: w = scale * (value - zero), with zero 8, 16,
+        128 or, of K6, 32; affine ones: w = scale * value + minimum. scales, minima: [n, blocks] float16, or of K
+        formats uint8 (K6: int8) in units of scale_units and minimum_units, [n, super-blocks] float16. GPTQ and AWQ,
+        scale * (value - zero point): scale 1 in units of theirs, minimum `zero point` in units of minus theirs.
+        """
+        parts = (values, scales, minima, scale_units, minimum_units)
+        kept = [None if part is None else part.contiguous() for part in parts]
+        rows = library.BlockRow(*(None if part is None else part.data_ptr() for part in kept))
+        expected = self._shapes(len(outputs))
+        found = [None if part is None else (part.dtype, tuple(part.shape)) for part in kept]
+        assert found == expected, f"a {self.format.name} weight has parts {expected}, not {found}"
+        outputs = outputs.contiguous()
+        library.load().outrider_weight_pack_arrays(
+            self.handle, ctypes.byref(rows), outputs.data_ptr(), len(outputs), torch.get_num_threads()
+        )
+
+    def _shapes(self, count: int) -> list[tuple[torch.dtype, tuple[int, int]] | None]:
+        """Types and shapes of the parts of `fill_blocks`, which are None where the format has none."""
+        affine = self.format in (Format.AFFINE4, Format.AFFINE5, Format.K4, Format.K5)
+        blocks = count, -(-self.inputs // (BLOCK // 2 if self.format == Format.K6 else BLOCK))
+        number = torch.float16
+        if self.format in _UNITS:
+            number = torch.uint8 if affine else torch.int8
+        units = (torch.float16, (count, -(-self.inputs // (self.groups * GROUP))))
+        return [
+            (torch.uint8, (count, self.inputs)),
+            (number, blocks),
+            (number, blocks) if affine else None,
+            units if self.format in _UNITS else None,
+            units if self.format in _UNITS and affine else None,
+        ]
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """Some outputs as float32, [n, inputs]; of block formats the checkpoint's numbers. outputs: [n] int64."""
+        outputs = outputs.contiguous()
+        wide = torch.empty(len(outputs), self.inputs)
+        library.load().outrider_weight_dequantize(
+            self.handle, outputs.data_ptr(), len(outputs), wide.data_ptr(), torch.get_num_threads()
+        )
+        return wide
+
+    def dequantized(self) -> Tensor:
+        """The whole weight as float32, [outputs, inputs]."""
+        return self.rows(torch.arange(self.outputs))
 
 
 def interleaved(count: int, part: int) -> Tensor:

@@ -109,13 +109,17 @@ class Program:
         self._kept.append(tensor)
         return tensor.data_ptr()
 
-    def embed(self, table: Tensor, scale: float = 1.0) -> None:
-        """residual = table[ids] * scale. table: [V, H], float32 or bfloat16."""
+    def _table(self, table: Tensor | PackedWeight) -> tuple[int | None, int]:
+        """The address of an embedding, and its kind, as in csrc/api.cpp."""
+        if isinstance(table, PackedWeight):
+            self._kept.append(table)
+            return table.handle, 2
         assert table.dtype in (torch.float32, torch.bfloat16), "the kernels read these"
-        address = self._address(table)
-        self._functions.outrider_program_embed(
-            self._handle, address, table.dtype == torch.bfloat16, table.shape[1], scale
-        )
+        return self._address(table), int(table.dtype == torch.bfloat16)
+
+    def embed(self, table: Tensor | PackedWeight, scale: float = 1.0) -> None:
+        """residual = table[ids] * scale. table: [V, H], float32, bfloat16 or packed."""
+        self._functions.outrider_program_embed(self._handle, *self._table(table), self._width, scale)
 
     def linear(
         self,
@@ -128,14 +132,17 @@ class Program:
         add: bool = False,
         activation: Activation = Activation.NONE,
         narrow: PackedWeight | None = None,
+        column: int = 0,
     ) -> None:
         """target (+)= norm(source) W^T + bias. With an activation, outputs alternate: 16 gates, their 16 values.
 
         narrow: a copy of the weight in fewer bits, which drafting steps read instead
+        column: first column of the outputs in the target; not with an activation
         """
+        assert not (column and activation), "gated outputs begin their buffer"
         width = weight.outputs // 2 if activation else weight.outputs
-        self._functions.outrider_program_width(self._handle, target, width)
-        self._linear(weight, source, target, norm, bias, width, add=add, activation=activation)
+        self._functions.outrider_program_width(self._handle, target, column + width)
+        self._linear(weight, source, target, norm, bias, width, column=column, add=add, activation=activation)
         self._set_narrow(narrow)
 
     def head(
@@ -180,6 +187,7 @@ class Program:
         bias: Tensor | None,
         width: int,
         *,
+        column: int = 0,
         add: bool = False,
         activation: Activation = Activation.NONE,
         head: bool = False,
@@ -188,7 +196,7 @@ class Program:
         self._kept.append(weight)
         self._functions.outrider_program_linear(
             self._handle, weight.handle, self._address(bias), self._address(norm.weight if norm else None),
-            norm.epsilon if norm else 0.0, source, target, width, add, activation, head, softcap,
+            norm.epsilon if norm else 0.0, source, target, width, column, add, activation, head, softcap,
         )  # fmt: skip
 
     def _set_narrow(self, narrow: PackedWeight | None) -> None:
@@ -237,7 +245,7 @@ class Program:
         self._functions.outrider_program_width(self._handle, Buffer.HIDDEN, width)
         self._functions.outrider_program_load_state(self._handle, width)
 
-    def join_embedding(self, table: Tensor, embedding: Norm, state: Norm, *, after_norm: bool) -> None:
+    def join_embedding(self, table: Tensor | PackedWeight, embedding: Norm, state: Norm, *, after_norm: bool) -> None:
         """hidden = [embedding(table[ids]), state(residual)]; later steps of `draft_chain` start here.
 
         after_norm: the normalised state replaces the residual stream
@@ -245,7 +253,7 @@ class Program:
         assert embedding.epsilon == state.epsilon, "one epsilon serves both norms"
         self._functions.outrider_program_width(self._handle, Buffer.HIDDEN, 2 * self._width)
         self._functions.outrider_program_join_embedding(
-            self._handle, self._address(table), table.dtype == torch.bfloat16, self._width,
+            self._handle, *self._table(table), self._width,
             self._address(embedding.weight), self._address(state.weight), state.epsilon, after_norm,
         )  # fmt: skip
 

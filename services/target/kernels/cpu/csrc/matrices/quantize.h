@@ -5,9 +5,9 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <thread>
 #include <vector>
 
+#include "parallel.h"
 #include "weight.h"
 
 namespace outrider {
@@ -59,7 +59,7 @@ inline void quantize_block_int4(const float* wide, const int32_t* steps, int32_t
   double best = std::numeric_limits<double>::infinity();
   for (int32_t tried = 0; tried < candidates && best > squares * 0x1p-16; ++tried) {
     const float step = std::max((largest - least) / float(steps[tried]), 1e-7f);
-    const float stored = _cvtsh_ss(_cvtss_sh(step, _MM_FROUND_TO_NEAREST_INT));
+    const float stored = number_of_half(half_bits(step));
     const float middle = steps[tried] > 15 ? (least + largest) / 2 : least + 7.5f * stored;
     const uint32_t bits = uint32_t(bfloat16_bits(middle + 0.5f * stored)) << 16;
     float around;
@@ -99,18 +99,13 @@ inline void quantize_rows(OwnWeight& weight, const char* source, bool bfloat16, 
   }
 }
 
-// The same by several threads, each of which takes a part of the outputs.
+// The same by several threads.
 inline void quantize_in_parallel(OwnWeight& weight, const char* source, bool bfloat16, const int64_t* outputs,
                                  int64_t count, const int32_t* steps, int32_t candidates, int32_t threads) {
-  const int64_t bytes = weight.inputs * (bfloat16 ? 2 : 4), each = (count + threads - 1) / threads;
-  std::vector<std::thread> others;
-  auto part = [&](int64_t first) {
-    const int64_t rows = std::min(each, count - first);
+  const int64_t bytes = weight.inputs * (bfloat16 ? 2 : 4);
+  in_parts(count, threads, [&](int64_t first, int64_t rows) {
     quantize_rows(weight, source + first * bytes, bfloat16, outputs + first, rows, steps, candidates);
-  };
-  for (int64_t first = each; first < count; first += each) others.emplace_back(part, first);
-  if (count > 0) part(0);
-  for (std::thread& other : others) other.join();
+  });
 }
 
 }  // namespace outrider

@@ -31,14 +31,11 @@ void Program::execute(const JoinEmbedding& op, int thread, const Call& call, Cou
   portions(*next, thread, call.batch.rows, [&](int64_t index) {
     float* to = row(kHidden, index);
     float* stream = row(kResidual, index);
-    const int64_t from = call.batch.ids[index] * op.width;
-    for (int64_t i = 0; i < op.width; i += kLanes) {
-      const Mask mask = lanes(op.width - i);
-      store(to + i, op.table16 ? load(op.table16 + from + i, mask) : load(op.table32 + from + i, mask), mask);
-    }
-    normalise(op.embedding, to, to, op.width);
-    normalise(op.state, stream, to + op.width, op.width);
-    if (op.after_norm) copy_as(stream, to + op.width, op.width);
+    const int64_t width = op.table.width;
+    read_row(op.table, call.batch.ids[index], to);
+    normalise(op.embedding, to, to, width);
+    normalise(op.state, stream, to + width, width);
+    if (op.after_norm) copy_as(stream, to + width, width);
   });
 }
 

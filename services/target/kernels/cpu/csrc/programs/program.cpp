@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "block_rows.h"
+
 namespace outrider {
 
 namespace {
@@ -176,15 +178,20 @@ void Program::prefetch_weights(int thread, size_t operation) const {
   for (int64_t i = 0; i < std::min(kPrefetchBytes, weight.panel_bytes); i += 64) prefetch_l1(from + i);
 }
 
+void read_row(const Table& table, int64_t id, float* to) {
+  if (table.packed) dequantize_output(*table.packed, id, to);
+  else if (table.numbers16) copy_as(to, table.numbers16 + id * table.width, table.width);
+  else copy_as(to, table.numbers32 + id * table.width, table.width);
+}
+
 void Program::execute(const Embed& op, int thread, const Call& call, Counter* next) {
   const Floats scale = floats(op.scale);
   portions(*next, thread, call.batch.rows, [&](int64_t index) {
     float* to = row(kResidual, index);
-    const int64_t from = call.batch.ids[index] * op.width;
-    for (int64_t i = 0; i < op.width; i += kLanes) {
-      const Mask mask = lanes(op.width - i);
-      const Floats value = op.table16 ? load(op.table16 + from + i, mask) : load(op.table32 + from + i, mask);
-      store(to + i, mul(value, scale), mask);
+    read_row(op.table, call.batch.ids[index], to);
+    for (int64_t i = 0; i < op.table.width; i += kLanes) {
+      const Mask mask = lanes(op.table.width - i);
+      store(to + i, mul(load(to + i, mask), scale), mask);
     }
   });
 }
@@ -244,7 +251,7 @@ void Program::store_gated(const Linear& op, int64_t panel, int64_t first, int64_
 void Program::store_plain(const Linear& op, const Call& call, int64_t panel, int64_t first, int64_t count,
                           const float* tile) {
   const int64_t outputs = op.weight->outputs;
-  float* base = op.head ? call.logits : row(op.output, 0);
+  float* base = op.head ? call.logits : row(op.output, 0) + op.column;
   const int64_t stride = op.head ? outputs : widths_[op.output];
   const Floats cap = floats(op.softcap);
   for (int z = 0; z < 2; ++z) {

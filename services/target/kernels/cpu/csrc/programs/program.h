@@ -32,10 +32,16 @@ enum BufferId : int32_t { kResidual = 0, kWide = 1, kAttended = 2, kHidden = 3, 
 
 enum class Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2 };
 
-struct Embed {
-  const BF16* table16;  // one of the two is null
-  const float* table32;
+// An embedding. Two of the three pointers are null.
+struct Table {
+  const BF16* numbers16;
+  const float* numbers32;
+  const Weight* packed;  // of any format
   int64_t width;
+};
+
+struct Embed {
+  Table table;
   float scale;
 };
 
@@ -56,6 +62,7 @@ struct Linear {
   bool feeds = false;  // of gated pairs: writes the next operation's operand directly
   bool fed = false;  // its operand is written by the operation before it
   std::vector<int64_t> portions;  // first panel of each portion, and the end
+  int64_t column = 0;  // first column of the outputs in their buffer
 };
 
 // output += norm(input), for models with a norm after a branch.
@@ -101,9 +108,7 @@ struct LoadState {
 
 // Of the EAGLE head: kHidden = [norm(embedding), norm(residual)] side by side.
 struct JoinEmbedding {
-  const BF16* table16;  // one of the two is null
-  const float* table32;
-  int64_t width;
+  Table table;
   Norm embedding, state;
   bool after_norm;  // the normalised state replaces the residual stream
 };
@@ -289,8 +294,11 @@ class Program {
   Buffer partials_;
 };
 
-template <class T>
-void copy_as(T* to, const float* from, int64_t count) {
+// A row of an embedding as float32. to: [width]
+void read_row(const Table& table, int64_t id, float* to);
+
+template <class To, class From>
+void copy_as(To* to, const From* from, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(from + i, lanes(count - i)), lanes(count - i));
 }
 

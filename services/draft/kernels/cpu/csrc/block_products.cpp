@@ -1,0 +1,1 @@
+#include "multiply_blocks.h"

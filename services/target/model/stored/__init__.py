@@ -1,0 +1,1 @@
+"""Weights of compiled programs, in the number formats of their files where the kernels have them."""
