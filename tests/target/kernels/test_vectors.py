@@ -112,10 +112,10 @@ def test_products_ask_for_the_weights_that_come_next(kind, tmp_path):
         pytest.skip(f"there is no {compiler}")
     source, machine = tmp_path / "dots.cpp", tmp_path / "dots.s"
     use = "void multiply(int rows, outrider::Pass pass) { outrider::kDots[rows](pass); }"
-    # Some of the block formats, and the fewest and many rows: all of them take most of a minute.
+    # Of each kind of block format one, for few or many rows: all of them take most of a minute.
     blocks = "".join(
         f"template void outrider::multiply_blocks<outrider::Format::{name}, {rows}>(const outrider::Pass&);\n"
-        for name in ("kSymmetric8", "kK4", "kK6") for rows in (1, 6)
+        for name, rows in (("kSymmetric8", 1), ("kK4", 6), ("kK6", 1))
     )  # fmt: skip
     source.write_text(f'#include "products/linear.h"\n#include "block_dots.h"\n{blocks}{use}\n')
     folders = [f"-I{folder}" for folder in kind.includes]
