@@ -79,6 +79,7 @@ def test_a_processor_that_has_more_computes_as_an_older_one():
 
 def test_missing_instructions_are_reported(monkeypatch):
     monkeypatch.delenv(vectors.VARIABLE, raising=False)  # a named kind raises ConfigError instead
+    monkeypatch.setattr(vectors, "chosen", lambda: vectors.AVX2)
     monkeypatch.setattr(vectors, "_processor", lambda: frozenset({"sse2", "avx2"}))
     with pytest.raises(library.Unavailable, match="this processor lacks fma, f16c"):
         vectors.library("nothing", TARGET).compiled()
