@@ -192,9 +192,9 @@ def _open_weights(
         module = module_without_weights(settings, dtype)
         return GgufWeights(record, module, kept=kept), module
     stored = quantized.settings_of(settings)
-    if not kept or device.type != "cpu" or config.tp_size > 1 or config.enable_torch_compile or not supports(stored):
+    if not kept or device.type != "cpu" or config.tp_size > 1 or config.enable_torch_compile:
         return None, None
-    if not native.serves(settings):
+    if stored is None or not supports(stored) or not native.serves(settings):
         return None, None
     module = module_without_weights(settings, dtype)
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, dtype, device)
