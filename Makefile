@@ -16,7 +16,7 @@ TORCH_INDEX ?=
 CHOOSE = $(PYTHON) -m outrider.placement.accelerators --accelerator $(ACCELERATOR)
 
 .DEFAULT_GOAL := help
-.PHONY: help install lint check test conformance chaos fuzz soak bench gpu serve protos fresh-protos flags memory clean
+.PHONY: help install lint check test arm conformance chaos fuzz soak bench gpu serve protos fresh-protos flags memory clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +64,17 @@ check: lint fresh-protos  ## lint, and the generated stubs are up to date
 
 test: install  ## the whole suite, on the CPU
 	CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu" $(ARGS)
+
+# Tests of the compiled kernels that compare them with their twins, but for two that load libraries in their own ways.
+TWINS := $(addprefix tests/target/kernels/test_,kernels.py block_formats.py cpu_sampling.py pruned_head.py fp8_cache.py \
+	invariant_matmul.py kv_dtype.py) tests/target/model/test_linear.py tests/target/model/test_native.py \
+	tests/draft/kernels/test_cpu_kernels.py tests/draft/ngrams/test_ngrams.py
+arm: install  ## the CPU kernels for ARM under an emulator (needs g++-aarch64-linux-gnu and qemu-user)
+	@for kind in neon neon_bf16; do \
+		OUTRIDER_EMULATED=$$kind CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q --timeout 900 \
+			-p tests.support.emulated.plugin -k "not another_system and not without_a_compiler" $(TWINS) $(ARGS) \
+			|| exit 1; \
+	done
 
 conformance: install  ## clients of other projects against a running system; writes docs/conformance.md
 	$(BIN)/python -m tests.conformance $(ARGS)

@@ -23,6 +23,7 @@ BENCHMARKS = {
     "system": ("bench.end_to_end.system", "throughput of the whole system against transformers generate"),
     "speculation": ("bench.speculation.run", "speedup of drafters and tree shapes over plain decoding; best flags"),
     "sources": ("bench.speculation.sources", "the draft service beside own draft sources, by request in one system"),
+    "start": ("bench.end_to_end.start", "time from `outrider serve` to health, cold and warm, by process and phase"),
     "serve": ("bench.serve.run", "load generator for any OpenAI-style server: throughput and latency"),
     "peers": ("bench.peers.run", "Outrider beside other inference systems, on equal weights and prompts"),
     "scale": ("bench.scale.run", "speedup of speculation by context, sessions, acceptance, draft and network latency"),

@@ -20,7 +20,7 @@ RUN /opt/outrider/bin/python -m pip install --no-cache-dir --no-deps .
 # N-gram library and CPU kernels; without a compiler, plain implementations are used instead.
 RUN command -v g++ > /dev/null || (apt-get update && apt-get install --yes --no-install-recommends g++) || true
 RUN /opt/outrider/bin/python -m services.draft.ngrams.compiled
-RUN /opt/outrider/bin/python -m services.draft.kernels.cpu avx2 avx512
+RUN /opt/outrider/bin/python -m services.draft.kernels.cpu all
 
 FROM ${BASE_IMAGE}
 RUN useradd --create-home --uid 10001 outrider \

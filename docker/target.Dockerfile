@@ -23,7 +23,7 @@ COPY services/target ./services/target
 RUN /opt/outrider/bin/python -m pip install --no-cache-dir --no-deps .
 # CPU kernels for all machines that may run the image; without a compiler, PyTorch's operators are used instead.
 RUN command -v g++ > /dev/null || (apt-get update && apt-get install --yes --no-install-recommends g++) || true
-RUN /opt/outrider/bin/python -m services.target.kernels.cpu avx2 avx512
+RUN /opt/outrider/bin/python -m services.target.kernels.cpu all
 
 FROM ${BASE_IMAGE}
 RUN useradd --create-home --uid 10001 outrider \

@@ -42,7 +42,8 @@ configuration.
 Environment variables: `OUTRIDER_CACHE` is the folder of converted models (default `~/.cache/outrider`).
 `OUTRIDER_API_KEY` and `OUTRIDER_ADMIN_API_KEY` hold API keys separated by spaces, `OUTRIDER_SERVICE_TOKEN` the token
 that targets and drafts require of their callers. `OUTRIDER_VECTORS=avx2` selects the AVX2 kernels on a processor that
-has AVX-512 too. `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE` have their usual meaning for the Hugging Face hub.
+has AVX-512 too, and on ARM `neon` those without dot products of bfloat16. `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE`
+have their usual meaning for the Hugging Face hub.
 """
 FOREIGN = """\
 

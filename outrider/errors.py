@@ -3,6 +3,7 @@
 OutriderError
 ├── InvalidRequest        the request is wrong; a retry does not help
 │   ├── ModelNotFound     no model of that name is served
+│   ├── NotFound          nothing of that name exists
 │   └── ContextTooLong    prompt and answer do not fit into the context
 ├── Unauthenticated       the caller's key is missing or wrong
 ├── Forbidden             the caller may not do this, whatever its key
@@ -59,6 +60,12 @@ class ModelNotFound(InvalidRequest):
     """No model of that name is served."""
 
     status = Status(grpc.StatusCode.NOT_FOUND, 404, "invalid_request_error", "model_not_found")
+
+
+class NotFound(InvalidRequest):
+    """Nothing of that name exists."""
+
+    status = Status(grpc.StatusCode.NOT_FOUND, 404, "invalid_request_error", "not_found")
 
 
 class ContextTooLong(InvalidRequest):

@@ -1,1 +1,1 @@
-"""Checkpoints that benchmarks write: random weights in the published shapes of real models."""
+"""Checkpoints that benchmarks write: random GGUF files in real models' shapes, and a larger target for a draft."""

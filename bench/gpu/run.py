@@ -162,7 +162,9 @@ class Bench:
             rms_norm_eps=1e-5, tie_word_embeddings=False,
         )  # fmt: skip
         with self.device:
-            module = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation=attention.NAME)
+            module = AutoModelForCausalLM.from_config(
+                config, dtype=self.dtype, attn_implementation=attention.registered()
+            )
         return module.eval().requires_grad_(False)
 
     # --- steps ---

@@ -42,23 +42,28 @@ _OUTRIDER_CONFIGS = {
     "int4, AUTO": ("int4", "AUTO", "--quantization int4"),
 }
 _LLAMA_SPECULATION = {"": [], "n-gram": ["--spec-type", "ngram-simple"]}
+_ON_A_FILE = {"": "--speculative-algorithm NONE --self-speculation off", "AUTO": ""}
 _VLLM_SPECULATION = {
     "": [],
     "n-gram": ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'],
 }
+_COMMON_FLAGS = ("--disable-draft-self-test", "--max-running-requests", "8")
 PAUSE = 0.5  # seconds before each request: threads of the previous peer may spin for a while after their last work
 _SIZE_OVER_BF16 = {"bfloat16": 1.0, "float32": 2.0, "int8": 0.5, "int4": 0.35}  # int4: 5 bits, the head 8
 
 
 def peers_of(args: argparse.Namespace, folder: Path) -> Iterator[Peer]:
     """The peers that the flags select. folder: for their logs."""
-    model, threads = resolve(args.model_path), len(os.sched_getaffinity(0))
-    size = sum(file.stat().st_size for file in weight_files(model))
-    common = ["--model-path", args.model_path, "--disable-draft-self-test", "--max-running-requests", "8"]
+    threads, model, size = len(os.sched_getaffinity(0)), Path(), 0
+    if args.outrider or args.transformers or args.vllm:  # the others have files of their own
+        model = resolve(args.model_path)
+        size = sum(file.stat().st_size for file in weight_files(model))
+    common = ["--model-path", args.model_path, *_COMMON_FLAGS]
     for name in args.outrider:
         weights, speculation, flags = _OUTRIDER_CONFIGS[name]
         info = PeerInfo(f"outrider {name}", "outrider", weights, speculation, int(size * _SIZE_OVER_BF16[weights]))
         yield servers.outrider(info, [*common, *shlex.split(flags)], folder)
+    yield from _peers_on_a_file(args, threads, folder)
     for mode in args.transformers:
         speculation = "" if mode == "plain" else mode.partition(":")[0]
         info = PeerInfo(f"transformers {mode}", "transformers", args.transformers_dtype, speculation,
@@ -82,6 +87,28 @@ def peers_of(args: argparse.Namespace, folder: Path) -> Iterator[Peer]:
             yield servers.vllm(info, args.vllm, model, options, threads, folder)
 
 
+def _peers_on_a_file(args: argparse.Namespace, threads: int, folder: Path) -> Iterator[Peer]:
+    """Outrider and llama.cpp on one GGUF file, plainly and with each one's drafts; with --gguf-draft also with a draft
+    model.
+    """
+    if args.gguf is None:
+        return
+    size, label = args.gguf.stat().st_size, args.gguf.stem
+    ours = {name: shlex.split(flags) for name, flags in _ON_A_FILE.items()}
+    theirs = dict(_LLAMA_SPECULATION)
+    if args.gguf_draft is not None:
+        draft = str(args.gguf_draft)
+        ours["STANDALONE"] = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", draft]
+        theirs["draft model"] = ["--model-draft", draft]
+    for speculation, flags in ours.items():
+        info = PeerInfo(_name("outrider", label, speculation), "outrider", label, speculation, size)
+        options = ["--model-path", str(args.gguf), *_COMMON_FLAGS, *flags]
+        yield servers.outrider(info, options, folder)
+    for speculation, flags in theirs.items():
+        info = PeerInfo(_name("llama.cpp", label, speculation), "llama.cpp", label, speculation, size)
+        yield servers.llama_server(info, args.llama_server, args.gguf, flags, threads, folder)
+
+
 def _name(*parts: str) -> str:
     return " ".join(part for part in parts if part)
 
@@ -92,15 +119,16 @@ def _labelled(text: str) -> tuple[str, Path]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the benchmark and write docs/benchmarks/peers.* and peers-ratios.*."""
+    """Run the benchmark and write docs/benchmarks/peers.* and peers-ratios.*; with --gguf, gguf.* and gguf-ratios.*."""
     args = parse_arguments(argv)
     single = first_per_category(args.available, args.limit)
     texts = [prompt.turns[0] for prompt in single]
     unseen = [prompt for prompt in args.available if prompt not in single]
     chosen = sample(unseen or single, args.concurrency * args.rounds, seed=0)
     groups = [[prompt.turns[0] for prompt in chosen[i :: args.rounds]] for i in range(args.rounds)]
-    report = Report("peers", "Outrider beside other systems: greedy, single and concurrent requests")
-    table = Report("peers-ratios", "Speedup of Outrider over other systems, per prompt")
+    name, what = ("peers", "other systems") if args.gguf is None else ("gguf", "llama.cpp on one GGUF file")
+    report = Report(name, f"Outrider beside {what}: greedy, single and concurrent requests")
+    table = Report(f"{name}-ratios", f"Speedup of Outrider over {what}, per prompt")
     with tempfile.TemporaryDirectory(prefix="outrider-") as logs, contextlib.ExitStack() as stack:
         peers = list(peers_of(args, Path(logs)))
         for peer in peers:
@@ -188,8 +216,9 @@ def interleave(
 
 def _notes(args: argparse.Namespace, count: int, bandwidth: float, *, unseen: bool) -> list[str]:
     prompts = "prompts not used before in the run" if unseen else "some prompts were used before in the run"
+    model = resolve(args.model_path).name if args.gguf is None else args.gguf.name
     return [
-        f"{resolve(args.model_path).name}; first turns of {count} prompts of {args.prompts.name}, at most "
+        f"{model}; first turns of {count} prompts of {args.prompts.name}, at most "
         f"{args.new_tokens} new tokens, ended by end of text; each prompt is sent to all peers alternately",
         "tokens/s: of a single request after its first token, median and quartiles over prompts",
         f"floor: reading the weights once per token at {bandwidth / 1e9:.1f} GB/s; speculation can exceed it",
@@ -230,13 +259,18 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--concurrency", "--together", type=positive_int, default=8,
                         help="requests of a group, which follow the single requests")  # fmt: skip
     parser.add_argument("--rounds", type=positive_int, default=5, help="groups of concurrent requests")
-    parser.add_argument("--outrider", nargs="*", choices=list(_OUTRIDER_CONFIGS), default=list(_OUTRIDER_CONFIGS),
+    parser.add_argument("--outrider", nargs="*", choices=list(_OUTRIDER_CONFIGS),
                         help="configurations of Outrider (default: all)")  # fmt: skip
-    parser.add_argument("--transformers", nargs="*", default=["plain", "lookup"], metavar="MODE",
-                        help="plain, lookup, or assisted:FOLDER of a draft model; no value omits it")  # fmt: skip
+    parser.add_argument("--transformers", nargs="*", metavar="MODE",
+                        help="plain, lookup, or assisted:FOLDER of a draft model; no value omits it (default: plain "
+                        "and lookup)")  # fmt: skip
     parser.add_argument("--transformers-dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--llama-server", default="llama-server", help="server program of llama.cpp")
     parser.add_argument("--llama-model", nargs="*", default=[], metavar="LABEL=FILE", help="GGUF files for llama.cpp")
+    parser.add_argument("--gguf", type=Path, metavar="FILE",
+                        help="GGUF file for Outrider and llama.cpp alike; with it, --outrider and --transformers are "
+                        "empty by default, because they serve --model-path")  # fmt: skip
+    parser.add_argument("--gguf-draft", type=Path, metavar="FILE", help="GGUF file of a draft model, for both")
     parser.add_argument("--openvino-python", default=sys.executable, help="Python interpreter with openvino_genai")
     parser.add_argument("--openvino-model", nargs="*", default=[], metavar="LABEL=FOLDER", help="converted models")
     parser.add_argument("--vllm", help="vLLM's program, built for CPUs")
@@ -244,18 +278,32 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if args.new_tokens < 2:
         parser.error("--new-tokens: rates exclude the first token; use 2 or more")
     args.available = load_prompts(parser, args.prompts)
+    whole = args.gguf is None
+    args.outrider = args.outrider if args.outrider is not None else list(_OUTRIDER_CONFIGS) * whole
+    args.transformers = args.transformers if args.transformers is not None else ["plain", "lookup"] * whole
+    _check_files(parser, args)
     for mode in args.transformers:
         kind, _, folder = mode.partition(":")
         if mode not in ("plain", "lookup") and not (kind == "assisted" and Path(folder, "config.json").is_file()):
             parser.error(f"--transformers {mode!r} is not plain, lookup or assisted:FOLDER with a model")
+    needed = [args.llama_server] * bool(args.llama_model or args.gguf) + [args.openvino_python] * bool(
+        args.openvino_model
+    )
+    for program in [*needed, *([args.vllm] if args.vllm else [])]:
+        if shutil.which(program) is None:
+            parser.error(f"{program} is not executable; set its path by --llama-server, --openvino-python or --vllm")
+    if not (args.outrider or args.transformers or args.llama_model or args.openvino_model or args.vllm or args.gguf):
+        parser.error("there are no peers; select some with --outrider, --transformers or another flag")
+    return args
+
+
+def _check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     for text in [*args.llama_model, *args.openvino_model]:
         label, equals, file = text.partition("=")
         if not (label and equals and file and Path(file).exists()):
             parser.error(f"{text!r} is not LABEL=PATH of an existing path")
-    needed = [args.llama_server] * bool(args.llama_model) + [args.openvino_python] * bool(args.openvino_model)
-    for program in [*needed, *([args.vllm] if args.vllm else [])]:
-        if shutil.which(program) is None:
-            parser.error(f"{program} is not executable; set its path by --llama-server, --openvino-python or --vllm")
-    if not (args.outrider or args.transformers or args.llama_model or args.openvino_model or args.vllm):
-        parser.error("there are no peers; select some with --outrider, --transformers or another flag")
-    return args
+    if args.gguf_draft is not None and args.gguf is None:
+        parser.error("--gguf-draft drafts for the model of --gguf; give both")
+    for file in filter(None, (args.gguf, args.gguf_draft)):
+        if not file.is_file():
+            parser.error(f"{file} does not exist; name a GGUF file")

@@ -33,7 +33,7 @@ from services.target.kernels.cpu.bandwidth import Reader
 from services.target.kernels.pools import token_bytes
 from services.target.model.native import ProgramRunner
 from services.target.process.app import build_engine
-from services.target.process.warmup import step_by_step
+from services.target.process.costs import step_by_step
 from services.target.speculation.budget import Budget, Selection
 from services.target.speculation.mode_policy import ModePolicy
 

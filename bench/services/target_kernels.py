@@ -1,7 +1,7 @@
 """Kernels of the target on a CPU, each alone, against their floor and against PyTorch.
 
-product    rows times a weight, with the shapes of the default model's layers. Copies of the weight alternate, so that
-           none stays in a cache. The floor is the time to read the weight
+product    rows times a weight, with the shapes of a model's layers. Copies of the weight alternate, so that none stays
+           in a cache. The floor is the time to read the weight
 attention  sessions with a draft tree each over paged keys and values, layer by layer. The floor is the time to read the
            keys and values once
 
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 from torch.nn import functional
 
@@ -23,6 +24,7 @@ from bench.harness.flags import positive_int
 from bench.harness.report import Report
 from bench.services.target import open_request, random_prompt
 from outrider.errors import ConfigError
+from outrider.native import vectors
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.scheduler import Chunk
@@ -31,7 +33,7 @@ from outrider.speculation.tree import TreeSlice
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.attention.paged import NativeAttention
 from services.target.kernels.cpu.bandwidth import read_bandwidth
-from services.target.kernels.cpu.matrices.weights import Format, PackedWeight, packed
+from services.target.kernels.cpu.matrices.weights import Format, PackedWeight, stored_format
 from services.target.kernels.cpu.programs.program import Buffer, Program
 from services.target.kernels.grouped import GroupedAttention
 from services.target.kernels.kv_cache import KVCache
@@ -42,7 +44,9 @@ CPU = torch.device("cpu")
 HIDDEN, INNER, HEADS, KV_HEADS, DIM = 576, 1536, 9, 3, 64
 # Outputs and inputs of the layers' weights.
 WEIGHTS = {"qkv": (960, HIDDEN), "gate and up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER), "head": (49152, HIDDEN)}
+WEIGHTS_1_5B = {"output": (1536, 1536), "gate": (8960, 1536), "down": (1536, 8960), "head": (151936, 1536)}
 FORMATS = {"bfloat16": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.INT4}
+STORED = ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")  # GGUF types, in block formats
 PAGE = 16
 SPILL = 128 << 20  # bytes of alternating operands; more than the caches
 SCALE = DIM**-0.5
@@ -53,7 +57,10 @@ _MIN_CALLS, _MAX_CALLS = 7, 50
 def main(argv: Sequence[str]) -> None:
     """Measure and write docs/benchmarks/kernels.*. Raises ConfigError without the compiled kernels."""
     parser = argparse.ArgumentParser(prog="outrider bench kernels", description=__doc__)
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="of weights")
+    parser.add_argument("--model", choices=("default", "1.5b"), default="default",
+                        help="whose shapes; 1.5b: products only, in kernels-1.5b.*")  # fmt: skip
+    parser.add_argument("--formats", nargs="+", choices=(*FORMATS, *STORED), default=list(FORMATS),
+                        help="of weights; Q names: those of GGUF files")  # fmt: skip
     parser.add_argument("--rows", nargs="+", type=positive_int, default=[1, 8, 16, 64], help="rows of products")
     parser.add_argument("--contexts", nargs="+", type=positive_int, default=[128, 1024, 4096],
                         help="context lengths of attention, in tokens")  # fmt: skip
@@ -72,11 +79,13 @@ def main(argv: Sequence[str]) -> None:
 
 def measure(args: argparse.Namespace) -> None:
     """Measure all kernels and write the report."""
-    report = Report("kernels", "Kernels of the target on a CPU against their floors")
+    default = args.model == "default"
+    name = "kernels" if default else f"kernels-{args.model}"
+    report = Report(name, f"Kernels of the target on a CPU against their floors, {vectors.chosen().name}")
     for name in args.formats:
-        for what, (outputs, inputs) in WEIGHTS.items():
-            measure_products(report, name, what, torch.randn(outputs, inputs) / inputs**0.5, args.rows, args.threads)
-    for sessions, rows in ((1, 1), (1, 16), (8, 4)):
+        for what, (outputs, inputs) in (WEIGHTS if default else WEIGHTS_1_5B).items():
+            measure_products(report, name, what, outputs, inputs, args.rows, args.threads)
+    for sessions, rows in ((1, 1), (1, 16), (8, 4)) if default else ():
         for context in args.contexts:
             measure_attention(report, sessions, rows, context, args.threads)
     report.notes += [
@@ -102,25 +111,43 @@ def seconds_of(call: Callable[[], object]) -> float:
 # --- products ---
 
 
-def measure_products(report: Report, name: str, what: str, weight: Tensor, rows: Sequence[int], threads: int) -> None:
+def measure_products(
+    report: Report, name: str, what: str, outputs: int, inputs: int, rows: Sequence[int], threads: int
+) -> None:
     """Measure products of a weight with several numbers of rows."""
-    one = packed(weight, FORMATS[name])
-    weights = [one, *(packed(weight, FORMATS[name]) for _ in range(SPILL // one.bytes))]
-    plain = weight.bfloat16()
-    plains = [plain, *(plain.clone() for _ in range(SPILL // (2 * plain.numel())))]
+    one = random_weight(name, outputs, inputs)
+    weights = [one, *(random_weight(name, outputs, inputs) for _ in range(SPILL // one.bytes))]
+    numbers = outputs * inputs
+    plains = [torch.zeros(outputs, inputs, dtype=torch.bfloat16) for _ in range(1 + SPILL // (2 * numbers))]
     for count in rows:
         before = read_bandwidth(threads)
         program, batch, cache = program_of(weights, count, threads)
         seconds = seconds_of(lambda: program.run(batch, cache)) / len(weights)  # noqa: B023 - called at once
-        x = torch.randn(count, weight.shape[1], dtype=torch.bfloat16)
+        x = torch.randn(count, inputs, dtype=torch.bfloat16)
         theirs = seconds_of(lambda: [functional.linear(x, w) for w in plains]) / len(plains)  # noqa: B023
         floor = one.bytes / ((before + read_bandwidth(threads)) / 2)
         report.add(
-            kernel=f"product, {name}", of=f"{what}, {weight.shape[0]} x {weight.shape[1]}", rows=count,
-            us=1e6 * seconds, floor_us=1e6 * floor, **{"of floor": floor / seconds},
-            **{"GFLOP/s": 2e-9 * count * weight.numel() / seconds, "PyTorch us": 1e6 * theirs},
+            kernel=f"product, {name}", of=f"{what}, {outputs} x {inputs}", rows=count,
+            us=1e6 * seconds, floor_us=1e6 * floor, **{"of floor": floor / seconds, "GB/s": 1e-9 * one.bytes / seconds},
+            **{"GFLOP/s": 2e-9 * count * numbers / seconds, "PyTorch us": 1e6 * theirs},
             **{"speedup over PyTorch": theirs / seconds},
         )  # fmt: skip
+
+
+def random_weight(name: str, outputs: int, inputs: int) -> PackedWeight:
+    """A weight of random numbers in one of FORMATS or STORED."""
+    if name in FORMATS:
+        weight = PackedWeight(outputs, inputs, FORMATS[name], rough=True)  # the search for scales takes long
+        weight.fill(torch.arange(outputs), torch.randn(outputs, inputs) / inputs**0.5)
+        return weight
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    number_format = stored_format(name)
+    assert number_format is not None, "STORED names types with a block format"
+    weight = PackedWeight(outputs, inputs, number_format)
+    finite = 0x30  # bytes below are no part of infinite half-precision numbers
+    rows = torch.randint(0, finite, (outputs, inputs // block * size), dtype=torch.uint8)
+    weight.fill_stored(torch.arange(outputs), rows, name)
+    return weight
 
 
 def program_of(weights: Sequence[PackedWeight], rows: int, threads: int) -> tuple[Program, Batch, KVCache]:

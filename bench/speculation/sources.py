@@ -73,7 +73,7 @@ def main(argv: list[str], serve: Serve = served) -> None:
     parts = equal_parts([prompt._replace(turns=prompt.turns[:1]) for prompt in prompts], args.rounds)
     report = Report("sources", "The draft service beside the target's own draft sources, by request in one system")
     report.notes = [
-        f"{args.model_path} {shlex.join(args.flags)}; {args.rounds} rounds of {len(parts[0])} prompts of "
+        f"{shlex.join([args.model_path, *args.flags])}; {args.rounds} rounds of {len(parts[0])} prompts of "
         f"{args.prompts.name}, answers of at most {args.max_tokens} tokens",
         "sources, over: draft sources that the requests of the two sides allow; own sources: prompt lookup, a local "
         "head, a quantized copy; none: plain decoding",

@@ -15,6 +15,7 @@ import numpy as np
 import uvloop
 
 from bench.harness.processes import output_of
+from gateway.streams.connection import Connection
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from outrider.config import StreamTransport
@@ -35,11 +36,12 @@ def relayed(addresses: dict[str, str], sessions: int, steps: int, transport: Str
 async def _relay(
     target_address: str, draft_address: str, sessions: int, steps: int, transport: StreamTransport
 ) -> float:
-    target = TargetLink(target_address, transport=transport)
+    connection = Connection(transport=transport)
+    target = TargetLink(target_address, connection)
     target.start()
     await target.wait_up(_STARTUP_TIMEOUT)
     assert target.info is not None, "a connected link has the service's info"
-    draft = DraftLink(draft_address, target.info.model, transport=transport)
+    draft = DraftLink(draft_address, target.info.model, connection)
     draft.start()
     await draft.wait_up(_STARTUP_TIMEOUT)
     left, done = steps, asyncio.Event()

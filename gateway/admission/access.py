@@ -116,8 +116,11 @@ def _of_body(method: str, path: str, headers: Headers) -> Refusal | None:
     if coding not in ("identity", ""):
         return Refusal(415, "unsupported_media_type", f"bodies in {coding} are not read; send it uncompressed")
     given = found.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
-    wanted = _BINARY if path == _TENSORS else _JSON
-    if given == wanted or (wanted == _JSON and given.startswith("application/") and given.endswith("+json")):
+    if given == _JSON or (given.startswith("application/") and given.endswith("+json")):
         return None
-    what = "the tensors as a safetensors file" if wanted == _BINARY else "the body as JSON"
-    return Refusal(415, "unsupported_media_type", f"send {what}, with the header `Content-Type: {wanted}`")
+    if path == _TENSORS and given == _BINARY:
+        return None
+    what = f"the body as JSON, with the header `Content-Type: {_JSON}`"
+    if path == _TENSORS:
+        what += f", or the tensors as a safetensors file, with `Content-Type: {_BINARY}`"
+    return Refusal(415, "unsupported_media_type", f"send {what}")

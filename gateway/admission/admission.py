@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from gateway.admission.caller import CALLER, Caller, fingerprint
+from gateway.admission.caller import CALLER, Caller, fingerprint, within
 from gateway.admission.retry_after import RetryAfter
 from outrider.config import GatewayConfig
 from outrider.errors import Forbidden, InvalidRequest, Overloaded, TooManyRequests, Unauthenticated, Unavailable
@@ -76,6 +76,7 @@ class Keys:
         """Keys of flags, environment and files. Raises ConfigError."""
         self._keys = [key.encode() for key in config.client_keys()]
         self._admin_keys = [key.encode() for key in config.admin_keys()]
+        self._admin_networks = config.networks_of_admins()
         self._caches_by_key = config.cache_scope == "key"
         self._limit = config.max_requests_per_key
         self._running = Counter[str]()
@@ -86,8 +87,10 @@ class Keys:
 
         An administrator's key is valid wherever another one is.
 
-        local: the request came over the control socket, where no key is needed. network: of its connection
+        local: the request came over the control socket, where no key is needed. network: of its connection; those of
+        --admin-networks need none either
         """
+        local = local or within(network, self._admin_networks)
         given = bearer_key(authorization)
         admin = _among(given, self._admin_keys)
         known = _among(given, self._keys) or admin
@@ -106,7 +109,7 @@ class Keys:
         if not self._admin_keys:
             raise Forbidden(
                 "control routes are closed; start the gateway with --admin-api-key-file or OUTRIDER_ADMIN_API_KEY and "
-                "send that key, or call them over its --control-socket"
+                "send that key, or call them over its --control-socket, or from one of its --admin-networks"
             )
         raise Unauthenticated("this needs the key of --admin-api-key; send `Authorization: Bearer KEY`")
 

@@ -67,6 +67,17 @@ def _network(host: str) -> str:
     return str(ipaddress.ip_network((int(address) >> _HOSTS_BITS << _HOSTS_BITS, _HOSTS_BITS)))
 
 
+def within(network: str, others: Sequence[ipaddress.IPv4Network | ipaddress.IPv6Network]) -> bool:
+    """True if a connection's network, as of `client_network`, lies in one of the others."""
+    if not network or not others:
+        return False
+    try:
+        own = ipaddress.ip_network(network)
+    except ValueError:
+        return False
+    return any(own.version == other.version and own.subnet_of(other) for other in others)  # type: ignore[arg-type]
+
+
 def fingerprint(key: bytes) -> str:
     """A name of a key that does not reveal it: the same in all gateways, because they may share targets."""
     return hashlib.blake2b(key, digest_size=16, person=b"outrider caller").hexdigest()

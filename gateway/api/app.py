@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+import outrider
 from gateway.admission.admission import Keys
 from gateway.api.answers import errors
+from gateway.api.middleware import KeyCheck
 from gateway.api.requests import http
-from gateway.api.routes import completions, docs, generate, health, info, page, responses, tokens
+from gateway.api.routes import completions, docs, generate, health, info, page, responses, tokens, workers
 from gateway.api.routes import control as control_routes
 from gateway.api.routes.conversations import Conversations
 from gateway.control.control import Control
+from gateway.control.replicas import Replicas
 from gateway.control.server_info import Facts
 from gateway.orchestration.generator import Generator
 
 
-def build(generator: Generator, facts: Facts, control: Control, keys: Keys) -> FastAPI:
+def build(generator: Generator, facts: Facts, control: Control, replicas: Replicas, keys: Keys) -> FastAPI:
     """The app with all routes. facts: about the gateway, for routes that return them. keys: of administrators."""
-    app = FastAPI(
-        title="Outrider",
-        version=facts.version,
-        redirect_slashes=False,
-        responses=errors.RESPONSES,
-        docs_url=None,
-        redoc_url=None,
-    )
-    app.router.route_class = http.Route
-    errors.describe(app)
-    errors.install(app)
+    app = _empty()
     conversations = Conversations(generator.tokenizer, facts.config)
     completions.install(app, generator, facts, conversations)
     responses.install(app, generator, facts, conversations)
@@ -38,4 +32,35 @@ def build(generator: Generator, facts: Facts, control: Control, keys: Keys) -> F
     page.install(app)
     docs.install(app)
     control_routes.install(app, control, generator, facts, keys)
+    workers.install(app, replicas, keys)
+    return app
+
+
+class Starting:
+    """The app until a target is up: the routes that add and remove replicas, and another app for all other paths."""
+
+    def __init__(self, rest: ASGIApp, replicas: Replicas, keys: Keys) -> None:
+        app = _empty()
+        workers.install(app, replicas, keys)
+        self._workers = KeyCheck(app, keys)
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        own = scope["type"] == "http" and scope["path"].startswith(workers.PATHS)
+        await (self._workers if own else self._rest)(scope, receive, send)
+
+
+def _empty() -> FastAPI:
+    app = FastAPI(
+        title="Outrider",
+        version=outrider.__version__,
+        redirect_slashes=False,
+        responses=errors.RESPONSES,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.router.route_class = http.Route
+    errors.describe(app)
+    errors.install(app)
     return app

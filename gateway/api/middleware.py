@@ -122,8 +122,8 @@ class KeyCheck:
 
 
 _ABORT = "/abort_request"  # not limited, because it is of use just when many requests are running
-_LIVE = frozenset({"/health/live", "/live"})
-_PUBLIC = _LIVE | {"/", "/health", "/health/ready", "/health_generate", "/ready", "/metrics"}
+_LIVE = frozenset({"/health/live", "/live", "/liveness"})
+_PUBLIC = _LIVE | {"/", "/health", "/health/ready", "/health_generate", "/ready", "/readiness", "/metrics"}
 _SLASHES = re.compile("/{2,}")
 
 

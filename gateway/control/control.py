@@ -12,15 +12,15 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
-import grpc
-
+from gateway.control.calls import call_replica, cut, put_in_all, raise_first
 from gateway.control.server_info import Facts
 from gateway.orchestration.orchestrator import Orchestrator
 from gateway.streams.draft import SHARE_TIMEOUT, DraftLink
 from gateway.streams.target import TargetLink
-from outrider.errors import ConfigError, Conflict, InvalidRequest, OutriderError, Unavailable, from_grpc_code
+from outrider.errors import Conflict, InvalidRequest, OutriderError, Unavailable
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -37,9 +37,8 @@ _LAST_CLOSES = 0.2  # seconds; closes of cancelled requests reach a target over 
 _FIRST_POLL, _LONGEST_POLL = 0.02, 0.5  # seconds between two attempts to flush
 _UPDATE_TIMEOUT = 3600.0  # seconds to read or send all weights
 _READY_TIMEOUT = 30.0  # seconds for targets with new weights to be used
-_SILENCE = 60.0  # seconds in which a client that sends tensors must send more
 _MAX_PARTS = 4  # of a stream by which a slow target may lag behind the others
-_PART_BYTES = 1 << 20
+_NO_TENSORS = (2).to_bytes(8, "little") + b"{}"  # a safetensors file
 
 
 class UpdateResult(NamedTuple):
@@ -58,13 +57,40 @@ class Control:
         self._orchestrator = orchestrator
         self._facts = facts
         self._updating = asyncio.Lock()
-        for target in orchestrator.targets:
-            target.update_lock = self._update_lock
+        self._paused = False  # as a client asked for it last
+        self._flushed = False  # as a client asked for it
+        self._target_folder = ""  # of the weights that an update read last
+        links: list[TargetLink | DraftLink] = [*orchestrator.targets, *orchestrator.drafts]
+        for link in links:
+            self.prepare(link)
+
+    def prepare(self, link: TargetLink | DraftLink) -> None:
+        """Make a replica, before it is used, take part in pauses, flushes and weight updates so far."""
+        if isinstance(link, DraftLink):
+            link.target_folder = self._target_folder
+            if self._flushed:  # it may have been in the pool before
+                link.flush_later(draft_pb2.FlushDraftRequest())
+            return
+        link.flush_due = self._flushed
+        link.update_lock = self._update_lock
+        others = [target for target in self._targets if target is not link]
+        # Another gateway may have let the targets continue, which their reports show.
+        if self._paused and (not others or any(target.paused for target in others)):
+            link.set_paused(True)
 
     @property
     def weight_version(self) -> str:
         """Version label of the weights."""
         return self._facts.target.weight_version
+
+    async def label(self, version: str, *, abort_all_requests: bool) -> UpdateResult:
+        """Change the label of the weights, which stay."""
+        update = common_pb2.WeightUpdate(weight_version=version, keep_cache=True, abort_all_requests=abort_all_requests)
+
+        async def none() -> AsyncIterator[bytes]:
+            yield _NO_TENSORS
+
+        return await self.update_from_tensors(none(), update)
 
     # --- weights ---
 
@@ -72,28 +98,88 @@ class Control:
         """Load weights from a folder that every target can read. Raises InvalidRequest if they do not fit."""
         request = target_pb2.UpdateWeightsFromDiskRequest(folder=folder, update=update)
         async with self._update_lock():
+            targets = self._some_targets()
             calls = [
                 self._call(target, lambda stub: stub.UpdateWeightsFromDisk(request, timeout=_UPDATE_TIMEOUT))
-                for target in self._targets
+                for target in targets
             ]
-            result = await self._finish_update(await asyncio.gather(*calls, return_exceptions=True), update)
+            result = await self._finish_update(targets, await asyncio.gather(*calls, return_exceptions=True), update)
         return await self._settled(result)
 
-    async def update_from_tensors(self, parts: AsyncIterator[bytes], update: common_pb2.WeightUpdate) -> UpdateResult:
-        """Load tensors sent as one safetensors file. Raises InvalidRequest if they do not fit, and Conflict while
-        others are being sent, because the targets keep all of them in memory.
+    @property
+    def max_update_bytes(self) -> int:
+        """Largest pickle of tensors that any target reads, in bytes."""
+        return max((target.info.max_update_bytes for target in self._targets if target.info is not None), default=0)
+
+    async def update_from_tensors(
+        self, parts: AsyncIterator[bytes], update: common_pb2.WeightUpdate, *, pickled: bool = False
+    ) -> UpdateResult:
+        """Load tensors sent as one safetensors file, or as a pickle. Raises InvalidRequest if they do not fit, and
+        Conflict while others are being sent, because the targets keep all of them in memory.
         """
         with self._facts.peers.try_lock("tensors") as free:
             if not free:
                 raise Conflict("tensors of another update are being received; send these once it has ended")
-            result = await self._send_tensors(parts, update)
+            kind = target_pb2.TENSOR_FORMAT_PICKLE if pickled else target_pb2.TENSOR_FORMAT_UNSPECIFIED
+            result = await self._send_tensors(
+                parts, target_pb2.UpdateWeightsFromTensorRequest(update=update, format=kind)
+            )
         return await self._settled(result)
 
-    async def _send_tensors(self, parts: AsyncIterator[bytes], update: common_pb2.WeightUpdate) -> UpdateResult:
-        queues: list[asyncio.Queue[bytes | None]] = [asyncio.Queue(_MAX_PARTS) for _ in self._targets]
+    async def join_group(self, request: target_pb2.JoinWeightsGroupRequest) -> None:
+        """Let all targets join a trainer's process group, at consecutive ranks from the request's on.
+
+        Raises InvalidRequest if one cannot.
+        """
+        calls, rank = [], request.rank
+        for target in self._some_targets():
+            own = target_pb2.JoinWeightsGroupRequest.FromString(request.SerializeToString())
+            own.rank = rank
+            rank += max(target.info.ranks, 1) if target.info is not None else 1
+            calls.append(self._call(target, partial(_join, own)))
+        if rank > request.world_size:
+            raise InvalidRequest(
+                f"the targets take {rank - request.rank} ranks from {request.rank} on, but the group has "
+                f"{request.world_size} in all",
+                param="world_size",
+            )
+        tasks = [asyncio.create_task(call) for call in calls]
+        try:
+            await asyncio.gather(*tasks)
+        finally:  # the first error ends the wait: without one target the others wait in vain
+            for task in tasks:
+                task.cancel()
+
+    async def leave_group(self, name: str) -> None:
+        """Let all targets leave a trainer's process group. Raises InvalidRequest if one was not in it."""
+        request = target_pb2.LeaveWeightsGroupRequest(group_name=name)
+        await self._all(lambda stub: stub.LeaveWeightsGroup(request, timeout=_CALL_TIMEOUT))
+
+    async def update_from_group(self, request: target_pb2.UpdateWeightsFromGroupRequest) -> UpdateResult:
+        """Load tensors that a trainer broadcasts. Raises InvalidRequest if they do not fit or arrive, and Conflict
+        while others are being sent.
+        """
+        with self._facts.peers.try_lock("tensors") as free:
+            if not free:
+                raise Conflict("tensors of another update are being received; send these once it has ended")
+            async with self._update_lock():
+                targets = self._some_targets()
+                calls = [
+                    self._call(target, lambda stub: stub.UpdateWeightsFromGroup(request, timeout=_UPDATE_TIMEOUT))
+                    for target in targets
+                ]
+                results = await asyncio.gather(*calls, return_exceptions=True)
+                result = await self._finish_update(targets, results, request.update)
+        return await self._settled(result)
+
+    async def _send_tensors(
+        self, parts: AsyncIterator[bytes], first: target_pb2.UpdateWeightsFromTensorRequest
+    ) -> UpdateResult:
+        targets = self._some_targets()  # one that joins later lacks the first parts, so that it is unused
+        queues: list[asyncio.Queue[bytes | None]] = [asyncio.Queue(_MAX_PARTS) for _ in targets]
 
         async def requests(queue: asyncio.Queue[bytes | None]) -> AsyncIterator[Any]:
-            yield target_pb2.UpdateWeightsFromTensorRequest(update=update)
+            yield first
             while (part := await queue.get()) is not None:
                 yield target_pb2.UpdateWeightsFromTensorRequest(content=part)
 
@@ -101,17 +187,17 @@ class Control:
             return lambda stub: stub.UpdateWeightsFromTensor(requests(queue), timeout=_UPDATE_TIMEOUT)
 
         tasks = [
-            asyncio.create_task(self._call(target, send(queue)))
-            for target, queue in zip(self._targets, queues, strict=True)
+            asyncio.create_task(self._call(target, send(queue))) for target, queue in zip(targets, queues, strict=True)
         ]
         try:
-            async for part in _cut(parts):
-                await _put(queues, tasks, part)
+            async for part in cut(parts):
+                await put_in_all(queues, tasks, part)
                 if all(task.done() for task in tasks):
                     break  # every target has refused them, so the rest of the body need not arrive
             async with self._update_lock():  # only the last part makes targets change their weights
-                await _put(queues, tasks, None)
-                return await self._finish_update(await asyncio.gather(*tasks, return_exceptions=True), update)
+                await put_in_all(queues, tasks, None)
+                results = await asyncio.gather(*tasks, return_exceptions=True)
+                return await self._finish_update(targets, results, first.update)
         finally:
             for task in tasks:
                 task.cancel()
@@ -122,18 +208,21 @@ class Control:
         async with self._updating, self._facts.peers.lock("weights"):
             yield
 
-    async def _finish_update(self, results: Sequence[Any], update: common_pb2.WeightUpdate) -> UpdateResult:
+    async def _finish_update(
+        self, targets: Sequence[TargetLink], results: Sequence[Any], update: common_pb2.WeightUpdate
+    ) -> UpdateResult:
         """Record each target's weights, here and in other workers. Raises the first error."""
         found = [None if isinstance(result, BaseException) else result.weights for result in results]
-        due = self._served_weights(found)
+        due = self._served_weights(targets, found)
         here = [facts is not None and due is not None and facts.fingerprint == due.fingerprint for facts in found]
         if due is not None:
             update_facts = {
-                "version": due.weight_version, "fingerprint": due.fingerprint, "folder": due.folder, "here": here,
+                "version": due.weight_version, "fingerprint": due.fingerprint, "folder": due.folder,
+                "here": [target.address for target, whole in zip(targets, here, strict=True) if whole],
             }  # fmt: skip
             self.adopt_weights(update_facts)
             await self._facts.peers.ask("weights", update_facts)
-        for target, facts, whole in zip(self._targets, found, here, strict=True):
+        for target, facts, whole in zip(targets, found, here, strict=True):
             if facts is not None and not whole:
                 log.warning(
                     "the target at %s lacks weights of earlier updates; it is unused until it has them all",
@@ -142,13 +231,13 @@ class Control:
         if any(found) and not update.keep_cache:
             await self.flush_target_states(due.folder if due is not None else "")
         try:
-            _check(results)
+            raise_first(results)
         except OutriderError as error:
             if any(found):
                 error.message += f"; {sum(here)} of {len(results)} targets have the new weights, the others are unused"
             raise
         weights = due or next(facts for facts in found if facts is not None)
-        unused = [target.address for target, whole in zip(self._targets, here, strict=True) if not whole]
+        unused = [target.address for target, whole in zip(targets, here, strict=True) if not whole]
         return UpdateResult(weights, len(here), unused)
 
     async def _settled(self, result: UpdateResult) -> UpdateResult:
@@ -178,31 +267,36 @@ class Control:
         """Addresses of the targets that lack the served weights, and are unused until they are sent again."""
         return [target.address for target in self._targets if target.awaited_version is not None]
 
-    def _served_weights(self, found: Sequence[common_pb2.WeightFacts | None]) -> common_pb2.WeightFacts | None:
+    @staticmethod
+    def _served_weights(
+        targets: Sequence[TargetLink], found: Sequence[common_pb2.WeightFacts | None]
+    ) -> common_pb2.WeightFacts | None:
         """The weights that all targets must have from now on: those of a target that missed no update. None if unknown.
 
         found: weights of each target. A target that missed an update and gets a part of the next one has mixed weights.
         If all targets have, the first one without any of its original tensors decides.
         """
-        pairs = [(target, facts) for target, facts in zip(self._targets, found, strict=True) if facts is not None]
+        pairs = [(target, facts) for target, facts in zip(targets, found, strict=True) if facts is not None]
         complete = [facts for target, facts in pairs if target.expects(facts.fingerprint_before)]
         return next(iter(complete or [facts for _, facts in pairs if facts.whole]), None)
 
     async def flush_target_states(self, folder: str) -> None:
         """Make drafts drop cached prefixes computed from the old weights' states, and load the shared new weights."""
+        self._target_folder = folder or self._target_folder
         for draft in self._orchestrator.drafts:
-            draft.target_folder = folder or draft.target_folder
+            draft.target_folder = self._target_folder
         for result in await self.flush_drafts(draft_pb2.FlushDraftRequest(only_fed=True, target_folder=folder)):
             if isinstance(result, OutriderError):  # costs accept length, not correctness
                 log.warning("a draft keeps prefixes of the old weights: %s", result.message)
 
     def adopt_weights(self, update: Mapping[str, Any]) -> None:
-        """Record new weights. update: `version`, `fingerprint`, `folder` that they came from, and `here`: for each
-        target, whether it has them.
+        """Record new weights. update: `version`, `fingerprint`, `folder` that they came from, and `here`: addresses of
+        the targets that have them.
         """
         model = self._facts.target.model
         model.fingerprint, self._facts.target.weight_version = update["fingerprint"], update["version"]
-        for target, here in zip(self._targets, update["here"], strict=True):
+        for target in self._targets:
+            here = target.address in update["here"]
             target.weights_changed(update["fingerprint"], update["version"], update["folder"], here=here)
 
     # --- cache and pauses ---
@@ -212,8 +306,9 @@ class Control:
 
         timeout_s: seconds to wait for requests to end. Raises InvalidRequest if some are still running then.
         """
+        self._flushed = True
         await self._flush_targets(time.monotonic() + max(timeout_s, _LAST_CLOSES))
-        _check(await self.flush_drafts(draft_pb2.FlushDraftRequest()))
+        raise_first(await self.flush_drafts(draft_pb2.FlushDraftRequest()))
 
     async def flush_drafts(self, request: draft_pb2.FlushDraftRequest) -> list[Any]:
         """Results of the call on each draft that is up; the others get it when they reconnect."""
@@ -222,9 +317,9 @@ class Control:
             return stub.FlushDraft(request, timeout=SHARE_TIMEOUT if request.target_folder else _CALL_TIMEOUT)
 
         calls: list[Coroutine[Any, Any, Any]] = []
-        for draft in self._orchestrator.drafts:
+        for draft in list(self._orchestrator.drafts):
             if draft.up:
-                calls.append(_call(draft, draft_pb2_grpc.DraftServiceStub, flush))
+                calls.append(call_replica(draft, draft_pb2_grpc.DraftServiceStub, flush))
             else:
                 draft.flush_later(request)
         return await asyncio.gather(*calls, return_exceptions=True)
@@ -256,12 +351,24 @@ class Control:
         request = target_pb2.ContinueGenerationRequest()
         await self._all(lambda stub: stub.ContinueGeneration(request, timeout=_CALL_TIMEOUT))
 
+    async def release_memory(self) -> int:
+        """Let the targets return the memory of their KV caches. Returns its size, in bytes. Raises InvalidRequest."""
+        request = target_pb2.ReleaseMemoryRequest()
+        found = await self._all(lambda stub: stub.ReleaseMemory(request, timeout=_CALL_TIMEOUT))
+        return sum(one.released_bytes for one in found)
+
+    async def resume_memory(self) -> None:
+        """Let the targets take memory again."""
+        request = target_pb2.ResumeMemoryRequest()
+        await self._all(lambda stub: stub.ResumeMemory(request, timeout=_CALL_TIMEOUT))
+
     async def _set_paused(self, paused: bool) -> None:
         self.adopt_pause(paused)
         await self._facts.peers.ask("pause", paused)
 
     def adopt_pause(self, paused: bool) -> None:
         """Set whether targets are paused before they are used again."""
+        self._paused = paused
         for target in self._targets:
             target.set_paused(paused)
 
@@ -269,59 +376,24 @@ class Control:
 
     @property
     def _targets(self) -> list[TargetLink]:
-        return self._orchestrator.targets
+        """A copy, because targets come and go while they are called."""
+        return list(self._orchestrator.targets)
 
-    async def _all(self, call: Callable[[Any], Awaitable[Any]]) -> None:
-        _check(await asyncio.gather(*(self._call(t, call) for t in self._targets), return_exceptions=True))
+    def _some_targets(self) -> list[TargetLink]:
+        """All targets. Raises Unavailable if there is none, because no target would have the new weights."""
+        if not (targets := self._targets):
+            raise Unavailable("the pool of targets is empty; add one with POST /workers first")
+        return targets
+
+    async def _all(self, call: Callable[[Any], Awaitable[Any]]) -> list[Any]:
+        """The results of all targets. Raises the first error, once all have answered."""
+        results = await asyncio.gather(*(self._call(t, call) for t in self._targets), return_exceptions=True)
+        raise_first(results)
+        return results
 
     async def _call(self, target: TargetLink, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        return await _call(target, target_pb2_grpc.TargetServiceStub, call)
+        return await call_replica(target, target_pb2_grpc.TargetServiceStub, call)
 
 
-async def _call(link: TargetLink | DraftLink, stub: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
-    """Call a service over a new channel, so that a target refused for its old weights can be called as well."""
-    try:
-        async with link.open_channel() as channel:
-            return await call(stub(channel))
-    except grpc.aio.AioRpcError as error:
-        raise _error_of(link, error) from None
-
-
-def _check(results: Sequence[Any]) -> None:
-    """Raise the first error among results."""
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-
-
-def _error_of(link: TargetLink | DraftLink, error: grpc.aio.AioRpcError) -> OutriderError:
-    found = from_grpc_code(int(error.code().value[0]), error.details() or "")
-    if isinstance(found, ConfigError):
-        return InvalidRequest(found.message)
-    if isinstance(found, Unavailable):
-        return Unavailable(f"the {link.service} at {link.address} cannot be reached: {found.message}")
-    return found
-
-
-async def _cut(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The parts, cut to the size limit of a frame. Raises InvalidRequest if the client stops sending."""
-    while True:
-        try:
-            async with asyncio.timeout(_SILENCE):
-                part = await anext(parts, None)
-        except TimeoutError:
-            raise InvalidRequest(f"no more tensors arrived for {_SILENCE:.0f} s; send them again") from None
-        if part is None:
-            return
-        for start in range(0, len(part), _PART_BYTES):
-            yield part[start : start + _PART_BYTES]
-
-
-async def _put(
-    queues: Sequence[asyncio.Queue[bytes | None]], tasks: Sequence[asyncio.Task[Any]], part: bytes | None
-) -> None:
-    """Put a part into the queue of every running call."""
-    for queue, task in zip(queues, tasks, strict=True):
-        put = asyncio.create_task(queue.put(part))
-        await asyncio.wait({put, task}, return_when=asyncio.FIRST_COMPLETED)
-        put.cancel()
+async def _join(request: target_pb2.JoinWeightsGroupRequest, stub: Any) -> Any:
+    return await stub.JoinWeightsGroup(request, timeout=_UPDATE_TIMEOUT)

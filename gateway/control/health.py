@@ -30,7 +30,7 @@ class Health:
     def ready(self) -> bool:
         """True if requests can be served, with a draft or without."""
         targets = self.generator.orchestrator.targets
-        return any(target.up for target in targets) and not self.generator.admission.draining
+        return any(target.open_to_sessions for target in targets) and not self.generator.admission.draining
 
     def state(self) -> dict[str, Any]:
         """The full state: ok, degraded, or unavailable; each service with its reason.
@@ -39,7 +39,7 @@ class Health:
         """
         orchestrator = self.generator.orchestrator
         targets, drafts = self.services(orchestrator.targets), self.services(orchestrator.drafts)
-        missing = _missing(targets, "target", "no target service is up")
+        missing = _missing(targets, "target", "no target service is up") if targets else ["target: the pool is empty"]
         if self.ready:
             missing += [f"target: {one['reason']}" for one in targets if one["state"] == ReplicaState.AWAITING_WEIGHTS]
         missing += _missing(drafts, "draft", "no draft service is up; text is decoded plainly")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ from outrider.wire.v1 import target_pb2
 
 @dataclass(frozen=True)
 class Facts:
-    """Flags, the served model and the other workers."""
+    """Flags, the served model with its tokenizer's files, and the other workers."""
 
     config: GatewayConfig
     target: target_pb2.GetTargetInfoResponse
     peers: Peers = field(default_factory=Peers)
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def version(self) -> str:
@@ -54,6 +56,9 @@ class Facts:
             "served_model_name": generator.name,
             "model_path": self.target.model.model_path,
             "context_length": generator.max_session_tokens,
+            "dtype": self.target.model.dtype,
+            "weight_version": self.target.weight_version,
+            **self._parallel(orchestrator.targets),
             "targets": [_service(link, health) for link in orchestrator.targets],
             "drafts": [_service(link, health) for link in orchestrator.drafts],
             "draft_sources": self._draft_sources(generator),
@@ -64,6 +69,17 @@ class Facts:
                     "running_sessions": len(orchestrator.sessions.by_id),
                 }
             ],
+        }
+
+    def _parallel(self, targets: Sequence[TargetLink]) -> dict[str, Any]:
+        """What trainers read: the places that all targets take in a process group, and the ranks of one target."""
+        ranks = [max(link.info.ranks, 1) if link.info is not None else 1 for link in targets]
+        return {
+            "tp_size": max(ranks, default=1),
+            "pp_size": 1,
+            "num_gpus": sum(ranks),
+            "disaggregation_mode": "null",
+            "enable_memory_saver": False,
         }
 
     def _draft_sources(self, generator: Generator) -> dict[str, Any]:

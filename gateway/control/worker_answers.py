@@ -17,6 +17,7 @@ def answers_for(generator: Generator, control: Control) -> Answers:
         "weights": control.adopt_weights,
         "targets_up": lambda _: control.targets_up(),
         "pause": control.adopt_pause,
+        "running": lambda _: generator.admission.running,
     }
 
 

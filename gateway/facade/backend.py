@@ -29,7 +29,7 @@ class Backend:
     @cached_property
     def files(self) -> dict[str, bytes]:
         """The tokenizer's files and the model's configuration, by name."""
-        return next(dict(link.tokenizer_files) for link in self.generator.orchestrator.targets if link.tokenizer_files)
+        return dict(self.facts.tokenizer_files)
 
     @cached_property
     def archive(self) -> tuple[bytes, str]:

@@ -101,7 +101,7 @@ class Facade:
         generator = self._backend.generator
         if generator.admission.draining:
             return False, "the gateway is shutting down"
-        up = any(target.up for target in generator.orchestrator.targets)
+        up = any(target.open_to_sessions for target in generator.orchestrator.targets)
         return up, "; ".join(self._backend.facts.health(generator).state().get("missing", ())) or "ok"
 
     # --- calls that are equal in all facades ---

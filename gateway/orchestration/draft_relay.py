@@ -51,6 +51,17 @@ class DraftRelay:
         draft.on_frame = partial(self._receive, draft)
         draft.before_up = partial(self._configure_features, draft)
 
+    def detach(self, draft: DraftLink) -> None:
+        """Remove a draft; its sessions are opened on others, or decode plainly."""
+        draft.draining = True
+        sessions = [session for session in self._table.by_id.values() if session.draft is draft]
+        self._open_again(sessions)
+        for session in sessions:
+            draft.close(session.id)
+        self._placement.remove(draft)
+        self._unreadable.detach(draft)
+        self._drop_features()
+
     # --- frames ---
 
     async def _receive(self, draft: DraftLink, frame: draft_pb2.ProposeResponse) -> None:
@@ -59,7 +70,7 @@ class DraftRelay:
             self._table.watches.merge(frame.proposals)
         for error in frame.errors:
             self._failed(draft, codec.failure_from_pb(error))
-        draft.load = frame.load
+        draft.update_load(frame.load)
 
     def _readable(self, draft: DraftLink, batch: common_pb2.ProposalBatch) -> bool:
         """False for proposals that cannot be decoded."""
@@ -127,10 +138,15 @@ class DraftRelay:
     async def _configure_features(self, draft: DraftLink) -> None:
         """Register at the targets the hidden states that a draft needs. Raises ConfigError if one cannot send them."""
         assert draft.features is not None, "called only for drafts that need hidden states"
+        self._drop_features()  # of a head that was replaced
+        for target in list(self._placement.targets):
+            await target.configure(draft.features)
+
+    def _drop_features(self) -> None:
+        """Drop the specifications of hidden states that no draft needs any more."""
         wanted = {link.feature_spec for link in self._placement.drafts}
         for target in self._placement.targets:
-            target.drop_features(wanted)  # of a head that was replaced
-            await target.configure(draft.features)
+            target.drop_features(wanted)
 
     def _request_features(self, session: Session) -> None:
         """Make the target send all of a session's hidden states: it opens the session again and recomputes them."""

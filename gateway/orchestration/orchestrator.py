@@ -13,6 +13,8 @@ draft tokens.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Sequence
 
 from gateway.orchestration.draft_relay import DraftRelay
@@ -26,6 +28,9 @@ from gateway.telemetry.metrics import Metrics
 from outrider.errors import Unavailable
 from outrider.wire.v1 import common_pb2
 
+log = logging.getLogger(__name__)
+
+_DRAIN_POLL = 0.05  # seconds
 RESUME_TIMEOUT = 120.0  # seconds for which sessions wait for a target to come back
 
 
@@ -49,10 +54,9 @@ class Orchestrator:
         undelivered: list[common_pb2.CommitBatch] = []
         self._target_relay = TargetRelay(self.sessions, undelivered, metrics)
         self._draft_relay = DraftRelay(self.sessions, undelivered, metrics)
-        for target in targets:
-            self._target_relay.attach(target)
-        for draft in drafts:
-            self.attach_draft(draft)
+        links: list[TargetLink | DraftLink] = [*targets, *drafts]
+        for link in links:
+            self.attach(link)
         metrics.before_render = self._update_metrics
 
     @property
@@ -60,9 +64,33 @@ class Orchestrator:
         """All links."""
         return [*self.targets, *self.drafts]
 
-    def attach_draft(self, draft: DraftLink) -> None:
-        """Add a draft."""
-        self._draft_relay.attach(draft)
+    def attach(self, link: TargetLink | DraftLink) -> None:
+        """Add a replica. Its link may be started before or after."""
+        if isinstance(link, TargetLink):
+            self._target_relay.attach(link)
+        else:
+            self._draft_relay.attach(link)
+
+    def readmit(self, target: TargetLink) -> None:
+        """Keep a target that drains; its sessions that moved stay where they are."""
+        target.draining = False
+        if target.up:
+            self.sessions.target_up()
+
+    async def drain(self, target: TargetLink) -> None:
+        """Open a target's sessions on other ones, and wait until none is left there and all go on elsewhere."""
+        self._target_relay.drain(target)
+        while target.up and self.sessions.needs(target):  # noqa: ASYNC110 - sessions end in many ways, drains are rare
+            await asyncio.sleep(_DRAIN_POLL)
+
+    async def detach(self, link: TargetLink | DraftLink) -> None:
+        """Remove a replica at once. Sessions that are open there go on elsewhere, or wait for another target."""
+        if isinstance(link, TargetLink):
+            self._target_relay.detach(link)
+        else:
+            self._draft_relay.detach(link)
+        await link.stop()
+        self.metrics.services.forget(link.service, link.address)
 
     async def stop(self) -> None:
         """End all sessions and streams."""

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.orchestration.generator import Generator
-from gateway.orchestration.orchestrator import Orchestrator
 from gateway.sessions.request import GenerationRequest, StopOptions
 from gateway.sessions.session import Session
 from gateway.streams.draft import DraftLink
@@ -100,8 +99,7 @@ class Answers:
 
 async def self_test(generator: Generator, draft: DraftLink) -> list[Finding]:
     """Wait for a draft, test it once, and log the findings. Returns them; none for a draft without a model."""
-    while not draft.up:  # noqa: ASYNC110 - the link may connect and fail several times before it stays up
-        await asyncio.sleep(0.2)
+    await _up(draft)
     if draft.info is None or not set(draft.info.drafters) & _CAUSES.keys():
         return []
     try:
@@ -183,6 +181,23 @@ async def _finished(session: Session) -> None:
         pass
 
 
-def start(generator: Generator, orchestrator: Orchestrator) -> list[asyncio.Task[list[Finding]]]:
-    """Test every draft once, as soon as it is up."""
-    return [asyncio.create_task(self_test(generator, draft), name="self-test") for draft in orchestrator.drafts]
+class Tester:
+    """Tests each kind of draft once, however many replicas of it come."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self._tested: set[tuple[str, ...]] = set()
+
+    async def test(self, draft: DraftLink) -> list[Finding]:
+        """Test a draft as soon as it is up, unless one of its kind was tested. Returns the findings."""
+        await _up(draft)
+        if draft.draining or draft.kind in self._tested:
+            return []
+        self._tested.add(draft.kind)
+        return await self_test(self._generator, draft)
+
+
+async def _up(draft: DraftLink) -> None:
+    """Wait until a draft is up, or has left its pool."""
+    while not (draft.up or draft.draining):  # noqa: ASYNC110 - the link may connect and fail several times before it stays up
+        await asyncio.sleep(0.2)

@@ -51,16 +51,22 @@ class SessionTable:
         """The sessions that are open on a target; with None, those that wait for one."""
         return [session for session in self.by_id.values() if session.target is target]
 
+    def needs(self, target: TargetLink) -> bool:
+        """True while a session is open on a target that drains, or has left it and has no token of its new one yet."""
+        return target.session_count > 0 or any(one.drained_from is target for one in self.by_id.values())
+
     # --- opening ---
 
     def open(self, request: GenerationRequest, draft: DraftLink | None = None) -> Session:
         """Open a session. request: resolved. draft: the one to open it on first, instead of the best one.
 
-        While all targets are away the session waits; raises Unavailable once they have been away for too long, or if
-        none of them can serve before it is sent weights or restarted.
+        While all targets are away the session waits; raises Unavailable once they have been away for too long, if none
+        of them can serve before it is sent weights or restarted, or if the pool has none.
         """
         if (error := self._none_usable()) is not None:
             raise error
+        if all(target.draining for target in self.placement.targets):
+            raise self._empty_pool()
         if self._resume_timed_out():
             raise self._no_target()
         session = Session(next(self._ids), request)
@@ -86,6 +92,18 @@ class SessionTable:
         elif not opened and session.id not in self._timers:
             loop = asyncio.get_running_loop()
             self._timers[session.id] = loop.call_later(self._resume_timeout, self._timed_out, session)
+
+    def leave_target(self, target: TargetLink, *, wait: bool) -> None:
+        """Open the sessions of a target that leaves its pool on others, with the text that their clients have.
+
+        wait: a session that no other target can take yet stays where it is; otherwise it waits for another target
+        """
+        for session in self.on_target(target):
+            if not wait or self.placement.may_leave(session):
+                session.drained_from = target if wait else None
+                session.reopening.start(session.tokens)  # commits of the run that ends may still arrive
+                target.close(session.id)
+                self.open_on_target(session, again=True)
 
     # --- ending ---
 
@@ -132,10 +150,13 @@ class SessionTable:
     # --- targets come and go ---
 
     def target_up(self) -> None:
-        """A target is up: waiting sessions are opened there."""
+        """A target is up: waiting sessions are opened there, and those of targets that drain."""
         self._no_target_since = None
         for session in self.on_target(None):
             self.open_on_target(session, again=True)
+        for target in self.placement.targets:
+            if target.draining and target.up:
+                self.leave_target(target, wait=True)
 
     def target_absent(self) -> None:
         """A target cannot be used: sessions that wait for one end at once if none of them can."""
@@ -166,7 +187,7 @@ class SessionTable:
 
     def _timed_out(self, session: Session) -> None:
         """A session has waited for a target for too long."""
-        if not any(target.up for target in self.placement.targets):
+        if not any(target.open_to_sessions for target in self.placement.targets):
             self.fail(session, self._no_target())
             return
         tokens, seconds = session.prompt_length + session.request.stop.conditions.max_tokens, self._resume_timeout
@@ -177,12 +198,18 @@ class SessionTable:
 
     def _resume_timed_out(self) -> bool:
         """True if all targets have been away for too long."""
+        return self._no_target_since is not None and self._seconds_away() >= self._resume_timeout
+
+    def _empty_pool(self) -> Unavailable:
+        message = "the gateway has no target: its pool is empty; add one with POST /workers, or retry later"
+        return Unavailable(message, retry_after=bounded(self._seconds_away()))
+
+    def _seconds_away(self) -> float:
+        """Seconds for which no target has been up; 0 if one is."""
         if self._no_target_since is None:
-            return False
-        return asyncio.get_running_loop().time() >= self._no_target_since + self._resume_timeout
+            return 0.0
+        return asyncio.get_running_loop().time() - self._no_target_since
 
     def _no_target(self) -> Unavailable:
-        now = asyncio.get_running_loop().time()
-        away = now - self._no_target_since if self._no_target_since is not None else 0.0
         message = f"no target service came back in {self._resume_timeout:.0f} s; retry later"
-        return Unavailable(message, retry_after=bounded(away))
+        return Unavailable(message, retry_after=bounded(self._seconds_away()))

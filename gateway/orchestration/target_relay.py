@@ -53,6 +53,23 @@ class TargetRelay:
         target.on_down = partial(self._down, target)
         target.on_absent = self._table.target_absent
         target.on_frame = partial(self._receive, target)
+        for draft in self._table.placement.drafts:
+            if draft.features is not None:
+                target.configure_later(draft.features)
+
+    def drain(self, target: TargetLink) -> None:
+        """Open a target's sessions on others; those that no other can take stay until one can, or until they end."""
+        target.draining = True
+        self._none_left()
+        self._table.leave_target(target, wait=True)
+
+    def detach(self, target: TargetLink) -> None:
+        """Remove a target; sessions that are still open there wait for another one."""
+        target.draining, target.up = True, False
+        self._none_left()
+        self._table.leave_target(target, wait=False)
+        self._table.placement.remove(target)
+        self._unreadable.detach(target)
 
     # --- frames ---
 
@@ -213,12 +230,17 @@ class TargetRelay:
         table = self._table
         self._metrics.services.up.labels("target", target.address).set(0)
         table.placement.lost(target)
-        if not any(link.up for link in table.placement.targets):
-            log.warning("%d sessions wait for a target to come back", len(table.by_id))
-            table.targets_down()
+        self._none_left()
         for session in table.on_target(target):
             if not self._lost_too_often(session, "a target was lost"):
                 table.open_on_target(session, again=True)
+
+    def _none_left(self) -> None:
+        """Record it if no target is left for new sessions."""
+        table = self._table
+        if not any(link.open_to_sessions for link in table.placement.targets):
+            log.warning("no target is left for new sessions; %d are open", len(table.by_id))
+            table.targets_down()
 
 
 def _logprobs_of(frame: target_pb2.VerifyResponse) -> dict[int, list[Logprobs]]:

@@ -1,1 +1,1 @@
-"""Routing: which replica of a service runs a session."""
+"""The members of the pools, what names them, and which of them runs a session."""

@@ -53,6 +53,13 @@ class Placement:
         else:
             self._drafts.add(link)
 
+    def remove(self, link: TargetLink | DraftLink) -> None:
+        """Remove a replica on which no session is open."""
+        if isinstance(link, TargetLink):
+            self._targets.remove(link)
+        else:
+            self._drafts.remove(link)
+
     def lost(self, link: TargetLink | DraftLink) -> None:
         """A replica was lost, with everything that it had cached."""
         if isinstance(link, TargetLink):
@@ -65,9 +72,10 @@ class Placement:
 
         again: the session was open before
         """
-        fit = [link for link in self.targets if link.up and _holds(link, session)]
-        refused = session.failures.refused_by
-        target, reason = self._targets.choose(session, [link for link in fit if link not in refused] or fit)
+        fit = [link for link in self.targets if self._may_open(session, link)]
+        refused, drained = session.failures.refused_by, session.drained_from
+        free = [link for link in fit if link not in refused]
+        target, reason = self._targets.choose(session, [link for link in free if link is not drained] or free or fit)
         self.move(session, target, session.draft)
         if target is None:
             return False
@@ -90,7 +98,7 @@ class Placement:
         if not session.request.uses_draft_service:
             return False
         reason = None
-        if draft is None or not draft.up:
+        if draft is None or not draft.open_to_sessions:
             draft, reason = self._drafts.choose(session, self._of_best_kind(session))
         self.move(session, session.target, draft)
         if draft is None:
@@ -125,14 +133,23 @@ class Placement:
         """Record that a target has no room for a session. True if another target may have some."""
         refused = session.failures.refused_by
         refused.add(target)
-        return any(link.up and link not in refused and _holds(link, session) for link in self.targets)
+        return any(link not in refused and self._may_open(session, link) for link in self.targets)
+
+    def may_leave(self, session: Session) -> bool:
+        """True if another target than the one that it is open on can hold a session and has not refused it."""
+        others = (link for link in self.targets if link is not session.target and link.open_to_sessions)
+        return any(link not in session.failures.refused_by and _holds(link, session) for link in others)
+
+    def _may_open(self, session: Session, target: TargetLink) -> bool:
+        """True if a session may be opened on a target: one that drains takes back only sessions that it had."""
+        return target.up and _holds(target, session) and (not target.draining or target is session.drained_from)
 
     def _of_best_kind(self, session: Session) -> Sequence[DraftLink]:
         """The drafts of the first kind with a free slot for a session; without a free slot, all able drafts.
 
         A draft is able if its main drafter supports the session's length; else if it has n-grams beside that one.
         """
-        up, length = [link for link in self.drafts if link.up], len(session.tokens)
+        up, length = [link for link in self.drafts if link.open_to_sessions], len(session.tokens)
         able = [link for link in up if link.follows(length)] or [link for link in up if link.drafts_for(length)]
         free = [link for link in able if not link.max_sessions or link.session_count < link.max_sessions] or able
         kinds = list(dict.fromkeys(link.kind for link in self.drafts))

@@ -1,5 +1,8 @@
 """The replicas of one service, and the choice between them: the one with the longest cached prefix, unless it is busy.
 
+Replicas of one pool may differ: the load of a replica is its number of sessions, weighted by its free slots and by how
+long its steps take, so that each gets sessions in proportion to what it does.
+
 one candidate                       that one
 a cached prefix above the threshold the replica with the longest one ...
 ... but it is busy, or full         the least loaded replica
@@ -8,6 +11,8 @@ otherwise                           the least loaded; among equals the longest p
 
 from __future__ import annotations
 
+import math
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +24,8 @@ from gateway.streams.link import Link
 from outrider.errors import ConfigError
 
 Replica = TypeVar("Replica", bound=Link[Any, Any])
+
+_LEVEL = math.log(1.25)  # of step times: within a factor of 1.25 replicas count as equally fast, and prefixes decide
 
 
 class RoutingReason(StrEnum):
@@ -54,10 +61,12 @@ class Routing:
 class _Candidate(NamedTuple, Generic[Replica]):
     """A replica as a session may use it; the smallest is the least loaded.
 
-    load: its sessions, scaled as if it ran as many together as the largest candidate
+    load: its sessions, scaled as if it ran as many together as the largest candidate, as fast as the fastest one
+    next_load: the same with one session more, so that of idle replicas the fastest one is chosen
     """
 
     full: bool
+    next_load: float
     load: float
     uncached: int  # tokens of the text that are not in its prefix cache
     cached_pages: int
@@ -74,9 +83,14 @@ class Pool(Generic[Replica]):
         self.replicas: list[Replica] = []
 
     def add(self, replica: Replica) -> None:
-        """Add a replica."""
-        self.replicas.append(replica)
+        """Add a replica, behind those of its rank and of lower ones."""
+        insort(self.replicas, replica, key=lambda one: one.rank)
         self._prefixes[replica] = CachedPrefixes()
+
+    def remove(self, replica: Replica) -> None:
+        """Remove a replica."""
+        self.replicas.remove(replica)
+        del self._prefixes[replica]
 
     def clear_prefixes(self, replica: Replica) -> None:
         """A replica was lost; if it comes back, its cache is empty."""
@@ -107,13 +121,15 @@ class Pool(Generic[Replica]):
         limits = [replica.max_sessions for replica in replicas]
         largest = max(limits)
         candidates = []
-        for order, (replica, limit) in enumerate(zip(replicas, limits, strict=True)):
+        for order, (replica, limit, slowness) in enumerate(zip(replicas, limits, _slowness(replicas), strict=True)):
             prefixes, count = self._prefixes[replica], replica.session_count
+            load = count * largest / limit if limit else float(count)
             cached = prefixes.match(self._hashes(session, replica)) * _page_size(replica)
             candidates.append(
                 _Candidate(
                     0 < limit <= count,
-                    count * largest / limit if limit else float(count),
+                    (load + 1) * slowness,
+                    load * slowness,
                     len(session.tokens) - cached,
                     len(prefixes),
                     order,
@@ -124,6 +140,18 @@ class Pool(Generic[Replica]):
 
     def _hashes(self, session: Session, replica: Replica) -> list[int]:
         return session.prefix_hashes.of(session.tokens, _page_size(replica))
+
+
+def _slowness(replicas: Sequence[Link[Any, Any]]) -> list[float]:
+    """How much longer the steps of each replica take than those of the fastest one; 1 where that is unknown."""
+    known = [replica.step_time.seconds for replica in replicas if replica.step_time.seconds]
+    fastest = min(known, default=0.0)
+    found = []
+    for replica in replicas:
+        seconds = replica.step_time.seconds
+        levels = round(math.log(seconds / fastest) * replica.step_time.weight / _LEVEL) if seconds else 0
+        found.append(math.exp(levels * _LEVEL))
+    return found
 
 
 def _page_size(replica: Link[Any, Any]) -> int:

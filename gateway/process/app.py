@@ -2,8 +2,9 @@
 
 1. bind the REST and gRPC ports, so that a port in use is an error at once; answer 503 meanwhile
 2. wait for a target, and read its facts and tokenizer
-3. serve until a signal, and connect to the other services. A target that does not fit ends the process; a draft that
-   does not fit or does not come is tried again, unless --require-draft makes it an error
+3. serve until a signal, and connect to the other services. A target that a flag names by its address and that does not
+   fit ends the process; a draft that does not fit or does not come is tried again, unless --require-draft makes it an
+   error. So is a replica that DNS, a file or the API names: it is only unused
 4. refuse new requests, and drain the running ones
 """
 
@@ -13,7 +14,8 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.middleware.cors import CORSMiddleware
@@ -25,6 +27,7 @@ from gateway.api import app as rest
 from gateway.api.middleware import EdgeMiddleware, KeyCheck
 from gateway.api.tracing import Traced
 from gateway.control.control import Control
+from gateway.control.replicas import Replicas
 from gateway.control.server_info import Facts
 from gateway.control.worker_answers import answers_for
 from gateway.facade import Backend, facades
@@ -33,9 +36,14 @@ from gateway.orchestration import self_test
 from gateway.orchestration.generator import Generator
 from gateway.orchestration.orchestrator import Orchestrator
 from gateway.orchestration.sampling_defaults import FILE, OPENAI, SamplingDefaults, of_model
+from gateway.pools.addresses import parse
+from gateway.pools.discovery import Discovery
+from gateway.pools.members import Members
 from gateway.pools.pool import Routing
+from gateway.process.links import AnyLink, Links
 from gateway.process.listeners import Listeners
 from gateway.streams.availability import ReplicaState
+from gateway.streams.connection import Connection
 from gateway.streams.draft import DraftLink
 from gateway.streams.pool_weights import OtherWeights
 from gateway.streams.target import TargetLink
@@ -51,6 +59,7 @@ from outrider.placement.shares import share_of_gateway
 from outrider.process import process
 from outrider.process.cpu_affinity import run_network_on
 from outrider.process.ports import host_and_port
+from outrider.process.startup import STARTUP
 from outrider.tracing import Tracing, tracing_to
 from outrider.transport.rpc import stop_on_signals
 from outrider.wire.v1 import gateway_pb2_grpc
@@ -60,6 +69,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _WARN_AFTER = 2.0  # seconds after which an absent service is logged
+_POLL_SECONDS = 0.2
 _START_UP = 60.0  # seconds in which a service that does not fit ends the process; later it is only unused
 
 
@@ -91,26 +101,37 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
     facade_services, metrics = facades(config.grpc_facades), Metrics()
     listeners = Listeners(config, _with_cors(edge, config.allowed_origins), keys, metrics, shared=peers.several)
     admission = Admission(config.max_pending_requests)
-    tests: list[asyncio.Task[Any]] = []
-    tls, service_tls = config.server_tls(), config.service_tls()
+    background: list[asyncio.Task[Any]] = []
+    tls = config.server_tls()
+    connection = Connection(config.service_tls(), config.stream_transport, config.service_token())
     routing = Routing(config.cache_threshold, config.balance_abs_threshold, config.balance_rel_threshold)
-    token = config.service_token()
-    targets = [TargetLink(address, service_tls, config.stream_transport, token=token) for address in config.target]
-    orchestrator = Orchestrator(targets, [], metrics, routing=routing)
+    discovery = Discovery(Members(map(parse, config.target), map(parse, config.draft)), config.discovery_interval)
+    orchestrator = Orchestrator([], [], metrics, routing=routing)
+    links, replicas = Links(discovery, orchestrator, connection), Replicas(discovery, orchestrator, peers)
+    edge.app = rest.Starting(edge.app, replicas, keys)
     gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, listeners.grpc.server)
     for facade in facade_services:
         facade.add_to(listeners.grpc.server)
-    names = (SERVICE_NAME, *(facade.name for facade in facade_services))
+    grpc_names = (SERVICE_NAME, *(facade.name for facade in facade_services))
     late = peers.opened  # other workers serve, so this one listens only when it can serve as well
     try:
         await listeners.start_health()
+        await peers.serve(replicas.answers)
+        await replicas.catch_up()
         if not late:
-            await listeners.open(names, tls)
-        target = await unless(stop, first_target(orchestrator.targets, config.connect_timeout))
+            await listeners.open(grpc_names, tls)
+        links.start()
+        background.append(asyncio.create_task(replicas.keep_up(), name="keep up"))
+        # Where replicas may be found later, the gateway waits for the first one without end.
+        seconds = config.connect_timeout if links.targets_are_fixed else None
+        STARTUP.done("Python and libraries")
+        target = await unless(stop, first_target(orchestrator.targets, links, seconds))
         if target is None:
             return 0
+        links.expect(target)
         assert target.info is not None, "a link that is up has info"
-        facts = Facts(config, target.info, peers)
+        STARTUP.done("waiting for the target")
+        facts = Facts(config, target.info, peers, target.tokenizer_files)
         generator = Generator(
             orchestrator,
             ModelTokenizer(target.tokenizer_files),
@@ -128,14 +149,14 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
             metrics.registry.register(VllmMetrics(metrics, generator.name))
         if not config.disable_sglang_metrics:
             metrics.registry.register(SglangMetrics(metrics, generator.name))
-        for address in config.draft:
-            link = DraftLink(address, target.info.model, service_tls, config.stream_transport, token=token)
-            orchestrator.attach_draft(link)
-        if not config.disable_draft_self_test:
-            tests += self_test.start(generator, orchestrator)
         control = Control(orchestrator, facts)
+        links.serve(control)
+        tester = None if config.disable_draft_self_test else self_test.Tester(generator)
+        if tester is not None:
+            background += [asyncio.create_task(tester.test(draft), name="self-test") for draft in orchestrator.drafts]
+        links.on_late = partial(_join, tester)
         await peers.serve(answers_for(generator, control))
-        edge.app = KeyCheck(rest.build(generator, facts, control, keys), keys)
+        edge.app = KeyCheck(rest.build(generator, facts, control, replicas, keys), keys)
         if tracing is not None:
             edge.app = Traced(edge.app, tracing)
         servicer.serve(generator, facts, keys, tracing)
@@ -143,20 +164,23 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         for facade in facade_services:
             facade.serve(backend)
         if late:
-            await listeners.open(names, tls)
+            await listeners.open(grpc_names, tls)
         await listeners.set_serving(True)
         scheme = "https" if tls is not None else "http"
         rest_address, grpc_address = (host_and_port(config.host, port) for port in (config.port, config.grpc_port))
         log.info("REST on %s://%s, gRPC on %s", scheme, rest_address, grpc_address)
-        await unless(stop, connect(orchestrator, target, listeners, config))
+        STARTUP.done("tokenizer and routes")
+        log.info("%s", STARTUP.describe())
+        await unless(stop, connect(orchestrator, target, links, listeners, config))
         if admission.running:
             log.info("%d requests get %g s to end", admission.running, config.drain_timeout)
         await listeners.set_serving(False)
         await admission.drain(config.drain_timeout)
         return 0
     finally:
-        for task in (stop, *tests):
+        for task in (stop, *background):
             task.cancel()
+        await links.stop()
         await orchestrator.stop()
         await peers.stop()
         await listeners.close()
@@ -213,32 +237,45 @@ async def unless(stop: asyncio.Task[Any], work: Coroutine[Any, Any, Result]) -> 
         await asyncio.gather(task, return_exceptions=True)  # drops errors after cancellation
 
 
-async def first_target(targets: Sequence[TargetLink], seconds: float) -> TargetLink:
-    """Connect to all targets and wait for the first. Raises ConfigError if one does not fit, Unavailable if none is up.
+async def first_target(targets: Sequence[TargetLink], links: Links, seconds: float | None) -> TargetLink:
+    """Wait for the first target. Raises ConfigError if one that a flag names does not fit, Unavailable after `seconds`.
 
-    From then on every target must serve the same model. If some targets have updated weights that restarted ones lack,
-    a target with updated weights is returned, if it is up by then.
+    targets: those of the pool, which others may join meanwhile. If some targets have updated weights that restarted
+    ones lack, a target with updated weights is returned, if it is up by then.
     """
+    with _timeout_of(targets, seconds):
+        async with asyncio.timeout(seconds):
+            while (first := _first_up(targets, links)) is None:
+                await _change(links)
+    if not _updated(first):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_WARN_AFTER):
+                while not all(link.settled for link in targets):
+                    await _change(links)
+                    first = _first_up(targets, links) or first
+    return first
+
+
+@contextlib.contextmanager
+def _timeout_of(targets: Sequence[TargetLink], seconds: float | None) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        reasons = "; ".join(f"the target at {link.address}: {link.availability.reason}" for link in targets)
+        raise Unavailable(f"no target service answered in {seconds:.0f} s ({reasons})") from None
+
+
+async def _change(links: Links) -> None:
+    links.changed.clear()
+    await links.changed.wait()
+
+
+def _first_up(targets: Sequence[TargetLink], links: Links) -> TargetLink | None:
+    """As _most_recent. Raises the ConfigError of a target that a flag names."""
     for link in targets:
-        link.start()
-    waits = [asyncio.create_task(link.wait_up(seconds)) for link in targets]
-    pending = set(waits)
-    while pending:
-        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            if isinstance(task.exception(), ConfigError) or not pending:
-                task.result()
-        if first := _most_recent(targets):
-            if pending and not _updated(first):
-                await asyncio.wait(pending, timeout=_WARN_AFTER)
-                first = _most_recent(targets) or first
-            for task in pending:
-                task.cancel()
-            assert first.info is not None, "a link that is up has info"
-            for link in targets:
-                link.expect(first.info)
-            return first
-    raise Unavailable("no target service answered")
+        if link.refusal is not None and links.is_named(link):
+            raise link.refusal
+    return _most_recent(targets)
 
 
 def _most_recent(targets: Sequence[TargetLink]) -> TargetLink | None:
@@ -253,22 +290,22 @@ def _updated(link: TargetLink) -> bool:
     return info is not None and info.first_fingerprint not in ("", info.model.fingerprint)
 
 
-async def connect(orchestrator: Orchestrator, first: TargetLink, listeners: Listeners, config: GatewayConfig) -> None:
+async def connect(
+    orchestrator: Orchestrator, first: TargetLink, links: Links, listeners: Listeners, config: GatewayConfig
+) -> None:
     """Connect to the other services, and report changes to health checks, forever.
 
-    Raises ConfigError for a target that does not fit; with --require-draft also for a draft, and Unavailable for one
-    that does not come.
+    Raises ConfigError for a target that a flag names and that does not fit; with --require-draft also for a draft, and
+    Unavailable for one that does not come.
     """
-    changed = asyncio.Event()
-    changed.set()
-    for link in orchestrator.links:
-        link.on_change = changed.set
-    for draft in orchestrator.drafts:
-        draft.start()
+    links.changed.set()
+    links.start_drafts()
     required = config.connect_timeout if config.require_draft else None
-    targets = (_connect_target(link) for link in orchestrator.targets if link is not first)
-    drafts = (_connect_draft(link, required) for link in orchestrator.drafts)
-    await asyncio.gather(_report_health(orchestrator, listeners, changed), *targets, *drafts)
+    work = [_connect_target(link) for link in orchestrator.targets if link is not first and links.is_named(link)]
+    work += [_connect_draft(link, required if links.is_named(link) else None) for link in orchestrator.drafts]
+    if required is not None and config.draft and not any(map(links.is_named, orchestrator.drafts)):
+        work.append(_any_draft(orchestrator, required))
+    await asyncio.gather(_report_health(orchestrator, listeners, links.changed), *work)
 
 
 async def _report_health(orchestrator: Orchestrator, listeners: Listeners, changed: asyncio.Event) -> None:
@@ -276,7 +313,8 @@ async def _report_health(orchestrator: Orchestrator, listeners: Listeners, chang
     while True:
         await changed.wait()
         changed.clear()
-        ready, draft = (any(link.up for link in links) for links in (orchestrator.targets, orchestrator.drafts))
+        pools: tuple[Sequence[AnyLink], ...] = (orchestrator.targets, orchestrator.drafts)
+        ready, draft = (any(link.open_to_sessions for link in pool) for pool in pools)
         await listeners.report(ready=ready, draft=draft)
 
 
@@ -288,6 +326,26 @@ async def _connect_target(link: TargetLink) -> None:
             log.warning("%s; continuing without it until it is up", error.message)
             with contextlib.suppress(Unavailable):
                 await link.wait_up(_START_UP)
+
+
+async def _any_draft(orchestrator: Orchestrator, seconds: float) -> None:
+    """Wait until one of the drafts is up that DNS or files name. Raises Unavailable after `seconds`."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not any(draft.up for draft in orchestrator.drafts):
+        if asyncio.get_running_loop().time() > deadline:
+            raise Unavailable(f"no draft service answered in {seconds:.0f} s (--require-draft)")
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _join(tester: self_test.Tester | None, link: AnyLink) -> None:
+    """Watch a replica that joins while the gateway serves; test a draft. It is never an error."""
+    if isinstance(link, DraftLink):
+        await _connect_draft(link, None)
+        if tester is not None:
+            await tester.test(link)
+        return
+    with contextlib.suppress(ConfigError):  # logged by the link
+        await _connect_target(link)
 
 
 async def _connect_draft(link: DraftLink, required: float | None) -> None:

@@ -143,6 +143,8 @@ class Session:
     """One generation in the services.
 
     target, draft: the links on which it is open; None while it waits for one
+    drained_from: a draining target that had it before, until the present one commits a token: it takes the session back
+        if no other has room
     features_end: hidden states of positions before it have been sent to the draft service
     """
 
@@ -154,6 +156,7 @@ class Session:
         self.tokens: list[int] = list(request.prompt)
         self.target: TargetLink | None = None
         self.draft: DraftLink | None = None
+        self.drained_from: TargetLink | None = None
         self.features_end = 0
         self.stats = SessionStats()
         self.inbox = Inbox(self.stats.steps)
@@ -211,6 +214,7 @@ class Session:
         stats = self.stats
         if tokens:
             self.failures.losses = 0
+            self.drained_from = None
             draft = self.watch.commit(tokens, drafted=source == SourceKind.DRAFT) if self.watch is not None else ()
             if verified:
                 stats.steps.append(StepStats(len(tokens), verified, accepted, draft, source))

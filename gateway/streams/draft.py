@@ -8,11 +8,10 @@ from typing import Any
 import grpc
 
 from gateway.streams.batches import cut_opens, join
+from gateway.streams.connection import PLAIN, Connection
 from gateway.streams.features import FUSION_TIMEOUT, Backlog, Features
 from gateway.streams.link import CALL_TIMEOUT, Link
 from outrider.checkpoints.vocabulary import Vocabulary, check_same
-from outrider.config import StreamTransport
-from outrider.tls import ClientTls
 from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
@@ -38,17 +37,9 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
     frame = draft_pb2.ProposeResponse
     features_are = "sent"
 
-    def __init__(
-        self,
-        address: str,
-        target_model: common_pb2.ModelInfo,
-        tls: ClientTls | None = None,
-        transport: StreamTransport = "grpc",
-        *,
-        token: str | None = None,
-    ) -> None:
-        """target_model: the model whose vocabulary the draft must share. transport, token: as in Link."""
-        super().__init__(address, tls, transport, token=token)
+    def __init__(self, address: str, target_model: common_pb2.ModelInfo, connection: Connection = PLAIN) -> None:
+        """target_model: the model whose vocabulary the draft must share."""
+        super().__init__(address, connection)
         self._target_model = target_model
         self._urgent = True  # the last commits asked for draft tokens
         self._due_flush: draft_pb2.FlushDraftRequest | None = None  # before the draft is used again

@@ -22,20 +22,20 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from gateway.streams.availability import READY, Availability, ReplicaState, after
+from gateway.streams.connection import PLAIN, Connection
+from gateway.streams.step_time import StepTime
 from gateway.streams.traffic import Count, Direction, Traffic
 from outrider import PROTOCOL_VERSION
-from outrider.config import StreamTransport
 from outrider.errors import ConfigError, OutriderError, Unavailable
-from outrider.service_token import with_token
-from outrider.tls import ClientTls, explain_tls_failure, open_channel
+from outrider.tls import explain_tls_failure
 from outrider.transport.frame_socket import SocketCall, connect_beside, message_of, socket_beside
-from outrider.transport.rpc import CHANNEL_OPTIONS
 from outrider.transport.stream import PEER_METADATA
 from outrider.wire.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
 _MIN_WAIT, _MAX_WAIT = 0.1, 2.0  # seconds between attempts
+_STARTING_WAIT = 0.2  # seconds between attempts while the replica starts up: nothing else delays the first request
 _JITTER = 0.2  # of a wait, so that gateways do not reconnect all at once
 _MAX_DELAY = 0.5  # seconds for which messages that are not urgent are gathered
 _STABLE_AFTER = 2.0  # seconds after which a stream counts as working
@@ -83,7 +83,9 @@ class Link(ABC, Generic[Info, Frame]):
     """A stream to one replica. `up` is true from handshake to loss.
 
     session_count: sessions that are open there, counted by the placement
-    load: the engine's last report. info: facts from the handshake. refusal: why the replica does not fit
+    draining: it was removed from its pool and gets no new sessions. rank: its place in the pool, by order of the flags
+    load: the engine's last report. step_time: an average over the reports
+    info: facts from the handshake. refusal: why the replica does not fit
     channel: while it is up or about to be. on_change: called after `up` or `availability` changed
     on_absent: called after each attempt to use it that failed
     transport: of the stream's frames, grpc or socket; empty before the first
@@ -96,25 +98,18 @@ class Link(ABC, Generic[Info, Frame]):
     frame: type[Any]  # message type of incoming frames
     features_are: Direction  # in which frames hidden states travel
 
-    def __init__(
-        self,
-        address: str,
-        tls: ClientTls | None = None,
-        transport: StreamTransport = "grpc",
-        *,
-        token: str | None = None,
-    ) -> None:
-        """transport: what frames may use. token: of the services."""
+    def __init__(self, address: str, connection: Connection = PLAIN) -> None:
         self.address = address
-        self._tls = tls
-        self._token = token
+        self._connection = connection
         self._peer = secrets.token_hex(16)
-        self._allowed_transport = transport
         self.transport = ""
         self.traffic = Traffic()
         self.up = False
         self.session_count = 0
+        self.draining = False
+        self.rank = 0
         self.load: common_pb2.EngineLoad | None = None
+        self.step_time = StepTime()
         self.info: Info | None = None
         self.refusal: ConfigError | None = None
         self.channel: grpc.aio.Channel | None = None
@@ -138,7 +133,19 @@ class Link(ABC, Generic[Info, Frame]):
     @property
     def availability(self) -> Availability:
         """Whether the replica is used; the reason of the last failed attempt if it is not."""
+        if self.up and self.draining:
+            return Availability(ReplicaState.DRAINING, f"it was removed; {self.session_count} sessions end here")
         return READY if self.up else self._absence
+
+    @property
+    def open_to_sessions(self) -> bool:
+        """True if new sessions may be opened there."""
+        return self.up and not self.draining
+
+    def update_load(self, load: common_pb2.EngineLoad) -> None:
+        """Take the engine's report."""
+        self.load = load
+        self.step_time.add(load)
 
     # --- parts that differ by service ---
 
@@ -196,6 +203,11 @@ class Link(ABC, Generic[Info, Frame]):
             self._task.cancel()
             await asyncio.wait({self._task})
 
+    @property
+    def settled(self) -> bool:
+        """True once its first handshake has succeeded, or was refused."""
+        return self._settled.is_set()
+
     async def wait_up(self, seconds: float) -> None:
         """Wait for the first handshake. Raises ConfigError if it was refused, Unavailable after `seconds`."""
         try:
@@ -207,7 +219,7 @@ class Link(ABC, Generic[Info, Frame]):
 
     def open_channel(self) -> grpc.aio.Channel:
         """A channel to the replica."""
-        return with_token(open_channel(self.address, CHANNEL_OPTIONS, self._tls), self._token)
+        return self._connection.open(self.address)
 
     async def _checked_handshake(self, channel: grpc.aio.Channel) -> Info:
         try:
@@ -216,7 +228,7 @@ class Link(ABC, Generic[Info, Frame]):
             # One probe per message, because the probe opens a connection of its own.
             if error.code() is grpc.StatusCode.UNAVAILABLE and error.details() != self._last_error:
                 self._last_error = error.details()
-                if trouble := await explain_tls_failure(self.address, self._tls):
+                if trouble := await explain_tls_failure(self.address, self._connection.tls):
                     raise ConfigError(f"the {self.service} at {self.address} {trouble}") from None
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 raise ConfigError(
@@ -258,6 +270,8 @@ class Link(ABC, Generic[Info, Frame]):
                 self._absent(Availability(ReplicaState.UNREACHABLE, "its stream was lost"))
             finally:
                 self._lost()
+            if self._absence.state is ReplicaState.STARTING:
+                longest = _STARTING_WAIT
             # Attempts slow down while streams end soon after they open.
             wait = _MIN_WAIT if time.monotonic() - opened > _STABLE_AFTER else min(2 * wait, longest)
             await asyncio.sleep(wait * random.uniform(1 - _JITTER, 1 + _JITTER))
@@ -273,6 +287,7 @@ class Link(ABC, Generic[Info, Frame]):
         self.clear()
         self.channel = None
         lost, self.up = self.up, False
+        self.step_time = StepTime()  # another process may come
         if lost:
             log.warning("the stream to the %s at %s is lost", self.service, self.address)
         try:
@@ -307,11 +322,12 @@ class Link(ABC, Generic[Info, Frame]):
 
     async def start_call(self, channel: grpc.aio.Channel) -> Any:
         """Open the stream, whose frames are bytes. Raises ConfigError if they must use a socket and there is none."""
-        key = None if self._allowed_transport == "grpc" else await connect_beside(self.address)
+        allowed = self._connection.transport
+        key = None if allowed == "grpc" else await connect_beside(self.address)
         if key is not None:
             self.transport = "socket"
             return SocketCall(self.open_stream(channel, key.metadata), key.connection)
-        if self._allowed_transport == "socket":
+        if allowed == "socket":
             beside = socket_beside(self.address)
             where = "its address is no Unix domain socket" if beside is None else f"no process listens at {beside}"
             raise ConfigError(

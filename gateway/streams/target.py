@@ -11,12 +11,11 @@ import grpc
 
 from gateway.streams.availability import Availability, ReplicaState
 from gateway.streams.batches import cut_opens, join
+from gateway.streams.connection import PLAIN, Connection
 from gateway.streams.features import FUSION_TIMEOUT, Features
 from gateway.streams.link import CALL_TIMEOUT, Link, collect_files
 from gateway.streams.pool_weights import OtherWeights, PoolWeights
-from outrider.config import StreamTransport
 from outrider.errors import ConfigError
-from outrider.tls import ClientTls
 from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 
@@ -35,6 +34,7 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
     update_lock: excludes updates of weights
     paused: what the target must be set to before it is used again: True to pause, False to continue, None for nothing.
         It may have restarted, or have lost no more than its stream.
+    flush_due: its cached prefixes are dropped before it is used
     """
 
     service = "target"
@@ -42,15 +42,8 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
     frame = target_pb2.VerifyResponse
     features_are = "received"
 
-    def __init__(
-        self,
-        address: str,
-        tls: ClientTls | None = None,
-        transport: StreamTransport = "grpc",
-        *,
-        token: str | None = None,
-    ) -> None:
-        super().__init__(address, tls, transport, token=token)
+    def __init__(self, address: str, connection: Connection = PLAIN) -> None:
+        super().__init__(address, connection)
         self.tokenizer_files: dict[str, bytes] = {}
         self.features: set[int] = set()
         self._wanted: dict[int, Features] = {}  # that drafts need, by id
@@ -59,6 +52,7 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         self.update_lock: UpdateLock = nullcontext
         self.paused: bool | None = None
         self._pause_reported = False  # by the target, since `set_paused`
+        self.flush_due = False
         self.clear()
 
     def clear(self) -> None:
@@ -67,9 +61,12 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         self._proposals: list[common_pb2.ProposalBatch] = []
         self._closes: list[int] = []
 
-    def expect(self, facts: target_pb2.GetTargetInfoResponse) -> None:
-        """Refuse a target whose texts would differ. Raises ConfigError if they differ now, unless an update helps."""
-        self._pool = PoolWeights(facts)
+    def expect(self, weights: PoolWeights) -> None:
+        """Refuse a target whose texts would differ. Raises ConfigError if they differ now, unless an update helps.
+
+        weights: of the pool, which its targets share
+        """
+        self._pool = weights
         if self.info is None:
             return
         try:
@@ -113,7 +110,7 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
 
         A report that is older than the pause does not end it: until one shows the pause, it is kept.
         """
-        self.load = load
+        super().update_load(load)
         if load.paused:
             self.paused = self._pause_reported = True
         elif self._pause_reported or not self.paused:
@@ -208,7 +205,9 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         log.info('the target at %s has loaded the weights "%s" from %s', self.address, pool.version, request.folder)
 
     async def prepare(self, channel: grpc.aio.Channel) -> None:
-        """Pause the target, or let it continue; again if the wanted state changes meanwhile."""
+        """Flush the target if due. Pause it, or let it continue; again if the wanted state changes meanwhile."""
+        if self.flush_due:
+            await self._flush(channel)
         done: bool | None = None
         while (paused := self.paused) is not None and paused is not done:
             stub: Any = target_pb2_grpc.TargetServiceStub(channel)
@@ -219,9 +218,19 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
                 await stub.ContinueGeneration(target_pb2.ContinueGenerationRequest(), timeout=CALL_TIMEOUT)
             done = paused
 
+    async def _flush(self, channel: grpc.aio.Channel) -> None:
+        stub: Any = target_pb2_grpc.TargetServiceStub(channel)
+        try:
+            await stub.FlushCache(target_pb2.FlushCacheRequest(), timeout=CALL_TIMEOUT)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+                raise
+            log.warning("the target at %s keeps its cached prefixes: %s", self.address, error.details())
+        self.flush_due = False
+
     async def configure(self, features: Features) -> None:
         """Register hidden states that a draft needs, now or at the next handshake. Raises ConfigError if refused."""
-        self._wanted[features.spec.spec_id] = features
+        self.configure_later(features)
         if self.channel is None:
             return
         try:
@@ -229,6 +238,10 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         except grpc.aio.AioRpcError:
             if self.up:
                 raise  # otherwise the next handshake does it
+
+    def configure_later(self, features: Features) -> None:
+        """Register hidden states that a draft needs at the next handshake."""
+        self._wanted[features.spec.spec_id] = features
 
     def drop_features(self, wanted: Collection[int]) -> None:
         """Drop the specifications that no draft needs any more. wanted: ids of the needed ones."""

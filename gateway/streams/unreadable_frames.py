@@ -27,6 +27,11 @@ class UnreadableFrames:
         """Start a replica's counter at 0."""
         self._counter.labels(link.address)
 
+    def detach(self, link: Link[Any, Any]) -> None:
+        """Drop a replica that has left its pool."""
+        self._counter.remove(link.address)
+        self._logged.discard(link)
+
     def connected(self, link: Link[Any, Any]) -> None:
         """A connection begins."""
         self._logged.discard(link)

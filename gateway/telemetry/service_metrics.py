@@ -179,6 +179,19 @@ class ServiceMetrics:
             for field_name, gauge in self._drafters.items():
                 gauge.labels(address, drafter.name).set(getattr(drafter, field_name))
 
+    def forget(self, service: str, address: str) -> None:
+        """A replica has left its pool: nothing more is reported of it."""
+        self.remove(service, address)
+        self.up.remove(service, address)
+        for state in ReplicaState:
+            self._states.remove(service, address, state.value)
+        for field_name, _, _ in _COUNTS:
+            self._gauges[field_name].remove(service, address)
+        if service == "draft":
+            self._compilations.remove(address)
+        self._draft_stats.stats.pop(address, None)
+        self._online.stats.pop(address, None)
+
     def remove(self, service: str, address: str) -> None:
         """A service is away: its sessions and pages are gone. Counts stay."""
         for field_name, _, _ in _STATE:

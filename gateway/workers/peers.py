@@ -34,6 +34,7 @@ class Peers:
         self.count = count
         self._folder = folder
         self._server: asyncio.Server | None = None
+        self._answers: dict[str, Callable[[Any], Any]] = {}
         self._held: set[str] = set()  # names of locks, without other workers
 
     @property
@@ -47,16 +48,19 @@ class Peers:
         return self._folder is not None and open_mark(self._folder).exists()
 
     async def serve(self, answers: Answers) -> None:
-        """Answer the other workers. answers: handlers by request name; they take its content and return JSON values."""
-        if self._folder is not None:
+        """Answer the other workers, these requests too. answers: handlers by request name; they take its content and
+        return JSON values.
+        """
+        self._answers.update(answers)
+        if self._folder is not None and self._server is None:
             path = _socket(self._folder, self.index)
             path.unlink(missing_ok=True)  # of an earlier process
 
             async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 with contextlib.closing(writer), contextlib.suppress(OSError):
                     question, content = orjson.loads(await reader.readline())
-                    if question in answers:
-                        writer.write(orjson.dumps(answers[question](content)))
+                    if question in self._answers:
+                        writer.write(orjson.dumps(self._answers[question](content)))
                         await writer.drain()
 
             self._server = await asyncio.start_unix_server(answer, path, limit=_MAX_REQUEST)
@@ -119,6 +123,8 @@ class Peers:
                     return (orjson.loads(await reader.read()),)
                 finally:
                     writer.close()
+        except FileNotFoundError:  # it has not started yet
+            return ()
         except (OSError, TimeoutError, orjson.JSONDecodeError) as error:
             log.info("worker %d gave no answer to %s: %s", index, question, error or "too late")
             return ()

@@ -7,11 +7,13 @@ converted once into a cache (`conversion.py`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from outrider.checkpoints import disk
@@ -210,18 +212,28 @@ def vocab_hash(folder: Path) -> str:
     return hashlib.sha256(json.dumps(sorted(entries.items())).encode()).hexdigest()[:16] if entries else ""
 
 
-def vocabulary(folder: Path) -> dict[str, int]:
-    """Token ids by token, added tokens included; empty if the folder has no tokenizer.json."""
+def vocabulary(folder: Path) -> Mapping[str, int]:
+    """Token ids by token, added tokens included; empty if the folder has no tokenizer.json.
+
+    The last one is remembered, because parsing a large file takes most of a second, and a start needs it several times.
+    """
     file = folder / "tokenizer.json"
     if not file.is_file():
         return {}
+    status = file.stat()
+    return _vocabulary(file, (status.st_mtime_ns, status.st_size))
+
+
+@functools.lru_cache(maxsize=1)
+def _vocabulary(file: Path, _state: tuple[int, int]) -> Mapping[str, int]:
     content = load_json(file)
     try:
         vocab = content["model"].get("vocab", {})
         pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab))
-        return dict(pairs) | {entry["content"]: int(entry["id"]) for entry in content.get("added_tokens", [])}
+        found = dict(pairs) | {entry["content"]: int(entry["id"]) for entry in content.get("added_tokens", [])}
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(f"{file} is no tokenizer's: {error!r:.200}; download it again") from None
+    return MappingProxyType(found)
 
 
 class _Kinds(NamedTuple):

@@ -8,10 +8,11 @@ speculators       the layer's fields are in transformer_layer_config; norm_befor
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # the supervisor, which all processes wait for, does without NumPy
+    import numpy as np
+    from numpy.typing import NDArray
 
 DEFAULT_STATES = 3  # hidden states of the target, concatenated
 
@@ -46,6 +47,8 @@ def target_ids(offsets: NDArray[np.integer], vocab: int) -> NDArray[np.int64] | 
 
     Returns None if the ids are out of range or do not ascend.
     """
+    import numpy as np
+
     ids = np.arange(len(offsets)) + offsets.astype(np.int64)
     wrong = np.any(ids < 0) or np.any(ids >= vocab) or np.any(np.diff(ids) <= 0)
     return None if wrong else ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
@@ -34,6 +35,9 @@ class ApiKeyOptions:
     are closed, except on --control-socket."""
     admin_api_key_file: str | None = None
     """File of further keys for the routes that control the targets, one a line, so that no command line shows them."""
+    admin_networks: tuple[str, ...] = ()
+    """Networks such as 10.1.0.0/16 whose connections need no key and may control the targets, for trainers that send
+    none. Only for networks where every host, and every process on it, is trusted with the model. Default: none."""
     cache_scope: CacheScope = "key"
     """Callers that share cached prefixes and stored n-grams: those with the same API key, or all. A `cache_salt` in a
     request divides them further."""
@@ -48,6 +52,16 @@ class ApiKeyOptions:
         given = _checked("--admin-api-key", () if self.admin_api_key is None else (self.admin_api_key,))
         from_file = _read("--admin-api-key-file", self.admin_api_key_file)
         return [*given, *environ.get(ADMIN_KEYS_VARIABLE, "").split(), *from_file]
+
+    def networks_of_admins(self) -> list[IPv4Network | IPv6Network]:
+        """Networks whose connections are administrators'. Raises ConfigError."""
+        found = []
+        for given in self.admin_networks:
+            try:
+                found.append(ip_network(given))
+            except ValueError as error:
+                raise ConfigError(f"--admin-networks {given} is no network: {error}; write 10.1.0.0/16") from None
+        return found
 
 
 @dataclass(frozen=True)

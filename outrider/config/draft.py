@@ -14,6 +14,7 @@ Algorithm = Literal["AUTO", "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "
 MtpState = Literal["auto", "normed", "raw"]
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 FeatureDType = Literal["auto", "bfloat16", "float32", "float8_e4m3"]
+DraftAhead = Literal["auto", "on", "off"]
 DraftAttentionBackend = Literal["auto", "plain", "cpu", "pallas"]
 
 # Drafters with a checkpoint of their own, and those of them that read the target's hidden states.
@@ -56,9 +57,9 @@ class DraftModelOptions:
     draft_dtype: DType = "auto"
     """Number format of the draft model. auto: bfloat16; float32 on CPUs without the compiled kernels."""
     speculative_draft_model_quantization: str | None = None
-    """Weight quantization of the draft model with one scale per output channel: int8, fp8, or unquant for none.
-    Default: int8 for the bundled head on CPUs with compiled kernels, else none; with `serve` that of --quantization
-    (int8 for int4)."""
+    """Weight quantization of the draft model: int8 or fp8 with a scale per output channel, int4 with one per 32 inputs
+    (compiled CPU kernels only), or unquant for none. Default: with compiled CPU kernels int4 with --draft-ahead off and
+    int8 for the bundled head; else none, with `serve` that of --quantization (int8 for int4)."""
     speculative_draft_load_format: LoadFormat = "auto"
     """Weight files of the draft model: safetensors, files of torch.save (pt), or none, with random weights (dummy).
     auto: safetensors, else pt."""
@@ -72,6 +73,9 @@ class DraftModelOptions:
     draft_attention_backend: DraftAttentionBackend = "auto"
     """Kernels of the draft model: plain (XLA operations), cpu (compiled C++, matrix products included), pallas
     (attention on GPUs and TPUs). auto: the fastest available."""
+    draft_ahead: DraftAhead = "auto"
+    """STANDALONE: whether adaptive trees grow while the target verifies (on), or once after each commit, by as much as
+    pays (off). auto: on; with `serve` off where the draft computes on the target's cores."""
     draft_feature_dtype: FeatureDType = "auto"
     """Number format in which the target sends hidden states to a feature-based drafter. auto: bfloat16."""
     enable_multi_layer_eagle: bool = False

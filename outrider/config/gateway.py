@@ -139,6 +139,7 @@ class GatewayOptions(
         self.check_access()
         self.client_keys()
         self.admin_keys()
+        self.networks_of_admins()
 
 
 @dataclass(frozen=True)
@@ -148,10 +149,13 @@ class ServiceAddressOptions:
     topic: ClassVar[str] = "network"
 
     target: tuple[str, ...] = ("127.0.0.1:30010",)
-    """Addresses of target services."""
+    """Addresses of target services: host:port, unix:/path, dns:name:port for all replicas that a DNS name has, or
+    file:/path for those in a file, one a line. Without values the gateway waits until POST /workers adds one."""
     draft: tuple[str, ...] = ()
-    """Addresses of draft services; of several kinds, a session goes to the first one with a free slot. Default: none,
-    plain decoding."""
+    """Addresses of draft services, as those of targets; of several kinds, a session goes to the first one with a free
+    slot. Default: none, plain decoding."""
+    discovery_interval: float = 5.0
+    """Seconds between two looks at the DNS names and files among these addresses; a lost replica causes one at once."""
     draft_report: str | None = None
     """File in which a supervisor writes why the draft service is down. Default: none."""
     health_listen: str | None = None

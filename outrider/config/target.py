@@ -68,6 +68,8 @@ class ModelOptions:
     weight_update_roots: tuple[str, ...] = ()
     """Folders below which weight updates may read checkpoints. Default: the folder that the model's own lies in, unless
     every user may write there; then the model's own alone."""
+    weight_update_timeout: float = 300.0
+    """Seconds that a weight update waits for all members of a trainer's process group to join, and for each tensor."""
     trust_remote_code: bool = False
     """Run the model code in the checkpoint; never that of a weight update."""
 
@@ -237,6 +239,8 @@ class TargetConfig(TargetListenOptions, TargetOptions, SharedOptions, ServicePor
         fraction = self.mem_fraction_static
         if fraction is not None and not 0.0 < fraction <= 1.0:
             raise ConfigError(f"--mem-fraction-static must lie in (0, 1], not {fraction}")
+        if not self.weight_update_timeout > 0:
+            raise ConfigError(f"--weight-update-timeout must be more than 0, not {self.weight_update_timeout}")
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"--{name.replace('_', '-')} must lie in [0, 1], not {getattr(self, name)}")

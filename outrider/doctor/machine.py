@@ -23,6 +23,16 @@ _CPUINFO = Path("/proc/cpuinfo")
 _LOW_MEMORY, _LOW_DISK = 2 * GIB, 2 * GIB  # what the default model needs, with its converted weights
 _LEAST_CAPABILITY = (8, 0)  # of bfloat16 and of the draft's Pallas kernels
 _DOCKER_SECONDS = 10.0
+# By implementer and part number, the cores of servers.
+_ARM_CORES = {
+    ("0x41", "0xd0c"): "Neoverse N1",
+    ("0x41", "0xd40"): "Neoverse V1",
+    ("0x41", "0xd49"): "Neoverse N2",
+    ("0x41", "0xd4f"): "Neoverse V2",
+    ("0x41", "0xd84"): "Neoverse V3",
+    ("0x41", "0xd8e"): "Neoverse N3",
+    ("0xc0", "0xac3"): "AmpereOne",
+}
 
 
 def findings(found: Sequence[Gpu]) -> Iterator[Finding]:
@@ -86,15 +96,22 @@ def _gpu(gpu: Gpu) -> Finding:
 
 def _processor() -> Finding:
     text = _CPUINFO.read_text(encoding="utf-8", errors="replace") if _CPUINFO.exists() else ""
-    name = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
-    flags = re.search(r"^flags\s*: (.+)$", text, re.MULTILINE)
     cores = format_cores(sorted(os.sched_getaffinity(0)))
-    return processor(name[1] if name else platform.machine(), cores, (flags[1] if flags else "").split())
+    return processor(processor_name(text), cores, vectors.instruction_sets(text))
+
+
+def processor_name(cpuinfo: str) -> str:
+    """The processor's name; on ARM, where /proc/cpuinfo has numbers instead, that of its cores if it is known."""
+    fields = dict(re.findall(r"^([\w ]+?)\s*: (.+)$", cpuinfo, re.MULTILINE))
+    part = (fields.get("CPU implementer", ""), fields.get("CPU part", ""))
+    return fields.get("model name") or _ARM_CORES.get(part) or platform.machine()
 
 
 def processor(model: str, cores: str, flags: Sequence[str]) -> Finding:
     """The CPU. flags: its instruction sets, as in /proc/cpuinfo."""
     has = set(flags)
+    if "asimd" in has:
+        return _arm_processor(f"{model}, cores {cores}", has)
     sets = [name for name, needed in (("AVX2", vectors.AVX2), ("AVX-512", vectors.AVX512)) if not needed.lacking(has)]
     if sets[-1:] != ["AVX-512"] and "avx512f" in has:
         sets.append(f"AVX-512 without {', '.join(vectors.AVX512.lacking(has))}, which is not used")
@@ -105,6 +122,19 @@ def processor(model: str, cores: str, flags: Sequence[str]) -> Finding:
     if "AVX2" in sets:
         return ok(TOPIC, "CPU", text)
     return note(TOPIC, "CPU", f"{text}: compiled kernels need AVX2, so PyTorch and XLA compute instead, more slowly")
+
+
+def _arm_processor(text: str, has: set[str]) -> Finding:
+    if "asimddp" not in has:
+        return note(
+            TOPIC, "CPU", f"{text}; NEON without dot products: compiled kernels need them (asimddp), so PyTorch "
+            "and XLA compute instead, more slowly"
+        )  # fmt: skip
+    found = ["dot products", *(name for name in ("i8mm", "bf16") if name in has)]
+    text = f"{text}; NEON with {', '.join(found)}"
+    if found[1:] and vectors.NEON_BF16.lacking(has):
+        text += f", which is not used without {', '.join(vectors.NEON_BF16.lacking(has))}"
+    return ok(TOPIC, "CPU", f"{text}; these kernels are tested under an emulator, and their speed is not measured")
 
 
 def _memory() -> Finding:

@@ -14,7 +14,7 @@ from typing import Any
 from outrider.config import AUTO_CORES, DraftConfig, GatewayConfig, TargetConfig, format_cores
 from outrider.drafts import resolve_drafter
 from outrider.placement.cores import CorePlan, draft_has_own_place, plan_cores
-from outrider.placement.tree_shapes import draft_niceness, draft_tree
+from outrider.placement.tree_shapes import draft_ahead, draft_niceness, draft_tree
 
 
 def _plan(algorithm: str = "EAGLE3", workers: int = 1) -> CorePlan:
@@ -44,6 +44,7 @@ def share_of_draft(config: DraftConfig) -> DraftConfig:
     own_place = draft_has_own_place(_plan(), draft_device=config.draft_device)
     drafter = resolve_drafter(config, config.model_path, own_place=own_place)
     plan = _plan(drafter.speculative_algorithm)
+    drafter = replace(drafter, draft_ahead=draft_ahead(drafter, plan))
     shape = draft_tree(config, drafter, plan)
     own: dict[str, Any] = {} if shape is None else shape.flags()
     return replace(

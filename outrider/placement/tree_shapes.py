@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from outrider.config import FED_ALGORITHMS, MODEL_ALGORITHMS, DrafterOptions, SharedOptions
-from outrider.placement.cores import CorePlan
+from outrider.config.draft import DraftAhead, DraftOptions
+from outrider.placement.cores import CorePlan, draft_has_own_place
 from outrider.speculation.shape import TreeShape, explicit_shape
 
 # Measured to be the fastest beside a target on the same two cores; `outrider bench speculation` compares shapes.
@@ -32,13 +33,20 @@ def draft_tree(flags: SharedOptions, draft: DrafterOptions, cores: CorePlan) -> 
     return shape
 
 
+def draft_ahead(draft: DraftOptions, cores: CorePlan, *, target_device: str = "auto") -> DraftAhead:
+    """--draft-ahead of the draft service: that of the flag, or off for a model that computes on the target's cores."""
+    own_place = draft_has_own_place(cores, target_device=target_device, draft_device=draft.draft_device)
+    alone = draft.speculative_algorithm == "STANDALONE" and not own_place
+    return "off" if draft.draft_ahead == "auto" and alone else draft.draft_ahead
+
+
 def _is_head(draft: DrafterOptions) -> bool:
     """True for a head, whose trees may have any depth; those of MTP layers, which need no draft path, may not."""
     fed = draft.speculative_algorithm in FED_ALGORITHMS
     return fed and draft.speculative_draft_model_path is not None
 
 
-def draft_niceness(flags: SharedOptions, draft: DrafterOptions, cores: CorePlan) -> int:
+def draft_niceness(flags: SharedOptions, draft: DraftOptions, cores: CorePlan) -> int:
     """Niceness of the draft service. One that drafts ahead on the target's cores must not delay the target."""
-    waited_for = draft_tree(flags, draft, cores) is not None
+    waited_for = draft_tree(flags, draft, cores) is not None or draft.draft_ahead == "off"
     return min(cores.niceness, _AWAITED_NICENESS) if waited_for else cores.niceness

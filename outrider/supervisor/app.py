@@ -17,7 +17,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -40,9 +40,10 @@ from outrider.config import (
 from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError, EngineFault
 from outrider.placement.cores import CorePlan, choose_cores
-from outrider.placement.tree_shapes import draft_niceness, draft_tree, tree_shape
+from outrider.placement.tree_shapes import draft_ahead, draft_niceness, draft_tree, tree_shape
 from outrider.process.ports import check_socket_path, host_and_port, refuse_used_socket, socket_folder, take_port
 from outrider.process.python_command import python_command
+from outrider.process.startup import STARTUP
 from outrider.service_token import make_token_file
 from outrider.supervisor.display import Display, first_curl
 from outrider.supervisor.draft_watch import DRAFT_BACKOFF, DraftWatch
@@ -75,6 +76,7 @@ def serve(config: ServeConfig, notes: Sequence[str] = ()) -> int:
     setup_logging("serve", config.log_level, config.log_format)
     for note in notes:
         log.warning("%s", note)
+    STARTUP.done("Python and libraries")
     given, logged = config, set[str]()
     config = resolve_config(given, logged)
     check_flags(config)
@@ -87,6 +89,7 @@ def serve(config: ServeConfig, notes: Sequence[str] = ()) -> int:
         if absent:  # the target's files are here now; they may hold MTP layers
             config = resolve_config(given, logged)
         cores = choose_cores(config)
+        STARTUP.done("checks and conversion")
         with socket_folder("outrider-") as runtime:
             if config.service_token() is None:
                 make_token_file(runtime / TOKEN_FILE)
@@ -153,14 +156,17 @@ def prepare_models(config: ServeConfig, display: Display) -> None:
             check_same(of_checkpoint(other, draft), of_checkpoint(folder, target))
 
 
-def draft_quantization(config: ServeConfig) -> str | None:
+def draft_quantization(config: ServeConfig, cores: CorePlan) -> str | None:
     """Quantization of the draft model: by default that of the target, as in SGLang, but at least 8 bits.
 
-    On a CPU, which has no kernels for fp8, it is int8.
+    On a CPU, which has no kernels for fp8, it is int8. A model that computes on the target's cores has a default of its
+    own, whatever the target's format.
     """
     chosen, target = config.draft.speculative_draft_model_quantization, config.target.quantization
     if chosen is not None or target is None or config.draft.speculative_algorithm not in MODEL_ALGORITHMS:
         return chosen
+    if draft_ahead(config.draft, cores, target_device=config.target.device) == "off":
+        return None
     return "int8" if target == "int4" or (target == "fp8" and target_on_cpu(config)) else target
 
 
@@ -182,12 +188,16 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
     )  # fmt: skip
     draft = None
     if config.draft.speculative_algorithm != "NONE":
-        own = asdict(config.draft) | {"speculative_draft_model_quantization": draft_quantization(config)}
-        if shape is None and (suited := draft_tree(flags, config.draft, cores)) is not None:
+        options = replace(
+            config.draft,
+            speculative_draft_model_quantization=draft_quantization(config, cores),
+            draft_ahead=draft_ahead(config.draft, cores, target_device=config.target.device),
+        )
+        if shape is None and (suited := draft_tree(flags, options, cores)) is not None:
             shared |= suited.flags()
         draft = DraftConfig(
-            **own, **shared, **observed, cores=format_cores(cores.draft),
-            niceness=draft_niceness(flags, config.draft, cores),
+            **asdict(options), **shared, **observed, cores=format_cores(cores.draft),
+            niceness=draft_niceness(flags, options, cores),
             network_cores=format_cores(cores.network) if cores.shared else None,
             model_path=config.target.model_path if _draft_reads_target(config.draft) else None,
             listen=config.listen_draft or f"unix:{runtime}/draft.sock", require_draft=config.require_draft,
@@ -265,6 +275,8 @@ async def _announce(processes: Processes, children: Sequence[Child], display: Di
         ("draft", f"not ready ({child.progress or child.reason or 'starting'}); text is decoded plainly until it is")
         for child in children if child.optional and not child.ready
     ]  # fmt: skip
+    STARTUP.done("processes")
+    log.info("%s", STARTUP.describe())
     display.ready([*summary(processes), *late], first_curl(base_url(processes.gateway)))
 
 

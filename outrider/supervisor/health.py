@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.service_token import with_token
 from outrider.tls import ClientTls, open_channel
-from outrider.transport.rpc import PROGRESS
+from outrider.transport.statuses import PROGRESS
 
 
 async def is_healthy(

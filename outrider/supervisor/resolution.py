@@ -41,6 +41,7 @@ _USED_BY = {
     "draft_device": MODEL_ALGORITHMS,
     "draft_tp_size": MODEL_ALGORITHMS,
     "draft_attention_backend": MODEL_ALGORITHMS,
+    "draft_ahead": ("STANDALONE",),
     "draft_feature_dtype": FED_ALGORITHMS,
     "draft_page_size": MODEL_ALGORITHMS,
     "draft_max_total_tokens": MODEL_ALGORITHMS,

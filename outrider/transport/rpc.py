@@ -26,13 +26,14 @@ from outrider.process.cpu_affinity import run_compute_on, run_network_on
 from outrider.process.garbage_collection import frozen_heap
 from outrider.process.ports import check_socket_path, refuse_used_socket, socket_path
 from outrider.process.process import LoadingAborted
+from outrider.process.startup import STARTUP
 from outrider.service_token import token_check
 from outrider.serving.loop import Engine, EngineLoop
 from outrider.tls import ServerTls
 from outrider.transport.frame_socket import MAX_MESSAGE_BYTES
 from outrider.transport.guard import MAX_WATCHES, Check, Guard, Limits
 from outrider.transport.socket_streams import Decode, Encode
-from outrider.transport.statuses import abort
+from outrider.transport.statuses import PROGRESS, abort
 from outrider.transport.stream import StreamHub
 
 log = logging.getLogger(__name__)
@@ -50,10 +51,6 @@ CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 _REUSE_PORT = "grpc.so_reuseport"
-
-
-PROGRESS = "outrider-progress"
-"""Key of a health check's trailing metadata: progress of the start-up, as text."""
 
 
 class _Health(HealthServicer):  # type: ignore[misc]
@@ -244,6 +241,8 @@ async def serve_engine(
         server.set_progress("")
         await server.set_serving(True)
         log.info("ready on %s%s", address, " (TLS)" if tls is not None else "")
+        STARTUP.done("serving")
+        log.info("%s", STARTUP.describe())
         watching = asyncio.create_task(watch(loop, server)) if watch is not None else None
         await stop.wait()
         if watching is not None:

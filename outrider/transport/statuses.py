@@ -10,6 +10,9 @@ import grpc
 
 from outrider.errors import OutriderError
 
+PROGRESS = "outrider-progress"
+"""Key of a health check's trailing metadata: progress of the start-up, as text."""
+
 
 @contextlib.asynccontextmanager
 async def statuses(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:

@@ -90,6 +90,9 @@ DRAFTERS = {
     "ngram beside self": lambda models: draft_engine("STANDALONE", models[0], beside=True),
     "self, mapped": lambda models: draft_engine("STANDALONE", models[0], max_running=1, **mapped(models[0])),
     "self, in 8 bits": lambda models: draft_engine("STANDALONE", models[0], max_running=1, **EIGHT_BITS),
+    "ngram beside self, on demand": lambda models: draft_engine(
+        "STANDALONE", models[0], beside=True, max_running=4, draft_ahead="off"
+    ),
     "eagle": lambda models: draft_engine("EAGLE", models[2], models[0]),
     "eagle 3": lambda models: draft_engine("EAGLE3", models[3], models[0], max_running=4),
     "ngram beside eagle 3": lambda models: draft_engine("EAGLE3", models[3], models[0], beside=True, max_running=4),

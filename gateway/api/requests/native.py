@@ -31,6 +31,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "custom_logit_processor": (None,),
     "token_ids_logprob": (None,),
     "return_hidden_states": (None, False),
+    "return_routed_experts": (None, False),
 }
 
 

@@ -1,8 +1,4 @@
-"""Routes that control the targets, under SGLang's names, for administrators: by their key, or over the control socket.
-
-Unlike in SGLang, tensors are sent as a safetensors file in the body, with options in the query, because unpickling
-tensors can run arbitrary code.
-"""
+"""Routes that control the targets, under SGLang's names, for administrators: by key, or over the control socket."""
 
 from __future__ import annotations
 
@@ -10,56 +6,33 @@ import re
 from typing import Annotated, Any, Literal
 
 import orjson
-from fastapi import Depends, FastAPI, Query, Request
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import Depends, FastAPI, Query
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from gateway.admission.admission import Keys
 from gateway.admission.caller import CALLER
 from gateway.api.requests.http import VALID_UNICODE
-from gateway.control.control import Control, PauseMode, UpdateResult
+from gateway.api.routes import weights
+from gateway.control.control import Control, PauseMode
 from gateway.control.server_info import Facts
 from gateway.control.worker_answers import abort_everywhere
 from gateway.orchestration.generator import Generator
 from outrider.errors import InvalidRequest
-from outrider.wire.v1 import common_pb2
 
 _PREFIX = re.compile("^(chatcmpl-|cmpl-|resp_)")  # of answer ids, before the request id
-_FORMATS = (None, "auto", "safetensors")
-
-
-class UpdateBody(BaseModel):
-    """Options of all update_weights_* routes."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
-
-    weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    load_format: str | None = None
-
-    def update(self) -> common_pb2.WeightUpdate:
-        """The options as a message. Raises InvalidRequest."""
-        if self.load_format not in _FORMATS:
-            raise InvalidRequest(
-                f"`load_format` {self.load_format} is not supported; leave it out", param="load_format"
-            )
-        update = common_pb2.WeightUpdate(keep_cache=not self.flush_cache, abort_all_requests=self.abort_all_requests)
-        if self.weight_version is not None:
-            update.weight_version = self.weight_version
-        return update
-
-
-class DiskBody(UpdateBody):
-    """POST /update_weights_from_disk."""
-
-    model_path: str = Field(min_length=1)
 
 
 class PauseBody(BaseModel):
     """POST /pause_generation."""
 
     mode: PauseMode = "abort"
+
+
+class MemoryBody(BaseModel):
+    """POST /release_memory_occupation and /resume_memory_occupation. tags: null for all that can be released."""
+
+    tags: list[Literal["kv_cache", "weights", "cuda_graph"]] | None = None
 
 
 class AbortBody(BaseModel):
@@ -85,13 +58,7 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts, 
 
     admin = [Depends(check_admin)]
 
-    @app.post("/update_weights_from_disk", dependencies=[*admin, VALID_UNICODE], tags=["control"])
-    async def update_weights_from_disk(body: DiskBody) -> Response:
-        return _updated(await control.update_from_disk(body.model_path, body.update()))
-
-    @app.post("/update_weights_from_tensor", dependencies=admin, tags=["control"])
-    async def update_weights_from_tensor(request: Request, options: Annotated[UpdateBody, Query()]) -> Response:
-        return _updated(await control.update_from_tensors(request.stream(), options.update()))
+    weights.install(app, control, admin)
 
     @app.get("/flush_cache", dependencies=admin, tags=["control"])
     @app.post("/flush_cache", dependencies=admin, tags=["control"])
@@ -109,6 +76,23 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts, 
     async def continue_generation() -> Response:
         await control.resume()
         return _json({"status": "ok", "message": "Generation continues."})
+
+    @app.post("/release_memory_occupation", dependencies=admin, tags=["control"])
+    async def release_memory_occupation(body: MemoryBody | None = None) -> Response:
+        tags = body.tags if body is not None else None
+        if tags is not None and "kv_cache" not in tags:
+            raise InvalidRequest(
+                "weights stay in memory; release `kv_cache`, or stop the target meanwhile", param="tags"
+            )
+        size = await control.release_memory()
+        message = f"{size} bytes of KV caches are released; weights stay in memory."
+        return _json({"success": True, "message": message, "released_bytes": size, "kept": ["weights"]})
+
+    @app.post("/resume_memory_occupation", dependencies=admin, tags=["control"])
+    async def resume_memory_occupation(body: MemoryBody | None = None) -> Response:
+        if body is None or body.tags is None or "kv_cache" in body.tags:
+            await control.resume_memory()
+        return _json({"success": True, "message": "Memory is taken again."})
 
     @app.post("/abort_request", tags=["control"], dependencies=[VALID_UNICODE])
     async def abort_request(body: AbortBody) -> Response:
@@ -145,24 +129,6 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts, 
             "architecture": model.architecture,
             "fingerprint": model.fingerprint,
         })  # fmt: skip
-
-
-def _updated(updated: UpdateResult) -> Response:
-    weights = updated.weights
-    message = f"{weights.replaced_tensors} tensors replaced; weight version {weights.weight_version}."
-    if updated.unused:
-        message += (
-            f" {len(updated.unused)} of {updated.targets} targets lack earlier weights, or cannot be reached, and are "
-            "unused until they have all of them; see `unused_targets`, and /health for the reasons."
-        )
-    return _json({
-        "success": True,
-        "message": message,
-        "num_paused_requests": weights.retracted_sessions,
-        "num_aborted_requests": weights.aborted_sessions,
-        "weight_version": weights.weight_version,
-        "unused_targets": updated.unused,
-    })  # fmt: skip
 
 
 def _json(content: Any) -> Response:

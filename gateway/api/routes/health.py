@@ -70,12 +70,14 @@ def install(app: FastAPI, generator: Generator, health: Health) -> None:
 
     @app.get("/health/live", tags=["health"])
     @app.get("/live", tags=["health"], include_in_schema=False)
+    @app.get("/liveness", tags=["health"], include_in_schema=False)
     async def live() -> Response:
         """200 while the process answers."""
         return _json({"status": "ok"}, False)
 
     @app.get("/health/ready", tags=["health"])
     @app.get("/ready", tags=["health"], include_in_schema=False)
+    @app.get("/readiness", tags=["health"], include_in_schema=False)
     async def ready() -> Response:
         """200 if requests can be served, with or without a draft; otherwise 503."""
         return _json({"status": "ok" if health.ready else "unavailable"}, not health.ready)

@@ -42,6 +42,16 @@ def install(app: FastAPI, generator: Generator, facts: Facts) -> None:
     async def server_info() -> Response:
         return _json(facts.server_info(generator))
 
+    @app.get("/v1/loads")
+    async def loads() -> Response:
+        """Requests in progress, of all workers and targets, as one engine."""
+        others = await facts.peers.ask("running")
+        total = generator.admission.running + sum(others.values())
+        loads = [target.load for target in generator.orchestrator.targets if target.up and target.load is not None]
+        running = min(total, sum(load.running_sessions for load in loads))
+        counts = {"num_running_reqs": running, "num_waiting_reqs": total - running, "num_total_reqs": total}
+        return _json({"dp_rank_count": 1, "loads": [{"dp_rank": 0, **counts}]})
+
     @app.get("/version")
     async def version() -> Response:
         return _json({"version": facts.version})

@@ -21,15 +21,14 @@ struct E5M2 {
 };
 
 inline Floats load(const E5M2* from, Mask mask) {  // the upper half of a half-precision number
-  return from_halves(_mm256_slli_epi16(load_shorts(from, mask), 8));
+  return from_halves(shift_left<8>(load_shorts(from, mask)));
 }
 inline Floats load(const E4M3* from, Mask mask) {  // half precision with another bias
-  const __m256i bits = load_shorts(from, mask);
-  const __m256i rest = _mm256_and_si256(bits, _mm256_set1_epi16(0x7F));
-  const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(bits, _mm256_set1_epi16(0x80)), 8);
-  const __m256i none = _mm256_cmpeq_epi16(rest, _mm256_set1_epi16(0x7F));
-  const __m256i half = _mm256_blendv_epi8(_mm256_slli_epi16(rest, 7), _mm256_set1_epi16(0x7E00), none);
-  return mul(from_halves(_mm256_or_si256(half, sign)), floats(256.0f));
+  const Shorts bits = load_shorts(from, mask);
+  const Shorts rest = bit_and(bits, shorts(0x7F));
+  const Shorts sign = shift_left<8>(bit_and(bits, shorts(0x80)));
+  const Shorts half = select_equal(rest, shorts(0x7F), shorts(0x7E00), shift_left<7>(rest));
+  return mul(from_halves(bit_or(half, sign)), floats(256.0f));
 }
 
 template <class E>

@@ -9,12 +9,9 @@
 #include <mutex>
 #include <new>
 
-namespace outrider {
+#include "processor.h"
 
-// Prefetch a cache line into L1, or only into L2. Inline assembly, because compilers treat a function with nothing but a
-// prefetch as one without effect and drop its calls.
-inline void prefetch_l1(const void* from) { asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(from))); }
-inline void prefetch_l2(const void* from) { asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(from))); }
+namespace outrider {
 
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 

@@ -1,5 +1,6 @@
 from outrider.wire.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -7,12 +8,19 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class TensorFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TENSOR_FORMAT_UNSPECIFIED: _ClassVar[TensorFormat]
+    TENSOR_FORMAT_PICKLE: _ClassVar[TensorFormat]
+TENSOR_FORMAT_UNSPECIFIED: TensorFormat
+TENSOR_FORMAT_PICKLE: TensorFormat
+
 class GetTargetInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetTargetInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "model", "eos_token_ids", "max_session_tokens", "max_running_sessions", "max_draft_tokens", "page_size", "kv_cache_dtype", "weight_version", "first_fingerprint", "draft_sources", "weights_folder", "weight_formats", "step_weight_megabytes")
+    __slots__ = ("protocol_version", "software_version", "model", "eos_token_ids", "max_session_tokens", "max_running_sessions", "max_draft_tokens", "page_size", "kv_cache_dtype", "weight_version", "first_fingerprint", "draft_sources", "weights_folder", "max_update_bytes", "ranks", "weight_formats", "step_weight_megabytes")
     class WeightFormatsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +41,8 @@ class GetTargetInfoResponse(_message.Message):
     FIRST_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DRAFT_SOURCES_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FOLDER_FIELD_NUMBER: _ClassVar[int]
+    MAX_UPDATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FORMATS_FIELD_NUMBER: _ClassVar[int]
     STEP_WEIGHT_MEGABYTES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
@@ -48,9 +58,11 @@ class GetTargetInfoResponse(_message.Message):
     first_fingerprint: str
     draft_sources: _containers.RepeatedScalarFieldContainer[_common_pb2.DraftSource]
     weights_folder: str
+    max_update_bytes: int
+    ranks: int
     weight_formats: _containers.ScalarMap[str, int]
     step_weight_megabytes: int
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_session_tokens: _Optional[int] = ..., max_running_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., weight_version: _Optional[str] = ..., first_fingerprint: _Optional[str] = ..., draft_sources: _Optional[_Iterable[_Union[_common_pb2.DraftSource, str]]] = ..., weights_folder: _Optional[str] = ..., weight_formats: _Optional[_Mapping[str, int]] = ..., step_weight_megabytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_session_tokens: _Optional[int] = ..., max_running_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., weight_version: _Optional[str] = ..., first_fingerprint: _Optional[str] = ..., draft_sources: _Optional[_Iterable[_Union[_common_pb2.DraftSource, str]]] = ..., weights_folder: _Optional[str] = ..., max_update_bytes: _Optional[int] = ..., ranks: _Optional[int] = ..., weight_formats: _Optional[_Mapping[str, int]] = ..., step_weight_megabytes: _Optional[int] = ...) -> None: ...
 
 class UpdateWeightsFromDiskRequest(_message.Message):
     __slots__ = ("folder", "update", "fingerprint", "replaced_fingerprint")
@@ -71,14 +83,74 @@ class UpdateWeightsFromDiskResponse(_message.Message):
     def __init__(self, weights: _Optional[_Union[_common_pb2.WeightFacts, _Mapping]] = ...) -> None: ...
 
 class UpdateWeightsFromTensorRequest(_message.Message):
-    __slots__ = ("update", "content")
+    __slots__ = ("update", "content", "format")
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
     update: _common_pb2.WeightUpdate
     content: bytes
-    def __init__(self, update: _Optional[_Union[_common_pb2.WeightUpdate, _Mapping]] = ..., content: _Optional[bytes] = ...) -> None: ...
+    format: TensorFormat
+    def __init__(self, update: _Optional[_Union[_common_pb2.WeightUpdate, _Mapping]] = ..., content: _Optional[bytes] = ..., format: _Optional[_Union[TensorFormat, str]] = ...) -> None: ...
 
 class UpdateWeightsFromTensorResponse(_message.Message):
+    __slots__ = ("weights",)
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    weights: _common_pb2.WeightFacts
+    def __init__(self, weights: _Optional[_Union[_common_pb2.WeightFacts, _Mapping]] = ...) -> None: ...
+
+class JoinWeightsGroupRequest(_message.Message):
+    __slots__ = ("group_name", "address", "port", "rank", "world_size", "backend")
+    GROUP_NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    group_name: str
+    address: str
+    port: int
+    rank: int
+    world_size: int
+    backend: str
+    def __init__(self, group_name: _Optional[str] = ..., address: _Optional[str] = ..., port: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ...) -> None: ...
+
+class JoinWeightsGroupResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeaveWeightsGroupRequest(_message.Message):
+    __slots__ = ("group_name",)
+    GROUP_NAME_FIELD_NUMBER: _ClassVar[int]
+    group_name: str
+    def __init__(self, group_name: _Optional[str] = ...) -> None: ...
+
+class LeaveWeightsGroupResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TensorFacts(_message.Message):
+    __slots__ = ("name", "dtype", "shape")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class UpdateWeightsFromGroupRequest(_message.Message):
+    __slots__ = ("update", "group_name", "tensors", "flattened")
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_NAME_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    FLATTENED_FIELD_NUMBER: _ClassVar[int]
+    update: _common_pb2.WeightUpdate
+    group_name: str
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorFacts]
+    flattened: bool
+    def __init__(self, update: _Optional[_Union[_common_pb2.WeightUpdate, _Mapping]] = ..., group_name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorFacts, _Mapping]]] = ..., flattened: _Optional[bool] = ...) -> None: ...
+
+class UpdateWeightsFromGroupResponse(_message.Message):
     __slots__ = ("weights",)
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     weights: _common_pb2.WeightFacts
@@ -109,6 +181,24 @@ class ContinueGenerationRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ContinueGenerationResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReleaseMemoryRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReleaseMemoryResponse(_message.Message):
+    __slots__ = ("released_bytes",)
+    RELEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    released_bytes: int
+    def __init__(self, released_bytes: _Optional[int] = ...) -> None: ...
+
+class ResumeMemoryRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeMemoryResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

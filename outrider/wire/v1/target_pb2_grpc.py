@@ -59,6 +59,21 @@ class TargetServiceStub:
                 request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromTensorRequest.SerializeToString,
                 response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromTensorResponse.FromString,
                 _registered_method=True)
+        self.JoinWeightsGroup = channel.unary_unary(
+                '/outrider.wire.v1.TargetService/JoinWeightsGroup',
+                request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.JoinWeightsGroupRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.JoinWeightsGroupResponse.FromString,
+                _registered_method=True)
+        self.LeaveWeightsGroup = channel.unary_unary(
+                '/outrider.wire.v1.TargetService/LeaveWeightsGroup',
+                request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.LeaveWeightsGroupRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.LeaveWeightsGroupResponse.FromString,
+                _registered_method=True)
+        self.UpdateWeightsFromGroup = channel.unary_unary(
+                '/outrider.wire.v1.TargetService/UpdateWeightsFromGroup',
+                request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromGroupRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromGroupResponse.FromString,
+                _registered_method=True)
         self.FlushCache = channel.unary_unary(
                 '/outrider.wire.v1.TargetService/FlushCache',
                 request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.FlushCacheRequest.SerializeToString,
@@ -73,6 +88,16 @@ class TargetServiceStub:
                 '/outrider.wire.v1.TargetService/ContinueGeneration',
                 request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.ContinueGenerationRequest.SerializeToString,
                 response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.ContinueGenerationResponse.FromString,
+                _registered_method=True)
+        self.ReleaseMemory = channel.unary_unary(
+                '/outrider.wire.v1.TargetService/ReleaseMemory',
+                request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.ReleaseMemoryRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.ReleaseMemoryResponse.FromString,
+                _registered_method=True)
+        self.ResumeMemory = channel.unary_unary(
+                '/outrider.wire.v1.TargetService/ResumeMemory',
+                request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.ResumeMemoryRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.ResumeMemoryResponse.FromString,
                 _registered_method=True)
         self.Verify = channel.stream_stream(
                 '/outrider.wire.v1.TargetService/Verify',
@@ -122,6 +147,29 @@ class TargetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def JoinWeightsGroup(self, request, context):
+        """Joins a trainer's process group. Returns once all members have joined; FAILED_PRECONDITION if they do not within
+        the target's --weight-update-timeout.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LeaveWeightsGroup(self, request, context):
+        """Leaves a trainer's process group. FAILED_PRECONDITION for an unknown one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeightsFromGroup(self, request, context):
+        """Replaces some or all weights by tensors that the trainer broadcasts over a group, checked and done as above. If one
+        does not arrive, nothing changes, and the target leaves the group.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FlushCache(self, request, context):
         """Drops the prefix cache. INVALID_ARGUMENT while sessions run.
         """
@@ -138,6 +186,21 @@ class TargetServiceServicer:
 
     def ContinueGeneration(self, request, context):
         """Continues generation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseMemory(self, request, context):
+        """Returns the memory of the KV cache to the system, on a CPU. Sessions give their pages back and wait until it is
+        resumed. FAILED_PRECONDITION on other devices.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeMemory(self, request, context):
+        """Takes memory again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,6 +241,21 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromTensorRequest.FromString,
                     response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromTensorResponse.SerializeToString,
             ),
+            'JoinWeightsGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.JoinWeightsGroup,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.JoinWeightsGroupRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.JoinWeightsGroupResponse.SerializeToString,
+            ),
+            'LeaveWeightsGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaveWeightsGroup,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.LeaveWeightsGroupRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.LeaveWeightsGroupResponse.SerializeToString,
+            ),
+            'UpdateWeightsFromGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeightsFromGroup,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromGroupRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromGroupResponse.SerializeToString,
+            ),
             'FlushCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushCache,
                     request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.FlushCacheRequest.FromString,
@@ -192,6 +270,16 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.ContinueGeneration,
                     request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.ContinueGenerationRequest.FromString,
                     response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.ContinueGenerationResponse.SerializeToString,
+            ),
+            'ReleaseMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseMemory,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.ReleaseMemoryRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.ReleaseMemoryResponse.SerializeToString,
+            ),
+            'ResumeMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeMemory,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.ResumeMemoryRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.ResumeMemoryResponse.SerializeToString,
             ),
             'Verify': grpc.stream_stream_rpc_method_handler(
                     servicer.Verify,
@@ -345,6 +433,87 @@ class TargetService:
             _registered_method=True)
 
     @staticmethod
+    def JoinWeightsGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.wire.v1.TargetService/JoinWeightsGroup',
+            outrider_dot_wire_dot_v1_dot_target__pb2.JoinWeightsGroupRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_target__pb2.JoinWeightsGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaveWeightsGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.wire.v1.TargetService/LeaveWeightsGroup',
+            outrider_dot_wire_dot_v1_dot_target__pb2.LeaveWeightsGroupRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_target__pb2.LeaveWeightsGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeightsFromGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.wire.v1.TargetService/UpdateWeightsFromGroup',
+            outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromGroupRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def FlushCache(request,
             target,
             options=(),
@@ -415,6 +584,60 @@ class TargetService:
             '/outrider.wire.v1.TargetService/ContinueGeneration',
             outrider_dot_wire_dot_v1_dot_target__pb2.ContinueGenerationRequest.SerializeToString,
             outrider_dot_wire_dot_v1_dot_target__pb2.ContinueGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.wire.v1.TargetService/ReleaseMemory',
+            outrider_dot_wire_dot_v1_dot_target__pb2.ReleaseMemoryRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_target__pb2.ReleaseMemoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.wire.v1.TargetService/ResumeMemory',
+            outrider_dot_wire_dot_v1_dot_target__pb2.ResumeMemoryRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_target__pb2.ResumeMemoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

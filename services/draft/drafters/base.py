@@ -67,6 +67,8 @@ class Drafter(ABC):
     """Least probability that an expanded node is reached."""
     shared_weights: SharedWeights | None = None
     """Reloads the weights that it shares with the target; None without such weights."""
+    drafts_ahead: bool = True
+    """Trees grow while the target computes; else once after each commit, from their roots."""
     from_parents: bool = True
     """A node can be expanded only below nodes that this drafter has expanded."""
 

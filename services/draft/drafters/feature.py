@@ -177,7 +177,7 @@ class FeatureDrafter(ModelDrafter):
         reaches_root = prefix_kv.settled + work.pending == session.length - _SHIFT
         if tree is None or not reaches_root or not 0 < work.pending <= shape.rows:
             return False
-        if not isinstance(tree, Growth):
+        if isinstance(tree, TreeShape):
             return session.grower.accepts_whole_tree(tree)
         unused = prefix_kv.free_slots == SCRATCH_SLOTS
         return unused and session.draft_budget >= tree.steps and session.grower.accepts_growth(tree.steps)

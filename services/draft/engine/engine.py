@@ -26,7 +26,7 @@ from services.draft.engine.beam import BeamFrontier
 from services.draft.engine.draft_stats import DraftStats, count_commit
 from services.draft.engine.expansion import ExpansionScheduler, expand
 from services.draft.engine.session_slots import QueueOrders, SessionSlots
-from services.draft.sessions.frontier import Frontier, TreeLimits
+from services.draft.sessions.frontier import Frontier, RootFrontier, TreeLimits
 from services.draft.sessions.session import DraftSession
 
 _MAX_WAITING_BYTES = 1 << 30  # of hidden states of all sessions that wait for a slot
@@ -76,6 +76,8 @@ class DraftEngine(Engine):
         frontiers = [self._frontier(drafter) for drafter in self.drafters]
         order = self._queue_orders.take(request.session_id)
         session = DraftSession(request, self.limits, self.drafter.eos_token_ids, frontiers, order)
+        if not self.drafter.drafts_ahead:
+            session.draft_budget = 0  # until the first commit: the target is reading the prompt
         for slots in self._slots:
             slots.enter(session)
         if any(session in slots for slots in self._slots):  # otherwise no drafter supports it
@@ -89,7 +91,8 @@ class DraftEngine(Engine):
         floor = max(self.limits.floor, drafter.min_reach)
         # Explicit trees of a feature-based head do not survive commits: beside them only roots are worth expanding.
         ahead = self.limits.shape is None or self.drafter.features is None
-        return Frontier(drafter.expansions if ahead else 0, floor, from_parents=drafter.from_parents)
+        kind = Frontier if drafter.drafts_ahead else RootFrontier
+        return kind(drafter.expansions if ahead else 0, floor, from_parents=drafter.from_parents)
 
     def close(self, session_id: int) -> None:
         """Close a session and release its pages."""

@@ -56,6 +56,8 @@ def check_online(config: DraftConfig) -> None:
             f"--online cannot train {algorithm}; leave it out, or draft with one of {', '.join(ONLINE_ALGORITHMS)}, "
             "which `outrider train` creates"
         )
+    if config.speculative_draft_model_quantization == "int4":
+        raise ConfigError("--online serves trained weights in int8 at least; set another quantization than int4")
     if config.draft_tp_size != 1:
         raise ConfigError("--online trains on a single device; leave out --draft-tp-size")
     if config.draft_feature_dtype == "float8_e4m3":

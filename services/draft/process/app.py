@@ -19,6 +19,7 @@ from outrider.config import DraftConfig, parse_cores, parse_flags
 from outrider.drafts import resolve_drafter
 from outrider.placement.shares import share_of_draft
 from outrider.process import process
+from outrider.process.startup import STARTUP
 from outrider.serving.loop import EngineLoop
 from outrider.tracing import tracing_to
 from outrider.transport.hang_watch import watch_engine
@@ -82,10 +83,13 @@ async def serve(config: DraftConfig, prepare: Callable[[DraftEngine], None] = _a
         return build_once() if config.require_draft else load_with_retries(build_once, report)
 
     def build_once() -> DraftEngine:
+        STARTUP.done("Python and flags")
         servers[0].set_progress("loading")
         engine, model = build(config)
+        STARTUP.done("loading")
         for drafter in engine.drafters:
             drafter.warm_up(lambda part, parts: servers[0].set_progress(f"compiling {part}/{parts}"))
+        STARTUP.done("warm-up")
         servicers[0].serve(describe(engine, model), engine)
         drafters.extend(engine.drafters)
         for drafter in drafters:

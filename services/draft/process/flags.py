@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 MODEL_CHILDREN = 4  # largest number of children that a model proposes for a node
 _MAX_NODES = 256
 _DEFAULT_DEPTH = 16
-_QUANTIZATIONS = ("int8", "fp8", "unquant")
+_QUANTIZATIONS = ("int8", "int4", "fp8", "unquant")
 _MAX_NGRAM_NODES = 1 << 31  # by the width of their indices
 
 

@@ -19,20 +19,24 @@ from outrider.speculation.shape import TreeShape
 from outrider.wire.v1 import common_pb2
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.drafters.model import ModelDrafter
+from services.draft.drafters.on_demand import OnDemandDrafter
 from services.draft.drafters.shared_weights import SharedWeights
 from services.draft.drafters.stacked import StackedDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.formats.base import DraftCheckpoint
 from services.draft.formats.target import read_target
 from services.draft.kernels.base import Paging
+from services.draft.kernels.cpu.panels import PanelMaker
 from services.draft.model.layers.pallas_backend import with_cache_for
 from services.draft.model.matrices.packed import pack_params
+from services.draft.model.matrices.quantized import INT4
 from services.draft.model.parallel.devices import bytes_a_device, choose_devices, dtype_of, pages_that_fit
 from services.draft.model.params import Params
 from services.draft.model.programs.runner import ModelRunner
 from services.draft.online.options import options_of
 from services.draft.online.swap import WeightFormat
 from services.draft.process.checkpoints import describe_model, draft_folder, read_draft, vocab_limit, with_map_of
+from services.draft.process.flags import tree_shape
 from services.draft.process.program_cache import cache_programs
 from services.draft.process.weights import choose_backend, chosen_quantization, place_weights
 from services.draft.sessions.features import dtype_of_rows
@@ -109,6 +113,8 @@ def _drafter(
 ) -> ModelDrafter:
     """The drafter of a checkpoint."""
     name, max_running = config.speculative_algorithm, config.max_running_requests
+    if draft.features is None and config.draft_ahead == "off" and tree_shape(config) is None:
+        return OnDemandDrafter(runner, prefix, max_running, chunk)
     if draft.features is None:
         return StandaloneDrafter(runner, prefix, max_running, chunk)
     number_format = _FEATURES[config.draft_feature_dtype]
@@ -135,7 +141,7 @@ def _shared_weights(
     def read(folder: Path) -> Params:
         draft, _ = read_draft(origin, config, folder)
         _, params, _ = place_weights(with_map_of(config, draft), dtype, quantization, devices)
-        return pack_params(params) if backend == "cpu" else params
+        return pack_params(params, PanelMaker(int4=quantization == INT4)) if backend == "cpu" else params
 
     return SharedWeights(drafter, checkpoint.resolve(config.model_path), read)
 
@@ -154,7 +160,7 @@ def _runner(
     quantization = chosen_quantization(config, backend)
     model, params, placement = place_weights(draft, dtype, quantization, devices)
     if backend == "cpu":
-        params = pack_params(params)
+        params = pack_params(params, PanelMaker(int4=quantization == INT4))
     fusion, fusion_params = None, None
     if online is not None:  # converted by the code that converts trained weights later, so that programs are reused
         weight_format = WeightFormat(dtype, quantization, panels=backend == "cpu")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,15 +16,26 @@ from services.draft.formats.base import DraftCheckpoint
 from services.draft.kernels.base import Backend
 from services.draft.model.layers.backend import choose
 from services.draft.model.layers.config import ModelConfig
-from services.draft.model.matrices.quantized import quantization_format, quantize_params
+from services.draft.model.matrices.quantized import INT4, quantization_format, quantize_params
 from services.draft.model.parallel.devices import host_device
 from services.draft.model.parallel.mesh import MeshPlacement, place_on_mesh
 from services.draft.model.params import Params
 
+log = logging.getLogger(__name__)
+
 
 def chosen_quantization(config: DraftConfig, backend: Backend) -> str | None:
-    """The flag's value. The bundled head defaults to int8 on CPUs, whose kernels read it in half the time."""
+    """The flag's value; int8 for int4 without the compiled kernels.
+
+    With these, the bundled head defaults to int8, which they read in half the time. A model that computes while the
+    target waits defaults to int4: texts do not depend on it, and its time is the target's.
+    """
     chosen = config.speculative_draft_model_quantization
+    if chosen == INT4 and backend != "cpu":
+        log.warning("the draft model is quantized to int8: only the compiled CPU kernels compute in int4")
+        return "int8"
+    if chosen is None and backend == "cpu" and config.draft_ahead == "off":
+        return INT4
     bundled = config.speculative_draft_model_path == str(DEFAULT_HEAD)
     return "int8" if chosen is None and bundled and backend == "cpu" else chosen
 

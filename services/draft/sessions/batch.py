@@ -40,6 +40,38 @@ class Growth(NamedTuple):
         return self.rounds * self.width
 
 
+class Rounds(NamedTuple):
+    """Rounds of growth in one program that expand one node of a session each, as many as are worth their time.
+
+    most: rounds at most; how many there are is decided in the program (programs/rounds.py)
+    """
+
+    most: int
+
+    @property
+    def steps(self) -> int:
+        """Levels, at most."""
+        return self.most + 1
+
+    @property
+    def expansions(self) -> int:
+        """Number of expanded nodes, without the root, at most."""
+        return self.most
+
+
+class Stopping(NamedTuple):
+    """When rounds of growth end; numbers, or in a program arrays [S].
+
+    limit:   rounds of this session at most; -1 for padding
+    pace:    seconds of a round's root and of the target's step behind it, over those of a level
+    quality: log of accepted over promised draft tokens
+    """
+
+    limit: Any
+    pace: Any
+    quality: Any
+
+
 class StepShape(NamedTuple):
     """A compiled shape of steps. heads: rows a session with candidates, either all rows or the last one.
 
@@ -49,7 +81,7 @@ class StepShape(NamedTuple):
     sessions: int
     rows: int
     heads: int
-    tree: TreeShape | Growth | None = None
+    tree: TreeShape | Growth | Rounds | None = None
 
     @property
     def moves(self) -> int:
@@ -86,6 +118,7 @@ class StepInputs(NamedTuple):
     temperature, top_p, min_p: [S] float32; top_k: [S]
     keys:          [S, R, 2] uint32, noise keys
     level_keys:    [S, L, 2] uint32, noise keys of the levels below the first that a tree in one program may have
+    stopping:      [S, 3] float32, as of Stopping, for rounds of growth
     features:      None for models without features
 
     On the host all inputs but the target's features are views of one array of words, because a program call takes long
@@ -107,6 +140,7 @@ class StepInputs(NamedTuple):
     top_k: Any
     keys: Any
     level_keys: Any
+    stopping: Any
     features: FeatureInputs | None = None
 
 
@@ -139,6 +173,7 @@ class InputLayout(NamedTuple):
             (each, np.int32),
             ((sessions, heads, 2), np.uint32),
             ((sessions, tree.steps - 1 if tree else 0, 2), np.uint32),
+            ((sessions, len(Stopping._fields) if isinstance(tree, Rounds) else 0), np.float32),
         ]
         if self.stacked:
             fields += [(grid, np.int32), ((*grid, self.stacked), np.int32), (grid, np.int32)]
@@ -169,6 +204,7 @@ class SessionWork:
     """The work of a step for one session: the next `feed` rows of the prefix KV, or the expansion of nodes.
 
     features: [feed, W], of the fed rows, for models with features
+    stopping: of rounds of growth
     """
 
     session: DraftSession
@@ -176,6 +212,7 @@ class SessionWork:
     feed: int = 0
     nodes: tuple[int, ...] = ()
     features: NDArray[Any] | None = None
+    stopping: Stopping | None = None
 
 
 def empty_inputs(layout: InputLayout) -> StepInputs:
@@ -186,6 +223,7 @@ def empty_inputs(layout: InputLayout) -> StepInputs:
     inputs = layout.inputs(words, rows, lambda part, kind: part.view(kind))
     inputs.head_rows[:] = np.arange(shape.heads)
     inputs.top_p[:] = 1.0
+    inputs.stopping[:, :1] = -1.0
     return inputs
 
 
@@ -324,6 +362,8 @@ def _feed_prefix(inputs: StepInputs, row: int, work: SessionWork) -> None:
     ahead = 1 + inputs.level_keys.shape[1]
     keys = work.session.noise_keys(np.arange(stop + shift, stop + shift + ahead))
     inputs.keys[row, 0], inputs.level_keys[row] = keys[0], keys[1:]
+    if work.stopping is not None:
+        inputs.stopping[row] = work.stopping
     if inputs.features is not None:
         assert work.features is not None, "rows of the prefix KV are computed from the target's features"
         inputs.features.rows[row, : work.feed] = work.features

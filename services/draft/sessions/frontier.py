@@ -156,3 +156,12 @@ class Frontier:
     def selected(self, tree: SpeculationTree) -> Sequence[int]:
         """Nodes that may be proposed, parents before children."""
         return range(len(tree))
+
+
+class RootFrontier(Frontier):
+    """The frontier of a drafter that grows a tree once after each commit: only the root is expanded."""
+
+    @property
+    def expandable(self) -> bool:
+        """True if the root can be expanded."""
+        return not self.root_expanded and self.held and not self.blocked

@@ -5,7 +5,9 @@ Which session owns which page is not known here; see outrider.paging.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,6 +68,13 @@ class KVCache:
             self._on_device = triton_cache
             self._mover = triton_cache.Mover(self._pools)
 
+    def release(self) -> int:
+        """On a CPU: return the pools' memory to the system, and forget all rows. Returns its size, in bytes.
+
+        Addresses stay, and memory comes back, zeroed, as rows are written: compiled programs need not know.
+        """
+        return sum(given_back(pool) for pool in self._pools)
+
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store rows. slots: [T] int64; keys: [T, kv_heads, key_dim]; values: [T, kv_heads, value_dim]."""
         if self._on_device:
@@ -115,3 +124,17 @@ class KVCache:
             self._mover.move_paths(moves)
         else:
             self._move(*moves.flatten(1))
+
+
+def given_back(tensor: Tensor) -> int:
+    """Let the system take the whole memory pages of a tensor on the host, which are zero then. Returns their size."""
+    size = mmap.PAGESIZE
+    start = -(-tensor.data_ptr() // size) * size
+    stop = (tensor.data_ptr() + tensor.nbytes) // size * size
+    if stop <= start:
+        return 0
+    if ctypes.CDLL(None, use_errno=True).madvise(
+        ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED
+    ):
+        raise OSError(ctypes.get_errno(), "the system does not take memory back")
+    return stop - start

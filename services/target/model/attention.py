@@ -1,4 +1,4 @@
-"""Our attention inside `transformers` models, registered once for every model that uses their attention interface.
+"""Our attention inside `transformers` models, for every model that uses their attention interface.
 
 A model is called with the packed rows of many sessions, [1, T]. A context variable, set around the forward pass, holds
 the batch that assigns rows to sessions; the thread that owns the device owns the context, too.
@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 
 from outrider.errors import ConfigError
 from services.target.kernels.dispatch import Planner
@@ -93,6 +92,14 @@ class Probe:
         self.windows[call.layer] = call.window
         self.dtype = call.k.dtype
         return call.v.repeat_interleave(call.q.shape[1] // call.v.shape[1], dim=1)  # one token sees only itself
+
+
+def registered() -> str:
+    """Register our attention with `transformers`. Returns its name there."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _forward)
+    return NAME
 
 
 def paged(batch: Batch, cache: KVCache, planner: Planner) -> contextlib.AbstractContextManager[None]:
@@ -175,6 +182,3 @@ def _opaque(
 @_opaque.register_fake
 def _(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> Tensor:
     return q.new_empty(q.shape[1], q.shape[0], v.shape[2])
-
-
-AttentionInterface.register(NAME, _forward)

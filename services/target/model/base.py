@@ -72,6 +72,15 @@ class CapturesSteps(Protocol):
         ...
 
 
+@runtime_checkable
+class CapturesAhead(Protocol):
+    """A `Runner` that captures its plain steps before it serves."""
+
+    def capture(self, cache: KVCache, device: torch.device) -> None:
+        """Capture them. No step may be in flight."""
+        ...
+
+
 @dataclass(frozen=True)
 class Model:
     """A loaded model and its properties.

@@ -11,8 +11,6 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.checkpoints.checkpoint import weight_files
 from outrider.checkpoints.config_json import load_config, values_of
@@ -91,6 +89,9 @@ def read_eagle_head(folder: Path, depth: int, hidden: int, vocab: int, positions
 def _read_head(
     folder: Path, raw: dict[str, Any], depth: int, hidden: int, vocab: int, positions: int
 ) -> EagleHeadWeights:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     speculators, facts = is_speculators(raw), flat(raw)
     _check(folder, facts, hidden, vocab)
     layers = layer_ids(facts, speculators=speculators) or (2, depth // 2, depth - 3)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.matrices.weights import Format, PackedWeight, packed
 from services.target.kernels.cpu.pool import shared_pool
-from services.target.model.parallel.split import keep_hooks
+from services.target.model.parallel.exchange import keep_hooks
 
 _FEW_ROWS = 16  # rows that one thread computes before other threads have woken up
 # The number of rows for which oneDNN chooses the layout. A large number costs single rows nothing; 1 slows many rows.

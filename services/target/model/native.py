@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from services.target.kernels.cpu import library
+from outrider.checkpoints.checkpoint import fingerprint
+from outrider.native import vectors
+from services.target.kernels.cpu import build, library
 from services.target.kernels.cpu.attention.paged import WIDEST_HEAD, reads
+from services.target.kernels.cpu.matrices import packed_file
 from services.target.kernels.cpu.matrices.weights import Format
 from services.target.kernels.cpu.programs.program import Program
 from services.target.kernels.kv_cache import KVCache
@@ -18,13 +23,16 @@ from services.target.model import decoder
 from services.target.model.attention import Probe
 from services.target.model.base import Outputs
 from services.target.model.eagle_head import EagleHead
-from services.target.model.eagle_head_weights import EagleHeadWeights
+from services.target.model.eagle_head_weights import EagleHeadWeights, read_eagle_head
 from services.target.model.linear import plain_format
 from services.target.model.program_builder import ProgramBuilder
 from services.target.model.stored.source import ModuleWeights, WeightSource
 from services.target.step.batch import Batch
 from services.target.step.programs import FusedLoop
 
+log = logging.getLogger(__name__)
+
+_PACKING = 1  # increase when weights are packed in another way, or order, by the same kernels
 _WIDEST_NORM = 16384  # in kernels/cpu/csrc/matrices/norm.h
 
 
@@ -128,3 +136,48 @@ class ProgramRunner:
         before = self._writes.get(name)
         self._shapes[name] = shape
         self._writes[name] = write if before is None else lambda tensor: (before(tensor), write(tensor))
+
+
+def program_of(
+    module: Any,
+    probe: Probe,
+    cache_dtype: torch.dtype,
+    context_length: int,
+    number_format: Format | None,
+    *,
+    copied: Format | None,
+    prompt_lookup: bool,
+    head: Path | None,
+    source: WeightSource | None = None,
+    checkpoint: str | None = None,
+) -> ProgramRunner:
+    """A model without an `unsupported_reason` as a compiled program, with what self-speculation needs.
+
+    Arguments as of ProgramRunner; head: folder of the local EAGLE head. checkpoint: fingerprint of the weights, under
+    which packed ones are kept; None keeps none. Raises ConfigError for a head that does not fit.
+    """
+    vocab, hidden = module.model.embed_tokens.weight.shape
+    read = None if head is None else read_eagle_head(head, len(probe.shapes), hidden, vocab, context_length)
+    facts = None if checkpoint is None else {
+        "weights": checkpoint, "head": None if head is None else fingerprint(head), "dtype": str(module.dtype),
+        "formats": [number_format, copied], "kept": source is not None and bool(source.kinds),
+        "kernels": build.KERNELS.compiled().name, "packing": _PACKING,
+    }  # fmt: skip
+    with packed_file.cached(facts):
+        runner = ProgramRunner(
+            module, probe, number_format, context_length, cache_dtype, copied, prompt_lookup=prompt_lookup, head=read,
+            source=source,
+        )  # fmt: skip
+    if runner.kinds:
+        kept = ", ".join(f"{count} in {kind}" for kind, count in sorted(runner.kinds.items()))
+        log.info("weights keep the number formats of their file: %s", kept)
+    unit = " and a matrix unit (AMX)" if library.load().outrider_has_matrix_unit() else ""
+    log.info(
+        "running as a compiled program, by %s%s; a step reads %.0f MB of weights",
+        vectors.chosen().name.upper(), unit, runner.weight_bytes / 1e6,
+    )  # fmt: skip
+    if runner.drafts:
+        drafter = "a quantized copy" if runner.copied else "a local EAGLE head"
+        log.info("self-speculation with %s, which reads %.0f MB a draft token", drafter, runner.draft_bytes / 1e6)
+    torch.set_num_threads(1)  # the program has its own threads, and PyTorch's would spin next to them
+    return runner

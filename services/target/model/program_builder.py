@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from outrider.process.startup import STARTUP
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.matrices import weights
 from services.target.kernels.cpu.matrices.weights import Format, PackedWeight
@@ -86,6 +87,7 @@ class ProgramBuilder:
         self.table = self._embedding() if head is None else head.weight
         program.embed(self.table, float(torch.tensor(scale).to(self._module.dtype)))
         for index, layer in enumerate(model.layers):
+            STARTUP.report("packing weights", index, len(model.layers))
             self._mark(index)
             taken = decoder.parts(layer)
             self._attention(index, taken)
@@ -228,9 +230,10 @@ class ProgramBuilder:
     def _fill(self, name: str, outputs: Tensor, inputs: int, packed: list[PackedWeight | None]) -> None:
         """Pack a weight that is read in the format of the computation."""
         wanted = [one for one in packed if one is not None]
-        for begin, end in parts_of(len(outputs), inputs) if wanted else ():
+        missing = [one for one in wanted if not one.restore()]
+        for begin, end in parts_of(len(outputs), inputs) if missing else ():
             rows = self._source.rows(name, begin, end)
-            for one in wanted:
+            for one in missing:
                 one.fill(outputs[begin:end], rows)
         for one in wanted:
             self._runner.add_weight(name, (len(outputs), inputs), _filling(one, outputs))
@@ -245,7 +248,7 @@ class ProgramBuilder:
             return None
         pruned, everything = PrunedHead(outputs, inputs), torch.arange(outputs)
         own = torch.bfloat16 if self._format == Format.BFLOAT16 else torch.float32
-        for begin, end in parts_of(outputs, inputs):
+        for begin, end in () if pruned.restore() else parts_of(outputs, inputs):
             pruned.fill(everything[begin:end], self._source.rows(name, begin, end).to(own))
 
         def fill(weight: Tensor) -> None:

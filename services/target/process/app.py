@@ -6,6 +6,7 @@ that the service is loading. PyTorch is imported only after the CPU affinity is 
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import os
@@ -22,6 +23,7 @@ from outrider.config.ranks import rank_places
 from outrider.placement.shares import share_of_target
 from outrider.process import process
 from outrider.process.garbage_collection import imports_without_gc
+from outrider.process.startup import STARTUP
 from outrider.serving.loop import EngineLoop
 from outrider.tracing import tracing_to
 from outrider.transport.hang_watch import watch_engine
@@ -33,6 +35,7 @@ from services.target.process.service import TargetServicer, describe
 if TYPE_CHECKING:
     from services.target.engine.engine import TargetEngine
     from services.target.model.base import Model
+    from services.target.process.kept_costs import KeptCosts
 
 log = logging.getLogger(__name__)
 
@@ -57,34 +60,50 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
     if config.node_rank > 0:
         return await _serve_ranks(config)
     servicers: list[TargetServicer] = []
+    built: list[tuple[TargetEngine, KeptCosts]] = []
     tls, token = config.port_security(config.listen)
 
     def register(server: GrpcServer, hub: StreamHub[Any, Any], loop: EngineLoop) -> Sequence[str]:
         servicers.append(TargetServicer(hub, loop))
+        STARTUP.on_progress = server.set_progress
         return servicers[0].register(server)
 
     def build() -> TargetEngine:
+        STARTUP.done("Python and flags")
         with imports_without_gc():
-            from services.target.model.loading.load import folder_of
+            from services.target.model.dense.load import folder_of
             from services.target.process.control import Control
+            from services.target.process.kept_costs import KeptCosts
 
+        STARTUP.done("libraries")
         folder = folder_of(config)
         if (record := read_record(folder)) is not None:  # a draft service beside this one may need the weights
             convert_when_asked(record.file)
-        engine = build_engine(folder, config)
+        STARTUP.done("checkpoint")
+        kept = KeptCosts(folder, config)
+        engine = build_engine(folder, config, kept)
+        built.append((engine, kept))
         engine.tracing = tracing
         control = Control(
             engine, folder, model_path=config.model_path, roots=config.weight_update_roots,
-            trust_remote_code=config.trust_remote_code,
+            trust_remote_code=config.trust_remote_code, group_timeout=config.weight_update_timeout,
         )  # fmt: skip
         servicers[0].serve(describe(folder, engine, config), engine, control)
         prepare(engine)
+        STARTUP.done("handshake facts")
         return engine
+
+    async def watch(loop: EngineLoop, server: GrpcServer) -> None:
+        from services.target.process.kept_costs import measure_again
+
+        ((engine, kept),) = built
+        engine.sessions.grammars.load()  # not earlier: its tokenizer and process would take the start's cores
+        await asyncio.gather(watch_engine(loop, server, config.hang_timeout), measure_again(loop, engine, kept))
 
     with tracing_to(config.otlp_traces_endpoint, "target") as tracing:
         return await serve_engine(
             build, config.listen, verify_request_from_pb, verify_response_to_pb, register, tls=tls, token=token,
-            watch=partial(watch_engine, limit=config.hang_timeout),
+            watch=watch,
         )  # fmt: skip
 
 
@@ -96,16 +115,19 @@ async def _serve_ranks(config: TargetConfig) -> int:
     return await serve_ranks(_for_device(config))
 
 
-def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:
-    """Load a folder's model and warm up its engine. Raises ConfigError."""
+def build_engine(folder: Path, config: TargetConfig, kept: KeptCosts | None = None) -> TargetEngine:
+    """Load a folder's model and warm up its engine. kept: as of warm_up. Raises ConfigError."""
     with imports_without_gc():
         from services.target.engine.engine import TargetEngine
         from services.target.engine.step_log import StepLog
         from services.target.process.warmup import warm_up
 
+    STARTUP.done("libraries")
     config = _for_device(config)
-    engine = TargetEngine(_load(folder, config), config)
-    warm_up(engine)
+    model = _load(folder, config)
+    engine = TargetEngine(model, config)
+    STARTUP.done("KV cache")
+    warm_up(engine, kept)
     if log.isEnabledFor(logging.INFO):
         engine.step_log = StepLog(engine.scheduler, config.decode_log_interval)
     model = engine.model
@@ -123,7 +145,7 @@ def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:
 def _for_device(config: TargetConfig) -> TargetConfig:
     """The flags as the device can follow them; what is changed, or has no effect, is logged. Raises ConfigError."""
     with imports_without_gc():
-        from services.target.model.loading.load import pick_device
+        from services.target.kernels.device import pick_device
 
     if pick_device(rank_places(config).devices[0]).type != "cpu":
         return config
@@ -135,15 +157,27 @@ def _for_device(config: TargetConfig) -> TargetConfig:
 
 def _load(folder: Path, config: TargetConfig) -> Model:
     if config.tp_size == 1:
-        with imports_without_gc():
-            from services.target.model.loading.load import load
-
-        return load(folder, config)
+        return _load_whole(folder, config)
     from services.target.process.ranks.processes import load_split
 
     model, ranks = load_split(folder, config, _exit_process)
     atexit.register(ranks.stop)
     return model
+
+
+def _load_whole(folder: Path, config: TargetConfig) -> Model:
+    with imports_without_gc():
+        from services.target.kernels.device import pick_device
+        from services.target.model.dense.load import load_dense
+
+    STARTUP.done("libraries")
+    if pick_device(config.device).type == "cpu" and (model := load_dense(folder, config)) is not None:
+        return model
+    with imports_without_gc():
+        from services.target.model.loading.load import load
+
+    STARTUP.done("libraries")
+    return load(folder, config)
 
 
 def _exit_process(why: str) -> None:

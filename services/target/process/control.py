@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -35,6 +37,9 @@ from services.target.model.loading.updates import (
     check,
     tied_names,
 )
+from services.target.process.weights.group import Announced
+from services.target.process.weights.groups import TrainerGroups
+from services.target.process.weights.incoming import IncomingPickle, max_update_bytes
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +67,26 @@ class Weights:
     folder: str = ""
 
 
+class ArrivedTensors(Protocol):
+    """Tensors that fit the model, by its names, and their digests."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """On the host."""
+
+    @property
+    def digests(self) -> Mapping[str, bytes]:
+        """As of WeightsOrigin."""
+
+
+@runtime_checkable
+class LeadsRanks(Protocol):
+    """A runner of several tensor-parallel ranks."""
+
+    def tell_groups(self, message: bytes) -> None:
+        """Send what a trainer's group does to the other ranks."""
+
+
 @dataclass(frozen=True)
 class Condition:
     """What must hold for an update from a folder, as the wire's request has it; an empty field demands nothing."""
@@ -81,21 +106,24 @@ class Control:
         model_path: str = "",
         roots: Sequence[str] = (),
         trust_remote_code: bool = False,
+        group_timeout: float = 300.0,
     ) -> None:
         """folder: the engine's checkpoint. Its headers are read now, because it may be deleted later.
 
         model_path, roots: as of AllowedFolders. trust_remote_code: for the configuration of this folder alone; folders
-        of updates bring no code.
+        of updates bring no code. group_timeout: as of TrainerGroup
         """
         loaded = CheckpointFolder(folder)
         self._engine = engine
         self._allowed = AllowedFolders(model_path, folder, roots)
         self._settings = RunningSettings(folder, trust_remote_code)
         self._shapes = dict(engine.model.runner.weights())
-        self._tied = tied_names(self._settings.values, self._shapes)
+        self._tied = tied_names(self._shapes, tied=self._settings.ties_embeddings)
         self._ignored = frozenset(loaded.entries.keys() - self._shapes.keys() - self._tied.keys())
         self._origin = WeightsOrigin(loaded.fingerprint)
-        self._incoming: IncomingTensors | None = None
+        self._receiving = threading.Lock()
+        self._paused = self._released = False
+        self.groups = TrainerGroups(self._shapes, self._tied, engine.model.device, group_timeout, _tell_of(engine))
         self.weights = Weights(engine.weight_version, self._origin.folder)
 
     # --- weights ---
@@ -126,20 +154,38 @@ class Control:
         folder.check_tied(self._tied)
         return folder
 
+    @property
+    def max_update_bytes(self) -> int:
+        """Largest content of an update from tensors, in bytes."""
+        return max_update_bytes(self._shapes, self._tied)
+
     @contextlib.contextmanager
-    def incoming(self) -> Iterator[IncomingTensors]:
+    def incoming(self, *, pickled: bool = False) -> Iterator[IncomingTensors | IncomingPickle]:
         """A buffer for tensors that arrive in parts; one at a time, because it takes as much memory as the model.
 
-        Raises Conflict while there is another one, and ConfigError for weights that are not replaced.
+        pickled: as a pickle, else as a safetensors file. Raises Conflict while there is another one, and ConfigError
+        for weights that are not replaced.
         """
+        with self._exclusively():
+            if pickled:
+                yield IncomingPickle(self._shapes, self._tied, cuda=self._engine.model.device.type == "cuda")
+            else:
+                yield IncomingTensors(self._shapes, self._tied)
+
+    @contextlib.contextmanager
+    def _exclusively(self) -> Iterator[None]:
         self._check_plain()
-        if self._incoming is not None:
+        if not self._receiving.acquire(blocking=False):
             raise Conflict("tensors of another update are being received; send these once it has ended")
-        self._incoming = IncomingTensors(self._shapes, self._tied)
         try:
-            yield self._incoming
+            yield
         finally:
-            self._incoming = None
+            self._receiving.release()
+
+    def receive_from_group(self, name: str, announced: Sequence[Announced], *, flattened: bool) -> ArrivedTensors:
+        """In a thread: the tensors that a trainer broadcasts. Raises ConfigError, and Conflict as `incoming`."""
+        with self._exclusively():
+            return self.groups.receive(name, announced, flattened=flattened)
 
     def update_from_folder(
         self, folder: CheckpointFolder, update: Update, condition: Condition | None = None
@@ -155,11 +201,11 @@ class Control:
         origin = WeightsOrigin(folder.fingerprint)
         return self._update(folder.tensors(wanted), origin, update, whole=True, folder=str(folder.path))
 
-    def update_from_tensors(self, incoming: IncomingTensors, update: Update) -> Weights:
+    def update_from_tensors(self, arrived: ArrivedTensors, update: Update) -> Weights:
         """In the engine thread: load checked tensors. Raises EngineFault."""
-        origin = self._origin.under(incoming.digests)
+        origin = self._origin.under(arrived.digests)
         whole = self.weights.whole or origin.covered(self._shapes)
-        return self._update(incoming.tensors, origin, update, whole=whole)
+        return self._update(arrived.tensors, origin, update, whole=whole)
 
     def _update(
         self,
@@ -228,11 +274,42 @@ class Control:
         }
         self._engine.finish()
         count = modes[mode]()
-        self._engine.scheduler.held = True
+        self._engine.scheduler.held = self._paused = True
         log.info("paused: %s", mode)
         return count if mode == "abort" else 0
 
     def proceed(self) -> None:
-        """Take steps again."""
-        self._engine.scheduler.held = False
+        """Take steps again, unless memory is released."""
+        self._paused = False
+        self._engine.scheduler.held = self._released
         log.info("resumed")
+
+    def release(self) -> int:
+        """Return the memory of the KV cache to the system. Returns its size, in bytes. Raises ConfigError.
+
+        Sessions give their pages back, and wait for `resume`.
+        """
+        engine = self._engine
+        if engine.model.device.type != "cpu" or isinstance(engine.model.runner, LeadsRanks):
+            raise ConfigError(
+                "a target on a GPU, or with --tp-size, keeps its memory; train on other devices, or stop it meanwhile"
+            )
+        engine.finish()
+        engine.scheduler.held = self._released = True
+        engine.scheduler.retract()
+        engine.flush()
+        size = engine.cache.release()
+        log.info("released %d bytes of the KV cache", size)
+        return size
+
+    def resume(self) -> None:
+        """Take memory again, as it is needed."""
+        self._released = False
+        self._engine.scheduler.held = self._paused
+        log.info("memory is taken again")
+
+
+def _tell_of(engine: TargetEngine) -> Callable[[bytes], None] | None:
+    """Sends what a trainer's group does to the other tensor-parallel ranks; None without any."""
+    runner = engine.model.runner
+    return runner.tell_groups if isinstance(runner, LeadsRanks) else None

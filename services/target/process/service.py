@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -75,6 +75,7 @@ def describe(folder: Path, engine: TargetEngine, config: TargetConfig) -> Facts:
         max_running_sessions=config.max_running_requests,
         max_draft_tokens=engine.speculation.planner.max_tokens,
         page_size=config.page_size,
+        ranks=config.tp_size,
         weight_version=engine.weight_version,
         kv_cache_dtype=str(model.cache_dtype).removeprefix("torch."),
         first_fingerprint=fingerprint,
@@ -111,6 +112,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     def serve(self, facts: Facts, engine: TargetEngine, control: Control) -> None:
         """Start answering, now that the model is loaded."""
+        facts.info.max_update_bytes = control.max_update_bytes
         self.facts, self._engine, self._control = facts, engine, control
 
     def register(self, server: GrpcServer) -> tuple[str, ...]:
@@ -203,15 +205,62 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """Replace weights by tensors that come in parts."""
         async with statuses(context):
             _, control = self._running()
-            update = common_pb2.WeightUpdate()
-            with control.incoming() as incoming:
-                async for part in request_iterator:
-                    update = part.update if part.HasField("update") else update
+            parts = aiter(request_iterator)
+            first = await anext(parts, target_pb2.UpdateWeightsFromTensorRequest())
+            update = update_from_pb(first.update)
+            with control.incoming(pickled=first.format == target_pb2.TENSOR_FORMAT_PICKLE) as incoming:
+                incoming.add(first.content)
+                async for part in parts:
                     incoming.add(part.content)
                 await asyncio.to_thread(incoming.finish)
-                taken = update_from_pb(update)
-                facts = await self._in_engine(lambda: self._changed(control.update_from_tensors(incoming, taken)))
+                facts = await self._in_engine(lambda: self._changed(control.update_from_tensors(incoming, update)))
             return target_pb2.UpdateWeightsFromTensorResponse(weights=facts)
+        raise AssertionError("an aborted call does not go on")
+
+    async def JoinWeightsGroup(  # noqa: N802
+        self, request: target_pb2.JoinWeightsGroupRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.JoinWeightsGroupResponse:
+        """Take a place in a trainer's process group."""
+        async with statuses(context):
+            from services.target.process.weights.group import Membership
+
+            groups = self._running()[1].groups
+            place = (request.address, request.port, request.rank, request.world_size, request.backend)
+            membership = Membership(request.group_name, *place)
+            await self._in_engine(lambda: groups.announce("join", membership=asdict(membership)))
+            await asyncio.to_thread(groups.join, membership)
+            return target_pb2.JoinWeightsGroupResponse()
+        raise AssertionError("an aborted call does not go on")
+
+    async def LeaveWeightsGroup(  # noqa: N802
+        self, request: target_pb2.LeaveWeightsGroupRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.LeaveWeightsGroupResponse:
+        """Leave a trainer's process group."""
+        async with statuses(context):
+            groups, name = self._running()[1].groups, request.group_name
+            await self._in_engine(lambda: groups.announce("leave", name=name))
+            await asyncio.to_thread(groups.leave, name)
+            return target_pb2.LeaveWeightsGroupResponse()
+        raise AssertionError("an aborted call does not go on")
+
+    async def UpdateWeightsFromGroup(  # noqa: N802
+        self, request: target_pb2.UpdateWeightsFromGroupRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.UpdateWeightsFromGroupResponse:
+        """Replace weights by tensors that a trainer broadcasts."""
+        async with statuses(context):
+            from services.target.process.weights.group import Announced
+
+            _, control = self._running()
+            name, flattened = request.group_name, request.flattened
+            announced = [Announced(one.name, one.dtype, tuple(one.shape)) for one in request.tensors]
+            tensors = [(one.name, one.dtype, one.shape) for one in announced]
+            await self._in_engine(
+                lambda: control.groups.announce("receive", name=name, announced=tensors, flattened=flattened)
+            )
+            arrived = await asyncio.to_thread(control.receive_from_group, name, announced, flattened=flattened)
+            update = update_from_pb(request.update)
+            facts = await self._in_engine(lambda: self._changed(control.update_from_tensors(arrived, update)))
+            return target_pb2.UpdateWeightsFromGroupResponse(weights=facts)
         raise AssertionError("an aborted call does not go on")
 
     def _changed(self, weights: Weights) -> common_pb2.WeightFacts:
@@ -261,6 +310,26 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         async with statuses(context):
             await self._in_engine(self._running()[1].proceed)
             return target_pb2.ContinueGenerationResponse()
+        raise AssertionError("an aborted call does not go on")
+
+    async def ReleaseMemory(  # noqa: N802
+        self, request: target_pb2.ReleaseMemoryRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.ReleaseMemoryResponse:
+        """Return the memory of the KV cache to the system."""
+        del request
+        async with statuses(context):
+            size = await self._in_engine(self._running()[1].release)
+            return target_pb2.ReleaseMemoryResponse(released_bytes=size)
+        raise AssertionError("an aborted call does not go on")
+
+    async def ResumeMemory(  # noqa: N802
+        self, request: target_pb2.ResumeMemoryRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.ResumeMemoryResponse:
+        """Take memory again."""
+        del request
+        async with statuses(context):
+            await self._in_engine(self._running()[1].resume)
+            return target_pb2.ResumeMemoryResponse()
         raise AssertionError("an aborted call does not go on")
 
     async def Verify(  # noqa: N802

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.speculation.tree import TreeSlice
-from services.target.speculation.draft_wait import MAX_WAIT
+from services.target.speculation.draft_wait import longest_wait
 from services.target.speculation.estimates.step_cost import StepCost, free
 
 _EMA_WEIGHT = 0.2  # of the last wait
@@ -79,7 +79,7 @@ class Budget:
 
     def waited(self, seconds: float) -> None:
         """Add the time for which the engine did not compute before a step. A pause for want of work is no wait."""
-        if seconds < MAX_WAIT:
+        if seconds < longest_wait(self.cost.step(1, 0)[0]):
             self.held += _EMA_WEIGHT * (seconds - self.held)
 
     def min_probability(self, tokens: int, sessions: int, kv_tokens: int = 0, most: int = 64) -> float:

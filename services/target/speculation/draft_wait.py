@@ -1,20 +1,35 @@
 """How long a step is held for proposals: until every session with a drafter has an answer to its last commit, within a
-bound. A drafter further away than the bound hardly pays, and finding out costs more."""
+bound. A drafter further away than the bound hardly pays, and finding out costs more.
+
+The first answer to a session takes longer, because the drafter reads the prompt first: on the target's cores it can do
+so only while the target waits. So a step may be held for it once, for as long as the target itself took to read that
+prompt. It is not where most sessions of the step have answers already, and not after several such waits in vain: the
+drafter may leave out sessions of this kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
-MAX_WAIT = 0.05  # seconds that a step is held at most, and no longer than ...
+_MAX_WAIT = 0.3  # seconds that a step is held at most, and no longer than ...
 _MAX_WAIT_STEPS = 2  # ... this many steps take
 MEASURING_WAIT = 10.0  # seconds, in which a draft reads a long prompt; for drafters that are measured
+_MAX_FIRST_WAIT = 2.0  # seconds for first answers
+_MAX_VAIN = 2  # consecutive waits for first answers in vain
 _MAX_MISSES = 3  # consecutive waits in vain after which a session is no longer waited for
+
+
+def longest_wait(step_seconds: float) -> float:
+    """Seconds that a step is held at most for drafters that have answered before. step_seconds: of a usual step."""
+    return min(_MAX_WAIT_STEPS * step_seconds, _MAX_WAIT)
 
 
 class DraftWait:
     """Decides for one engine; knows sessions by id.
 
     has_drafter: a drafter has answered since the start
+    reads_ahead: a drafter has answered a session before its first token: it reads prompts while the target does
+    longest: seconds for which the present step may be held in all
+    reads: the present step is held for first answers
     """
 
     def __init__(self, clock: Callable[[], float], longest: float | None = None) -> None:
@@ -22,11 +37,13 @@ class DraftWait:
         the time of two steps."""
         self._clock = clock
         self._longest = longest
-        self.has_drafter = False
+        self.longest, self.reads = 0.0, False
+        self.has_drafter = self.reads_ahead = False
         self._unanswered = False  # a step was held for the longest time before any drafter had ever answered
         self._awaited: set[int] = set()
         self._misses: dict[int, int] = {}  # by session: waits in vain since its last fresh answer
         self._drafted: set[int] = set()
+        self._vain = 0  # consecutive waits for first answers that had none
         self._deadline = clock()
 
     @property
@@ -46,6 +63,7 @@ class DraftWait:
 
     def _count_misses(self) -> None:
         """The deadline has passed for the awaited sessions: a drafter may be gone, or have left a session out."""
+        self._vain += not self._awaited <= self._drafted
         for session_id in self._awaited:
             self._misses[session_id] = self._misses.get(session_id, 0) + 1
             if self._misses[session_id] >= _MAX_MISSES:
@@ -54,7 +72,9 @@ class DraftWait:
     def received(self, session_id: int, *, fresh: bool) -> None:
         """A proposal, or an empty answer, has come. fresh: its drafter knew of the last commit."""
         self.has_drafter = True
-        self._drafted.add(session_id)
+        if session_id not in self._drafted:
+            self._drafted.add(session_id)
+            self._vain = 0
         if fresh:
             self._awaited.discard(session_id)
             self._misses.pop(session_id, None)
@@ -73,14 +93,28 @@ class DraftWait:
         self._awaited.discard(session_id)
         self._misses.pop(session_id, None)
 
-    def end(self, now: float, wanted: Collection[int], step_seconds: float, *, hold: bool) -> None:
+    def end(
+        self,
+        now: float,
+        wanted: Collection[int],
+        step_seconds: float,
+        *,
+        hold: bool,
+        reading: Mapping[int, float] | None = None,
+    ) -> None:
         """A step has ended. wanted: sessions whose draft tokens are wanted next. step_seconds: of a usual step.
 
-        hold: the mode waits for proposals
+        hold: the mode waits for proposals. reading: seconds in which drafters read sessions that have no answer yet
         """
-        awaited = self.any_of(wanted)
+        awaited, longest, reads = self.any_of(wanted), longest_wait(step_seconds), False
+        if self.has_drafter and reading and self._vain < _MAX_VAIN and 2 * len(reading) > len(wanted):
+            unread = {one for one in reading if one not in self._misses}
+            longest = max(longest, min(sum(reading[one] for one in unread), _MAX_FIRST_WAIT))
+            awaited |= unread
+            reads = bool(unread)
         if self._longest is not None and not self._unanswered:
             awaited = {one for one in wanted if self._misses.get(one, 0) < _MAX_MISSES}
+        self.longest, self.reads = 0.0, hold and reads
         if hold and awaited:
-            self._awaited = awaited
-            self._deadline = now + (self._longest or min(_MAX_WAIT_STEPS * step_seconds, MAX_WAIT))
+            self._awaited, self.longest = awaited, self._longest or longest
+            self._deadline = now + self.longest

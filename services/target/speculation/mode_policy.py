@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from services.target.speculation.draft_wait import MAX_WAIT, DraftWait
+from services.target.speculation.draft_wait import DraftWait
 from services.target.speculation.mode_selector import DRAFT_MODES, TRIAL, ModeSelector, PrefillCost, SpeculationMode
 
 # Steps at the start of a trial that are not measured: drafters learn of the mode first, or do work that comes once.
@@ -116,12 +116,20 @@ class ModePolicy:
         self.wait.received(session_id, fresh=fresh)
 
     def end(
-        self, wanted: Collection[int], count: int, tokens: int, *, prompts: int = 0, steps: int = 1, own: int = 0
+        self,
+        wanted: Collection[int],
+        count: int,
+        tokens: int,
+        *,
+        prompts: int = 0,
+        steps: int = 1,
+        own: int = 0,
+        unread: Mapping[int, int] | None = None,
     ) -> None:
         """A step has ended, or several at once, that committed tokens in `count` sessions.
 
         wanted: those of them whose draft tokens are wanted next. prompts: prompt tokens in it. own: of the tokens,
-        draft tokens of the target's own sources
+        draft tokens of the target's own sources. unread: lengths of the wanted sessions that no drafter has answered
         """
         now = self._clock()
         seconds, self._ended = now - self._ended, now
@@ -129,6 +137,9 @@ class ModePolicy:
         if self._selects:
             self.prefill_cost.committed(tokens)
             self._account(count, tokens, prompts, computing, seconds - computing)
+            if self.wait.reads:  # no part of a usual step
+                self.prefill_cost.held(min(seconds - computing, self.wait.longest))
+                seconds = computing
             load = _load(count)
             if count and (load > self._load or (load < self._load and not prompts and self._present_load < self._load)):
                 self._change_load(load)
@@ -139,7 +150,9 @@ class ModePolicy:
             self.step_seconds += new * (computing / steps - self.step_seconds)
             self._step_tokens += new * (tokens / count / steps - self._step_tokens)
         hold = self.mode is SpeculationMode.WAIT_FOR_DRAFT
-        self.wait.end(now, wanted, self.step_seconds or computing, hold=hold)
+        each = self.prefill_cost.seconds_per_prompt_token
+        reading = {one: each * length for one, length in unread.items()} if unread else None
+        self.wait.end(now, wanted, self.step_seconds or computing, hold=hold, reading=reading)
 
     def _account(self, count: int, tokens: int, prompts: int, computing: float, waited: float) -> None:
         """All steps, measured or not, show what trials cost and when the next are due. computing, waited: seconds."""
@@ -151,7 +164,7 @@ class ModePolicy:
             if selector is not None:
                 selector.add_prefill(computing)
         elif count and selector is not None:
-            selector.add_step(tokens / count, computing + min(waited, MAX_WAIT))
+            selector.add_step(tokens / count, computing + min(waited, self.wait.longest))
 
     def _is_measurement(self, drafted: bool) -> bool:
         # A drafter that has not answered a session yet may have its prompt to read: that is no measurement of its

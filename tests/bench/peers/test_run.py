@@ -51,9 +51,33 @@ def test_peers_without_batching(tmp_path):
     args = argparse.Namespace(
         model_path=str(model), outrider=["bf16"], transformers=["plain", "lookup"], transformers_dtype="bfloat16",
         llama_model=[], openvino_model=[f"int8={tmp_path}"], openvino_python="python", vllm=None,
+        gguf=None, gguf_draft=None,
     )  # fmt: skip
     alone = [peer.info.name for peer in peers_of(args, tmp_path) if not peer.info.batched]
     assert alone == ["transformers plain", "transformers lookup", "OpenVINO int8 lookup"]
+
+
+def test_peers_on_a_gguf_file(tmp_path):
+    file, draft = tmp_path / "large.gguf", tmp_path / "small.gguf"
+    file.write_bytes(b"1234")
+    draft.write_bytes(b"1")
+    chosen = ["--gguf", str(file), "--gguf-draft", str(draft), "--llama-server", "python"]
+    peers = list(peers_of(parse_arguments(chosen), tmp_path))
+    assert [peer.info.name for peer in peers] == [
+        "outrider large", "outrider large AUTO", "outrider large STANDALONE",
+        "llama.cpp large", "llama.cpp large n-gram", "llama.cpp large draft model",
+    ]  # fmt: skip
+    assert {peer.info.size for peer in peers} == {4}
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [(["--gguf", "nowhere.gguf"], "nowhere.gguf does not exist"), (["--gguf-draft", "x.gguf"], "give both")],
+)
+def test_wrong_files_are_usage_errors(capsys, flags, why):
+    with pytest.raises(SystemExit):
+        parse_arguments(flags)
+    assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", ["nothing", "q4=/nowhere/model.gguf", "q4="])

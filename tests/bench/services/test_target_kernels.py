@@ -20,6 +20,7 @@ def small(monkeypatch, report_folder):
     """Sizes for a run of about a second."""
     monkeypatch.setattr(kernels, "SPILL", 1 << 18)
     monkeypatch.setattr(kernels, "WEIGHTS", {"qkv": (96, 64)})
+    monkeypatch.setattr(kernels, "WEIGHTS_1_5B", {"down": (40, 256)})
     monkeypatch.setattr(kernels, "MAX_SECONDS", 0.01)
     monkeypatch.setattr(kernels, "read_bandwidth", lambda threads: 1e9 * threads)
     return report_folder
@@ -37,6 +38,14 @@ def test_small_run(small):
     assert narrow["floor_us"] < wide["floor_us"]
     assert wide["floor_us"] == pytest.approx(1e6 * packed(torch.zeros(96, 64), Format.BFLOAT16).bytes / 1e9)
     assert all(row["us"] > 0 and row["PyTorch us"] > 0 for row in rows)
+
+
+def test_stored_formats_with_the_shapes_of_a_larger_model(small):
+    formats = ["int4", *kernels.STORED]
+    kernels.main(["--model", "1.5b", "--formats", *formats, "--rows", "1", "--threads", "1"])
+    rows = json.loads((small / "kernels-1.5b.json").read_text())["rows"]
+    assert [row["kernel"] for row in rows] == [f"product, {name}" for name in formats]
+    assert all(row["GB/s"] > 0 for row in rows)
 
 
 def test_both_sides_compute_equal_results():

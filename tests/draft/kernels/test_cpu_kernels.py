@@ -55,6 +55,30 @@ def test_rows_are_batch_invariant():
         np.testing.assert_array_equal(products.product(x[:rows], matrix), whole[:rows])
 
 
+@pytest.mark.parametrize(("inputs", "outputs", "rows"), [(64, 32, 1), (100, 70, 3), (576, 96, 40)])
+def test_int4_products_are_those_of_the_rounded_weights(inputs, outputs, rows):
+    """Plain twin: 16 values a block of 32 inputs between its ends; the kernels clip a little where that is nearer."""
+    rng = np.random.default_rng(inputs)
+    matrix = jnp.asarray(rng.standard_normal((inputs, outputs)), jnp.bfloat16)
+    x = jnp.asarray(rng.standard_normal((rows, inputs)), jnp.float32)
+    panels = PanelMaker(int4=True).make(matrix)
+    assert panels.data.nbytes < 0.7 * -(-inputs // 64) * 64 * -(-outputs // 32) * 32
+    y = np.asarray(products.product(x, panels, jnp.float32))
+    blocks = np.zeros((-(-inputs // 32) * 32, outputs), np.float32)
+    blocks[:inputs] = np.asarray(matrix, np.float32)
+    blocks = blocks.reshape(-1, 32, outputs)
+    low, high = blocks.min(1, keepdims=True), blocks.max(1, keepdims=True)
+    scale = (high - low) / 15
+    rounded = (np.round((blocks - low) / scale) * scale + low).reshape(-1, outputs)[:inputs]
+    exact, twin = (np.asarray(x) @ one for one in (np.asarray(matrix, np.float32), rounded))
+    error, twin_error = (np.sqrt(np.mean((one - exact) ** 2)) for one in (y, twin))
+    assert error < 1.05 * twin_error
+    several = PanelMaker(int4=True).make(jnp.stack([matrix, 2 * matrix]))
+    for index in (0, 1):
+        found = products.product(x, several[jnp.int32(index)], jnp.float32)
+        np.testing.assert_allclose(found, (1 + index) * y, rtol=1e-3, atol=2e-2)
+
+
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_products_of_8_bits(dtype):
     rng = np.random.default_rng(0)

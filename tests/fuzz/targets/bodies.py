@@ -14,10 +14,13 @@ from gateway.admission.admission import Keys
 from gateway.api import app as rest
 from gateway.api.middleware import EdgeMiddleware
 from gateway.control.control import Control
+from gateway.control.replicas import Replicas
 from gateway.control.server_info import Facts
 from gateway.orchestration.generator import Generator
 from gateway.orchestration.orchestrator import Orchestrator
 from gateway.orchestration.session_table import SessionTable
+from gateway.pools.discovery import Discovery
+from gateway.pools.members import Members
 from gateway.sessions.session import Session
 from gateway.telemetry.metrics import Metrics
 from gateway.text.tokenizer import ModelTokenizer
@@ -78,7 +81,8 @@ class _Gateway:
         )  # fmt: skip
         orchestrator.sessions.open = lambda request, draft=None: _answered(orchestrator.sessions, request)  # type: ignore[method-assign]
         self.edge = EdgeMiddleware(1 << 20)
-        self.edge.app = rest.build(generator, facts, Control(orchestrator, facts), Keys(facts.config))
+        replicas = Replicas(Discovery(Members(), 1.0), orchestrator, facts.peers)
+        self.edge.app = rest.build(generator, facts, Control(orchestrator, facts), replicas, Keys(facts.config))
 
     def post(self, path: str, body: bytes) -> tuple[int, bytes]:
         """Status and body of the answer to a request."""

@@ -107,7 +107,9 @@ def test_a_link_from_elsewhere_can_be_followed():
         ("/v1/completions", {"content_type": "multipart/form-data"}, False),
         ("/v1/completions", {}, False),
         ("/update_weights_from_tensor", {"content_type": "application/octet-stream"}, True),
-        ("/update_weights_from_tensor", {"content_type": JSON}, False),
+        ("/update_weights_from_tensor", {"content_type": JSON}, True),
+        ("/update_weights_from_tensor", {"content_type": "text/plain"}, False),
+        ("/update_weights_from_disk", {"content_type": "application/octet-stream"}, False),
     ],
 )
 @pytest.mark.parametrize("size", [{"content_length": "7"}, {"transfer_encoding": "chunked"}])

@@ -16,7 +16,7 @@ from gateway.admission.admission import Keys
 from gateway.admission.caller import Caller, client_network, peer_network
 from outrider.client import Client
 from outrider.config import GatewayConfig
-from outrider.errors import Unauthenticated
+from outrider.errors import ConfigError, Unauthenticated
 from tests.support.gateway.engines import expected, tokenizer
 from tests.support.gateway.services import Gateway, answers, until
 
@@ -50,6 +50,12 @@ CONTROL = (
     ("GET", "/flush_cache"),
     ("POST", "/update_weights_from_disk"),
     ("POST", "/update_weights_from_tensor"),
+    ("POST", "/update_weights_from_distributed"),
+    ("POST", "/init_weights_update_group"),
+    ("POST", "/destroy_weights_update_group"),
+    ("POST", "/update_weight_version"),
+    ("POST", "/release_memory_occupation"),
+    ("POST", "/resume_memory_occupation"),
     ("POST", "/abort_request"),
 )
 
@@ -248,6 +254,20 @@ def test_caches_can_be_shared_by_all_keys(tmp_path):
         assert len({caller.caches for caller in callers}) == names
         assert len({caller.name for caller in callers}) == 2
     assert Keys(GatewayConfig()).check(b"Bearer one") == Caller()
+
+
+@pytest.mark.parametrize(("network", "trusted"), [
+    ("10.1.2.3", True), ("10.2.0.1", False), ("", False), ("fd00:1::/64", True), ("fd00:2::/64", False), ("x", False),
+])  # fmt: skip
+def test_connections_of_some_networks_are_administrators(network, trusted):
+    keys = Keys(GatewayConfig(api_key=("alpha",), admin_networks=("10.1.0.0/16", "fd00:1::/32")))
+    if trusted:
+        keys.check_admin(keys.check(b"", network=network))
+    else:
+        with pytest.raises(Unauthenticated):
+            keys.check(b"", network=network)
+    with pytest.raises(ConfigError, match="is no network"):
+        GatewayConfig(admin_networks=("10.1.0.1/16",)).check()
 
 
 def test_grpc_requires_a_key(guarded):

@@ -1,17 +1,20 @@
 """Control of several targets, with targets whose duration a test controls."""
 
 import asyncio
+import itertools
 from types import SimpleNamespace
 
 import pytest
 
-from gateway.control import control
+from gateway.control import calls, control
 from gateway.control.control import Control
 from gateway.control.server_info import Facts
 from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig
 from outrider.errors import Conflict, InvalidRequest
 from outrider.wire.v1 import common_pb2, target_pb2
+
+NUMBERS = itertools.count()
 
 
 class Target:
@@ -26,7 +29,8 @@ class Target:
         self.taken = []
         self.believed = ""  # the fingerprint that the gateway assumes
         self.here = self.up = True
-        self.address = "unix:/target"
+        self.address = f"unix:/target{next(NUMBERS)}"
+        self.update_lock, self.paused = None, None
         self.awaited_version = None
 
     def expects(self, fingerprint):
@@ -81,7 +85,7 @@ def control_of(monkeypatch):
     async def call(link, _, work):
         return await work(link)
 
-    monkeypatch.setattr(control, "_call", call)
+    monkeypatch.setattr(control, "call_replica", call)
     return lambda *targets, peers=None: Control(
         SimpleNamespace(targets=targets, drafts=[]),
         Facts(GatewayConfig(), target_pb2.GetTargetInfoResponse(), peers or Peers()),
@@ -173,7 +177,7 @@ def test_an_endless_upload_ends_with_its_last_target_or_in_silence(control_of, m
         with pytest.raises(InvalidRequest, match="a gap"):
             await updates.update_from_tensors(endless(), common_pb2.WeightUpdate())
         assert sent < 50
-        monkeypatch.setattr(control, "_SILENCE", 0.05)
+        monkeypatch.setattr(calls, "_SILENCE", 0.05)
         with pytest.raises(InvalidRequest, match="no more tensors arrived"):
             await tensors(control_of(Target()), "1", asyncio.Event())
 
@@ -221,7 +225,7 @@ def test_a_target_with_mixed_weights_is_unused_until_it_has_all(control_of, coun
         updates = control_of(*targets)
         assert (await tensors(updates, "1:a")).unused == []
         targets[-1].start()  # restarts with the weights of its flags
-        assert (await tensors(updates, "1:b")).unused == ["unix:/target"]
+        assert (await tensors(updates, "1:b")).unused == [targets[-1].address]
         assert all(target.here for target in targets[:-1])
         for target in targets[:-1]:
             assert target.fingerprint == target.believed

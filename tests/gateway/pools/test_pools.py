@@ -11,6 +11,8 @@ from gateway.pools.pool import Routing
 from gateway.sessions.prefixes import CachedPrefixes, PrefixHashes
 from gateway.sessions.session import Session
 from gateway.streams.draft import DraftLink
+from gateway.streams.pool_weights import PoolWeights
+from gateway.streams.step_time import StepTime
 from gateway.streams.target import TargetLink
 from gateway.telemetry.metrics import Metrics
 from outrider.errors import ConfigError, Unavailable
@@ -146,6 +148,48 @@ def test_a_larger_target_gets_more_sessions():
     assert (small.session_count, large.session_count) == (4, 12)
 
 
+def reports(link, milliseconds, count=40):
+    """Make a link's steps take so long."""
+    for _ in range(count):
+        link.update_load(common_pb2.EngineLoad(running_sessions=1, step_microseconds=int(1000 * milliseconds)))
+
+
+@pytest.mark.parametrize(
+    ("slots", "milliseconds", "shares"),
+    [((64, 64), (20, 10), (8, 16)), ((64, 64), (10, 11), (12, 12)), ((64, 32), (10, 20), (19, 5))],
+)
+def test_targets_get_sessions_in_proportion_to_what_they_do(slots, milliseconds, shares):
+    """By the durations of their steps and by their slots; small differences are chance."""
+    links = [target(slots=count) for count in slots]
+    pools = Pools(*links)
+    for link, step in zip(links, milliseconds, strict=True):
+        reports(link, step)
+    for family in range(24):
+        pools.open(prompt(family))
+    assert tuple(link.session_count for link in links) == shares
+
+
+def test_a_slow_target_is_measured_anew_after_a_while():
+    now = 0.0
+    links = [target(), target()]
+    pools = Pools(*links)
+    for link, step in zip(links, (40, 10), strict=True):
+        link.step_time = StepTime(lambda: now)
+        reports(link, step)
+    reports(links[0], 60_000, 1)  # one step in which it compiled, say
+    assert links[0].step_time.seconds == pytest.approx(0.04, rel=0.6)
+
+    def chosen():
+        one = pools.open(prompt(next(IDS)))
+        home = links.index(one.target)
+        pools.placement.leave(one)
+        return home
+
+    assert [chosen() for _ in range(3)] == [1, 1, 1]
+    now = 200.0
+    assert 0 in [chosen() for _ in range(3)]
+
+
 def test_a_session_is_routed_to_a_context_that_holds_it():
     small, large = target(longest=100), target(longest=200)
     pools = Pools(small, large)
@@ -233,9 +277,9 @@ def test_targets_of_other_number_formats_are_refused():
     facts.MergeFrom(link.info)
     link.info.kv_cache_dtype = "bfloat16"
     with pytest.raises(ConfigError, match="--kv-cache-dtype bfloat16"):
-        link.expect(facts)
+        link.expect(PoolWeights(facts))
     link.info.kv_cache_dtype = "float8_e4m3fn"
-    link.expect(facts)
+    link.expect(PoolWeights(facts))
 
 
 async def test_a_session_waits_for_a_target_that_holds_it_and_then_fails():

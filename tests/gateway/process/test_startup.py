@@ -5,6 +5,7 @@ import json
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import grpc
 import httpx
@@ -170,21 +171,22 @@ def test_targets_with_different_updates_of_one_model(folder):
 class Comes:
     """A link to a target that is up after a while."""
 
+    refusal = None
+
     def __init__(self, turns, fingerprint):
-        self.turns, self.up, self.info, self.expected = turns, False, None, None
+        self.turns, self.up, self.info = turns, False, None
         model = common_pb2.ModelInfo(fingerprint=fingerprint)
         self.facts = target_pb2.GetTargetInfoResponse(model=model, first_fingerprint="f1")
 
-    def start(self):
-        pass
+    @property
+    def settled(self):
+        return self.up
 
-    async def wait_up(self, _):
+    async def come(self, changed):
         for _ in range(self.turns):
             await asyncio.sleep(0)
         self.up, self.info = True, self.facts
-
-    def expect(self, facts):
-        self.expected = facts.model.fingerprint
+        changed.set()
 
 
 @pytest.mark.parametrize(
@@ -192,10 +194,12 @@ class Comes:
     [([(1, "f1"), (50, "f2")], "f2"), ([(50, "f1"), (1, "f2")], "f2"), ([(1, "f1"), (50, "f1")], "f1")],
 )
 async def test_updated_weights_are_preferred(come, expected):
-    links = [Comes(*one) for one in come]
-    first = await first_target(links, 60)
+    targets = [Comes(*one) for one in come]
+    links = SimpleNamespace(changed=asyncio.Event(), is_named=lambda _: True)
+    tasks = [asyncio.create_task(target.come(links.changed)) for target in targets]
+    first = await first_target(targets, links, 60)
     assert first.facts.model.fingerprint == expected
-    assert {link.expected for link in links} == {expected}
+    await asyncio.gather(*tasks)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from gateway.process import app as gateway_app
+from gateway.streams.connection import Connection
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from outrider.cli import main
@@ -165,25 +166,25 @@ async def met(link):
     ],
 )
 async def test_a_refused_gateway_reports_the_reason(closed_target, ours, others, tls, words):
-    assert words in await met(TargetLink(closed_target.address, tls(ours, others)))
+    assert words in await met(TargetLink(closed_target.address, Connection(tls(ours, others))))
 
 
 async def test_an_expired_certificate_is_named(ours):
     past = dt.datetime.now(dt.UTC) - HOUR
     old = ours.certificate("127.0.0.1", not_before=past - HOUR, not_after=past)
     with running(Target, old.serving()) as target:
-        assert "certificate has expired" in await met(TargetLink(target.address, client_tls(ours.ca_certs)))
+        assert "certificate has expired" in await met(TargetLink(target.address, Connection(client_tls(ours.ca_certs))))
 
 
 async def test_a_service_without_tls_is_reported(ours):
     with running(Target, None) as target:
-        assert "speaks no TLS" in await met(TargetLink(target.address, client_tls(ours.ca_certs)))
+        assert "speaks no TLS" in await met(TargetLink(target.address, Connection(client_tls(ours.ca_certs))))
 
 
 async def test_a_certificate_of_another_name_can_be_expected(ours, visitor):
     with running(Target, visitor.serving()) as target:
         named = client_tls(ours.ca_certs, server_name="visitor.example")
-        assert await met(TargetLink(target.address, named)) is None
+        assert await met(TargetLink(target.address, Connection(named))) is None
 
 
 async def test_a_draft_with_other_tls_settings_is_reported(server):

@@ -154,6 +154,39 @@ def test_a_worker_that_dies_is_restarted_and_the_others_continue(gateway):
     assert "the worker 0 process ended" in gateway.log.read_text()
 
 
+def test_replicas_join_and_leave_in_all_workers(gateway, folder, target):
+    """Also in one that was restarted meanwhile."""
+    late = Service(Target, f"unix:{folder}/joins", delay=0.01).start()
+
+    def workers():
+        found = httpx.get(f"{gateway.url}/workers", headers=gateway.admin).json()["workers"]
+        return {worker["address"]: worker for worker in found}
+
+    def up(address):
+        return gateway.metric("outrider_service_up", address=address)
+
+    try:
+        httpx.post(f"{gateway.url}/workers", json={"url": late.address}, headers=gateway.admin).raise_for_status()
+        until(lambda: up(late.address) == WORKERS)
+        assert workers()[late.address]["sources"] == ["api"]
+        os.kill(pids(gateway)[1], signal.SIGKILL)
+        until(lambda: gateway_up(gateway) == [1, 1] and up(late.address) == WORKERS, 60)
+        name = workers()[target.address]["id"]
+        removed = httpx.delete(f"{gateway.url}/workers/{name}", headers=gateway.admin)
+        assert removed.status_code == 202
+        until(lambda: target.address not in workers())
+        assert up(target.address) == 0
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(lambda _: complete(gateway), range(12))) == [expected(PROMPT, 5)] * 12
+        assert late.engine.opened >= 12
+        httpx.post(f"{gateway.url}/workers", json={"url": target.address}, headers=gateway.admin).raise_for_status()
+        until(lambda: up(target.address) == WORKERS)
+        httpx.post(f"{gateway.url}/remove_worker?url={late.address}", headers=gateway.admin).raise_for_status()
+        until(lambda: late.address not in workers())
+    finally:
+        late.stop()
+
+
 def gateway_up(gateway):
     with contextlib.suppress(httpx.TransportError):  # the connections of a dead worker are lost
         page = httpx.get(gateway.url + "/metrics").text

@@ -10,10 +10,12 @@ import grpc
 import numpy as np
 import pytest
 
+from gateway.streams import connection
 from gateway.streams import link as links
 from gateway.streams.availability import ReplicaState
+from gateway.streams.connection import Connection
 from gateway.streams.target import TargetLink
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, Unavailable
 from outrider.serving.messages import OpenSession
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.transport.frame_socket import SocketCall
@@ -106,12 +108,35 @@ async def test_a_lost_stream_reconnects(monkeypatch):
     await link.stop()
 
 
+async def test_a_replica_that_starts_up_is_asked_often(monkeypatch):
+    waits, sleep = [], asyncio.sleep
+
+    async def no_sleep(seconds):
+        waits.append(seconds)
+        await sleep(0)
+
+    class Slow(Near):
+        async def handshake(self, channel):
+            if len(waits) < 4:
+                raise ConnectionError("nothing answers")
+            if len(waits) < 8:
+                raise Unavailable("it is warming up")
+
+    monkeypatch.setattr(links.asyncio, "sleep", no_sleep)
+    link = Slow()
+    link.start()
+    await link.wait_up(5)
+    await link.stop()
+    assert max(waits[:4]) > 0.8  # a replica that does not answer is asked ever more rarely
+    assert max(waits[4:]) < 0.3
+
+
 @pytest.mark.parametrize("one_machine", [True, False])
 @pytest.mark.parametrize("transport", ["grpc", "auto"])
 async def test_frames_bypass_grpc_on_one_machine_if_allowed(tmp_path, one_machine, transport):
     address = f"unix:{tmp_path}/target" if one_machine else f"127.0.0.1:{free_port()}"
     service = await asyncio.to_thread(Service(Target, address).start)
-    link = TargetLink(address, transport=transport)
+    link = TargetLink(address, Connection(transport=transport))
     async with link.open_channel() as channel:
         call = await link.start_call(channel)
         bypasses = one_machine and transport == "auto"
@@ -129,14 +154,14 @@ async def test_frames_that_must_use_a_socket_need_one(tmp_path):
         (f"unix:{tmp_path}/target", "no process listens at .*target.frames"),
     ):
         with pytest.raises(ConfigError, match=f"--stream-transport socket: .*{reason}; choose grpc or auto"):
-            await TargetLink(address, transport="socket").start_call(None)
+            await TargetLink(address, Connection(transport="socket")).start_call(None)
 
 
 @pytest.mark.parametrize("transport", ["grpc", "socket"])
 async def test_frames_and_their_bytes_are_counted(tmp_path, transport):
     address = f"unix:{tmp_path}/target"
     service = await asyncio.to_thread(Service(Target, address).start)
-    link, frames = TargetLink(address, transport=transport), []
+    link, frames = TargetLink(address, Connection(transport=transport)), []
     link.on_frame = _collector(frames)
     link.start()
     await link.wait_up(15)
@@ -189,10 +214,10 @@ threading.Event().wait()
 @pytest.mark.parametrize("one_machine", [True, False])
 async def test_a_stopped_service_is_detected(tmp_path, monkeypatch, one_machine):
     """With a tenth of the keep-alive times."""
-    assert dict(links.CHANNEL_OPTIONS)["grpc.http2.ping_timeout_ms"] == 10_000
+    assert dict(connection.CHANNEL_OPTIONS)["grpc.http2.ping_timeout_ms"] == 10_000
     shorter = {"grpc.keepalive_time_ms": 2000, "grpc.keepalive_timeout_ms": 1000, "grpc.http2.ping_timeout_ms": 1000}
-    options = [(name, shorter.get(name, value)) for name, value in links.CHANNEL_OPTIONS]
-    monkeypatch.setattr(links, "CHANNEL_OPTIONS", options)
+    options = [(name, shorter.get(name, value)) for name, value in connection.CHANNEL_OPTIONS]
+    monkeypatch.setattr(connection, "CHANNEL_OPTIONS", options)
     address = f"unix:{tmp_path}/target" if one_machine else f"127.0.0.1:{free_port()}"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", _SERVICE, address, stdout=subprocess.PIPE)
     try:
@@ -221,7 +246,7 @@ TOKEN = "a-token-of-the-tests"
 )
 async def test_a_service_accepts_only_gateways_with_its_token(tmp_path, token, words):
     target = Service(Target, f"unix:{tmp_path}/target.sock", token=TOKEN).start()
-    link = TargetLink(target.address, token=token)
+    link = TargetLink(target.address, Connection(token=token))
     link.start()
     try:
         if words is None:

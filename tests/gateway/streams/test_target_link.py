@@ -11,7 +11,7 @@ from gateway.sessions.request import GenerationRequest, StopOptions
 from gateway.streams.availability import Availability, ReplicaState
 from gateway.streams.draft import DraftLink
 from gateway.streams.features import Features
-from gateway.streams.pool_weights import OtherWeights
+from gateway.streams.pool_weights import OtherWeights, PoolWeights
 from gateway.streams.target import TargetLink
 from gateway.telemetry.metrics import Metrics
 from outrider import PROTOCOL_VERSION
@@ -74,7 +74,7 @@ async def test_a_target_gets_the_weights_that_it_lacks(monkeypatch, present, fol
     stub, link = Updatable(present, folders), TargetLink("unix:/nowhere")
     monkeypatch.setattr(target_pb2_grpc, "TargetServiceStub", lambda channel: stub)
     link.tokenizer_files = {"config.json": b"{}"}
-    link.expect(Updatable("first").info)
+    link.expect(PoolWeights(Updatable("first").info))
     link.weights_changed("one", "1", "/w/1")
     link.weights_changed("two", "2", folder)
     if loads:
@@ -93,7 +93,7 @@ async def test_sessions_end_at_once_if_no_target_has_the_weights():
     sessions = Orchestrator(links, [], Metrics()).sessions
     request = GenerationRequest([5], SamplingParams(0.0), StopOptions(1))
     for link in links:
-        link.expect(Updatable("first").info)
+        link.expect(PoolWeights(Updatable("first").info))
         link.weights_changed("two", "2")
     session = sessions.open(request)
     for link, ended in ((links[0], False), (links[1], True)):

@@ -33,6 +33,13 @@ def test_devices(cards, hidden, others, statuses, text):
     assert all(one.remedy for one in found if one.status == "problem")
 
 
+def test_processors_of_arm_are_known_by_their_numbers():
+    graviton = "processor\t: 0\nFeatures\t: fp asimd\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n"
+    assert machine.processor_name(graviton) == "Neoverse V1"
+    assert machine.processor_name("processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu") == "AMD EPYC"
+    assert machine.processor_name("") == machine.platform.machine()
+
+
 def test_memory_in_use_is_named():
     cards = parse_gpus(smi(H100.replace(" 0,", " 20480,")))
     (found,) = machine.accelerators(cards, cards)
@@ -47,6 +54,10 @@ def test_memory_in_use_is_named():
         (f"{AVX2} avx512f avx512bw avx512dq avx512vl", "ok", "AVX-512 without avx512_bf16, avx512_vnni, which is not"),
         (AVX512, "ok", "AVX2, AVX-512"),
         (f"{AVX512} amx_tile amx_bf16 amx_int8", "ok", "AVX2, AVX-512, AMX (bf16, int8)"),
+        ("fp asimd", "note", "NEON without dot products: compiled kernels need them"),
+        ("fp asimd asimddp", "ok", "NEON with dot products; these kernels are tested under an emulator"),
+        ("fp asimd asimddp i8mm", "ok", "i8mm, which is not used without bf16"),
+        ("fp asimd asimddp i8mm bf16", "ok", "NEON with dot products, i8mm, bf16; these"),
     ],
 )
 def test_instruction_sets(flags, status, text):

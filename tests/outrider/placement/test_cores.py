@@ -33,7 +33,8 @@ def test_from_four_cores_on_processes_share_no_core(count, algorithm, sizes):
     ("cores", "algorithm", "plan"),
     [
         ([5], "STANDALONE", CorePlan((5,), (5,), (5,))),
-        ([0, 1], "STANDALONE", CorePlan((0, 1), (1,), (0, 1), niceness=15, shared=(0, 1))),
+        ([0, 1], "EAGLE3", CorePlan((0, 1), (1,), (0, 1), niceness=15, shared=(0, 1))),
+        ([0, 1], "STANDALONE", CorePlan((0, 1), (0, 1), (0, 1), niceness=15)),
         ([0, 1], "NGRAM", CorePlan((0, 1), (0, 1), (0, 1), niceness=15)),
         ([0, 1], "NONE", CorePlan((0, 1), (0, 1), (0, 1), niceness=15)),
         ([2, 4, 6], "STANDALONE", CorePlan((2, 4), (6,), (6,))),
@@ -77,7 +78,7 @@ def test_missing_cores_are_refused():
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_network_threads_of_a_draft_use_all_cores_unless_its_cores_are_set():
     first, second, *_ = map(str, sorted(os.sched_getaffinity(0)))
-    draft = DraftOptions(speculative_algorithm="STANDALONE")
+    draft = DraftOptions(speculative_algorithm="EAGLE3")
     plan = choose_cores(ServeConfig(draft=draft, cores=f"{first},{second}"))
     assert (plan.draft, plan.network) == ((int(second),), (int(first), int(second)))
     plan = choose_cores(ServeConfig(draft=draft, cores=f"{first},{second}", cores_draft=second))

@@ -16,7 +16,7 @@ from services.draft.process import app
 
 FLAGS = (
     "cores", "niceness", "network_cores", "speculative_num_steps", "speculative_eagle_topk",
-    "speculative_num_draft_tokens",
+    "speculative_num_draft_tokens", "draft_ahead",
 )  # fmt: skip
 
 
@@ -25,7 +25,7 @@ def reported(config):
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 4, 16])
-@pytest.mark.parametrize("algorithm", ["AUTO", "EAGLE3", "NGRAM"])
+@pytest.mark.parametrize("algorithm", ["AUTO", "EAGLE3", "NGRAM", "STANDALONE"])
 @pytest.mark.parametrize(
     "flags", [{}, {"speculative_num_steps": 5, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 6}]
 )

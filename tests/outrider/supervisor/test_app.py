@@ -107,6 +107,20 @@ def test_a_draft_model_has_its_targets_quantization_unless_a_flag_sets_it(tmp_pa
     assert made.draft.speculative_draft_model_quantization == draft
 
 
+def test_a_draft_model_on_the_targets_cores_drafts_when_the_target_waits(tmp_path):
+    shared = CorePlan((0, 1), (0, 1), (0, 1), niceness=15)
+    model = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model", "d", "--device", "cpu"]
+
+    def made(cores, *flags):
+        draft = configure(parse(*model, *flags), cores, tmp_path).draft
+        return draft.draft_ahead, draft.speculative_draft_model_quantization, draft.niceness
+
+    assert made(shared) == made(shared, "--quantization", "int8") == ("off", None, 2)
+    assert made(shared, "--draft-ahead", "on", "--quantization", "int8") == ("on", "int8", 15)
+    assert made(shared, "--draft-device", "cuda") == ("auto", None, 15)
+    assert made(CORES) == ("auto", None, 0)
+
+
 def test_a_head_on_the_targets_cores_grows_whole_trees_unless_flags_say_more(tmp_path):
     shared = CorePlan((0, 1), (1,), (0, 1), niceness=15)
     head = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model", "d"]

@@ -34,7 +34,7 @@ def written(folder, name, **more):
 
 
 def module_of(folder, device=CPU, dtype=torch.float32):
-    module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention.NAME, dtype=dtype)
+    module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention.registered(), dtype=dtype)
     return module.to(device).eval().requires_grad_(False)
 
 

@@ -19,12 +19,13 @@ from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.matrices.weights import PackedWeight
+from services.target.model.dense.load import folder_of
 from services.target.model.eagle_head import EagleHead
 from services.target.model.eagle_head_weights import read_eagle_head
 from services.target.model.gguf import convert
 from services.target.model.gguf.weights import GgufWeights
 from services.target.model.loading import support
-from services.target.model.loading.load import folder_of, load
+from services.target.model.loading.load import load
 from services.target.model.loading.probe import module_without_weights
 from services.target.model.native import ProgramRunner
 from services.target.process.control import Control

@@ -4,7 +4,7 @@
 // 127, four of 31 x 127 or two of 63 x 127. Values of 8 bits: even and odd numbers of k apart, as 16 bits.
 #pragma once
 
-#include "block_pass.h"
+#include "products/block_pass.h"
 #include "dot_steps.h"
 
 namespace outrider {
@@ -46,24 +46,24 @@ template <Format FORMAT, int M, int V, bool HIGH, int STRETCH>
   using T = BlockTraits<FORMAT>;
   constexpr int kBegin = STRETCH * T::kStretch;
   __m256i sum[M][V];
-  each<M>([&](auto m) INLINED {
-    each<V>([&](auto v) INLINED { sum[m][v] = _mm256_setzero_si256(); });
-  });
-  hold<M, V>(sum);
-  auto line = [&](auto known, int64_t i) INLINED {
+  auto line = [&](auto known, int64_t i, auto first) INLINED {
     run.template fetch<FORMAT, V>(8 * HIGH + i);
     __m256i w[V];
     each<V>([&](auto v) INLINED { w[v] = load_values<FORMAT, HIGH, known>(run.place.values, i, run.first + v); });
     each<M>([&](auto m) INLINED {
       const __m256i all = broadcast_word(x + 4 * i + m * bytes_of_chunk(FORMAT));
-      each<V>([&](auto v) INLINED { add_bytes(sum[m][v], w[v], all); });
+      each<V>([&](auto v) INLINED { first ? set_bytes(sum[m][v], w[v], all) : add_bytes(sum[m][v], w[v], all); });
     });
   };
   if constexpr (T::kUpper == 0) {
+    line(std::integral_constant<int, 0>(), kBegin, std::true_type());
+    hold<M, V>(sum);
 #pragma GCC unroll 1
-    for (int64_t i = kBegin; i < kBegin + T::kStretch; ++i) line(std::integral_constant<int, 0>(), i);
+    for (int64_t i = kBegin + 1; i < kBegin + T::kStretch; ++i) line(std::integral_constant<int, 0>(), i, std::false_type());
   } else {
-    each<T::kStretch>([&](auto i) INLINED { line(std::integral_constant<int, kBegin + i>(), kBegin + i); });
+    each<T::kStretch>([&](auto i) INLINED {
+      line(std::integral_constant<int, kBegin + i>(), kBegin + i, std::bool_constant<i == 0>());
+    });
   }
   hold<M, V>(sum);
   const __m256i ones = _mm256_set1_epi16(1);

@@ -4,7 +4,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "panel_pass.h"
+#include "products/panel_pass.h"
 
 namespace outrider {
 
@@ -51,6 +51,11 @@ inline void add_bytes(__m256i& sum, __m256i w, __m256i x) {  // of pairs of unsi
   __m256i value = sum, product;
   asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(value), "=&x"(product) : "x"(w), "x"(x));
   sum = value;
+}
+inline void set_bytes(__m256i& sum, __m256i w, __m256i x) {  // the first of such products
+  __m256i product;
+  asm("vpmaddubsw %2, %1, %0" : "=x"(product) : "x"(w), "x"(x));
+  sum = product;
 }
 // f(0), f(1), ... with constants, so that what they index lies in registers: loops are unrolled too late for that, and sums
 // would go through memory in every step.

@@ -17,6 +17,7 @@ struct Floats {
 struct Ints {
   __m256i low, high;
 };
+using Shorts = __m256i;  // 16 numbers of 16 bits
 using Mask = uint16_t;
 constexpr Mask kAllLanes = 0xFFFF;
 
@@ -99,7 +100,7 @@ inline Ints load_bytes(const char* from, Mask mask) {
   const __m128i bytes = load_bytes_of(from, mask);
   return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes))};
 }
-inline __m256i load_shorts(const void* from, Mask mask) { return _mm256_cvtepu8_epi16(load_bytes_of(from, mask)); }
+inline Shorts load_shorts(const void* from, Mask mask) { return _mm256_cvtepu8_epi16(load_bytes_of(from, mask)); }
 
 // The low bytes of all lanes.
 inline __m128i bytes_of(Ints value) {
@@ -127,12 +128,12 @@ void keep_some(Number* to, Vector value, Mask mask) {
 inline void store_kept(float* to, Floats value, Mask mask) { keep_some(to, value, mask); }
 inline void store_kept(int32_t* to, Ints value, Mask mask) { keep_some(to, value, mask); }
 
-inline Floats widen(__m256i bits) {
+inline Floats widen(Shorts bits) {
   auto wide = [](__m128i half) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16)); };
   return {wide(_mm256_castsi256_si128(bits)), wide(_mm256_extracti128_si256(bits, 1))};
 }
 // Rounds to nearest, ties to even; NaN stays NaN.
-inline __m256i narrow(Floats value) {
+inline Shorts narrow(Floats value) {
   auto half = [](__m256 wide) {
     const __m256i bits = _mm256_castps_si256(wide);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -158,9 +159,7 @@ inline void store(BF16* to, Floats value, Mask mask) {
   store(all, value);
   copy_some<2>(to, all, mask);
 }
-inline float number_of_half(uint16_t bits) { return _cvtsh_ss(bits); }
-inline uint16_t half_bits(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
-inline Floats from_halves(__m256i bits) {
+inline Floats from_halves(Shorts bits) {
   return {_mm256_cvtph_ps(_mm256_castsi256_si128(bits)), _mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1))};
 }
 
@@ -273,6 +272,20 @@ inline Floats to_floats_unsigned(Ints a) {
   return fmadd(high, floats(65536.0f), low);
 }
 inline Ints rounded(Floats a) { return {_mm256_cvtps_epi32(a.low), _mm256_cvtps_epi32(a.high)}; }
+
+// --- integers of 16 bits ---
+
+inline Shorts shorts(int16_t value) { return _mm256_set1_epi16(value); }
+inline Shorts bit_and(Shorts a, Shorts b) { return _mm256_and_si256(a, b); }
+inline Shorts bit_or(Shorts a, Shorts b) { return _mm256_or_si256(a, b); }
+template <int N>
+Shorts shift_left(Shorts a) {
+  return _mm256_slli_epi16(a, N);
+}
+// there where a equals b, otherwise elsewhere.
+inline Shorts select_equal(Shorts a, Shorts b, Shorts there, Shorts otherwise) {
+  return _mm256_blendv_epi8(otherwise, there, _mm256_cmpeq_epi16(a, b));
+}
 
 // 8 x 8 words: the halves of eight vectors.
 inline void transpose8(__m256i* r) {

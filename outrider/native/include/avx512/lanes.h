@@ -14,6 +14,7 @@ constexpr int kSums = 16;  // vectors of sums that a loop keeps in registers
 
 using Floats = __m512;
 using Ints = __m512i;
+using Shorts = __m256i;  // 16 numbers of 16 bits
 using Mask = __mmask16;
 
 struct BF16 {
@@ -35,7 +36,7 @@ inline Ints load_ints(const void* from) { return _mm512_loadu_si512(from); }
 inline Ints load_ints(const void* from, Mask mask) { return _mm512_maskz_loadu_epi32(mask, from); }
 inline Ints load_bytes(const char* from, Mask mask) { return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask, from)); }
 // Of unsigned bytes, 16 bits each.
-inline __m256i load_shorts(const void* from, Mask mask) { return _mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(mask, from)); }
+inline Shorts load_shorts(const void* from, Mask mask) { return _mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(mask, from)); }
 
 inline void store(float* to, Floats value) { _mm512_storeu_ps(to, value); }
 inline void store(float* to, Floats value, Mask mask) { _mm512_mask_storeu_ps(to, mask, value); }
@@ -46,17 +47,15 @@ inline void store_bytes(void* to, Ints value, Mask mask) { _mm_mask_storeu_epi8(
 inline void store_kept(float* to, Floats value, Mask mask) { store(to, _mm512_maskz_compress_ps(mask, value)); }
 inline void store_kept(int32_t* to, Ints value, Mask mask) { store(to, _mm512_maskz_compress_epi32(mask, value)); }
 
-inline Floats widen(__m256i bits) {
+inline Floats widen(Shorts bits) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
-inline __m256i narrow(Floats value) { return __m256i(_mm512_cvtneps_pbh(value)); }
+inline Shorts narrow(Floats value) { return __m256i(_mm512_cvtneps_pbh(value)); }
 inline Floats load(const BF16* from) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
 inline Floats load(const BF16* from, Mask mask) { return widen(_mm256_maskz_loadu_epi16(mask, from)); }
 inline void store(BF16* to, Floats value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(value)); }
 inline void store(BF16* to, Floats value, Mask mask) { _mm256_mask_storeu_epi16(to, mask, narrow(value)); }
-inline float number_of_half(uint16_t bits) { return _cvtsh_ss(bits); }
-inline uint16_t half_bits(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
-inline Floats from_halves(__m256i bits) { return _mm512_cvtph_ps(bits); }
+inline Floats from_halves(Shorts bits) { return _mm512_cvtph_ps(bits); }
 
 // --- float32 ---
 
@@ -115,6 +114,20 @@ inline Floats as_floats(Ints a) { return _mm512_castsi512_ps(a); }
 inline Floats to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
 inline Floats to_floats_unsigned(Ints a) { return _mm512_cvtepu32_ps(a); }
 inline Ints rounded(Floats a) { return _mm512_cvtps_epi32(a); }
+
+// --- integers of 16 bits ---
+
+inline Shorts shorts(int16_t value) { return _mm256_set1_epi16(value); }
+inline Shorts bit_and(Shorts a, Shorts b) { return _mm256_and_si256(a, b); }
+inline Shorts bit_or(Shorts a, Shorts b) { return _mm256_or_si256(a, b); }
+template <int N>
+Shorts shift_left(Shorts a) {
+  return _mm256_slli_epi16(a, N);
+}
+// there where a equals b, otherwise elsewhere.
+inline Shorts select_equal(Shorts a, Shorts b, Shorts there, Shorts otherwise) {
+  return _mm256_blendv_epi8(otherwise, there, _mm256_cmpeq_epi16(a, b));
+}
 
 // 16 x 16 words.
 inline void transpose16(Ints* r) {

@@ -1,6 +1,6 @@
-"""`python -m services.draft.kernels.cpu`: compiles the kernels once for an environment.
+"""`python -m services.draft.kernels.cpu [all | KIND...]`: compiles the kernels once for an environment.
 
-By default for this processor; kinds can be named instead (`avx2 avx512`), for images that other machines run.
+By default for this processor. For images that other machines run: all kinds of its architecture, or some by name.
 """
 
 from outrider.native import vectors

@@ -1,4 +1,7 @@
-"""Matrices packed for products of a few rows: panels of 32 outputs, each read as one stream (weight.h)."""
+"""Matrices packed for products of a few rows: panels of 32 outputs, each read as one stream (weight.h).
+
+float32, bfloat16 and int8 are laid out here. int4 is quantized and laid out by compiled code (csrc/pack.h).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,7 +30,8 @@ _STATIC = {"static": True}
 class Panels:
     """A matrix [inputs, outputs], or several of one shape.
 
-    data:   [..., panels, k / step, 32, step] float32, bfloat16 as uint16, or 8 bits as uint8, their value + 128
+    data:   [..., panels, k / step, 32, step] float32, bfloat16 as uint16, or 8 bits as uint8, their value + 128; int4
+            as int8, [..., panels, bytes, 1, 1]
     scales: [..., panels * 32] float32, of 8 bits; activations are quantized to 8 bits for them
     index:  which one of several matrices is meant, int32
     """
@@ -65,14 +70,20 @@ def columns(matrix: Panels, index: jax.Array, dtype: Any) -> jax.Array:
 
 
 class PanelMaker:
-    """Packs matrices side by side on huge pages: a step reads all of them, and would exceed the TLB."""
+    """Packs matrices side by side on huge pages: a step reads all of them, and would exceed the TLB.
 
-    def __init__(self) -> None:
+    int4: matrices that are not quantized yet are packed in 4 bits, with a scale and a centre for each 32 inputs
+    """
+
+    def __init__(self, *, int4: bool = False) -> None:
+        self.int4 = int4
         self._slab = np.empty(0, np.uint8)
 
     def make(self, matrix: jax.Array, scales: jax.Array | None = None) -> Panels:
         """matrix: [..., I, O] float32, bfloat16 or int8; scales: of int8, [..., O] float32."""
         source = np.asarray(matrix)
+        if self.int4 and source.itemsize > 1:
+            return self._make_int4(source)
         kind, step, padding = _LAYOUTS[source.itemsize]
         *several, inputs, outputs = source.shape
         source = source.view(np.uint8) ^ 0x80 if source.itemsize == 1 else source.view(kind)
@@ -83,6 +94,15 @@ class PanelMaker:
         if scales is not None:
             scales = jnp.pad(scales, [*[(0, 0)] * len(several), (0, panels * _PANEL - outputs)])
         return Panels(jax.dlpack.from_dlpack(data), scales, None, inputs, outputs)
+
+    def _make_int4(self, source: NDArray[Any]) -> Panels:
+        *several, inputs, outputs = source.shape
+        panels = -(-outputs // _PANEL)
+        data = self._room((*several, panels, library.int4_bytes(outputs, inputs) // panels, 1, 1), np.int8)
+        for place in np.ndindex(*several):
+            rows = np.ascontiguousarray(source[place].T.astype(ml_dtypes.bfloat16, copy=False))
+            library.pack_int4(rows.view(np.uint16), data[place])
+        return Panels(jax.dlpack.from_dlpack(data), None, None, inputs, outputs)
 
     def _room(self, shape: tuple[int, ...], kind: Any) -> NDArray[Any]:
         size = int(np.prod(shape)) * np.dtype(kind).itemsize

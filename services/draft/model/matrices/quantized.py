@@ -2,6 +2,7 @@
 
     int8    the largest number of a column is 127
     fp8     the largest number of a column is 448, the largest of e4m3
+    int4    the head in int8; the other matrices are quantized when the compiled CPU kernels pack them (packed.py)
 
 Norms, biases, embeddings, routers and the small matrices of latent attention stay in the draft's number format. A head
 that is tied to the embedding is quantized as both.
@@ -24,6 +25,7 @@ MATRICES = {
 
 _KINDS = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
 _NONE = "unquant"
+INT4 = "int4"
 
 
 class QuantizedWeight(NamedTuple):
@@ -47,7 +49,7 @@ def quantization_format(kind: str | None) -> str | None:
 
 
 def quantize_params(params: Params, kind: str | None) -> Params:
-    """The same parameters with quantized matrices. kind: "int8" or "fp8"; None and "unquant" change nothing."""
+    """The same parameters with quantized matrices. kind: "int8", "fp8" or "int4"; None and "unquant" change nothing."""
     chosen = quantization_format(kind)
     if chosen is None:
         return params
@@ -57,6 +59,8 @@ def quantize_params(params: Params, kind: str | None) -> Params:
 def _quantized(name: str, value: Any, kind: str) -> Any:
     if isinstance(value, list):
         return [quantize_params(part, kind) for part in value]
+    if kind == INT4:
+        return _quantize(value, "int8") if name == "head" else value
     return _quantize(value, kind) if name in MATRICES else value
 
 

@@ -19,9 +19,10 @@ from services.draft.model.layers.stacked import stacked_states
 from services.draft.model.parallel.mesh import MeshPlacement
 from services.draft.model.params import Params
 from services.draft.model.programs.best_first import grow_best_first
+from services.draft.model.programs.rounds import grow_rounds
 from services.draft.model.programs.sampling import Sampling, candidates
 from services.draft.model.programs.whole_tree import grow_tree
-from services.draft.sessions.batch import Growth, InputLayout, StepInputs
+from services.draft.sessions.batch import Growth, InputLayout, Rounds, StepInputs
 
 
 class Constants(NamedTuple):
@@ -87,11 +88,13 @@ def _step(
 
 
 def _grown(
-    constants: Constants, tree: TreeShape | Growth, params: Params, pools: Pools, inputs: StepInputs
+    constants: Constants, tree: TreeShape | Growth | Rounds, params: Params, pools: Pools, inputs: StepInputs
 ) -> tuple[Iterable[jax.Array], Pools]:
     compute = partial(_step, constants, params)
     if isinstance(tree, Growth):
         return grow_best_first(tree, compute, pools, inputs)
+    if isinstance(tree, Rounds):
+        return grow_rounds(tree, compute, pools, inputs)
     return grow_tree(tree, compute, pools, inputs)
 
 

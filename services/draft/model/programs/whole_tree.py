@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from outrider.speculation.shape import TreeShape
@@ -80,7 +79,7 @@ def grow_tree(tree: TreeShape, compute: Compute, pools: Pools, inputs: StepInput
 
 
 def expansion_rows(
-    inputs: StepInputs, leaves: Leaves, first: int, depths: jax.Array | int, keys: jax.Array
+    inputs: StepInputs, leaves: Leaves, first: jax.Array | int, depths: jax.Array | int, keys: jax.Array
 ) -> StepInputs:
     """Inputs of the step that expands leaves. first: their first place in the scratch.
 
@@ -88,9 +87,9 @@ def expansion_rows(
     """
     count, k = leaves.tokens.shape
     last = jnp.take_along_axis(inputs.positions, inputs.head_rows, axis=1)  # of the prefix KV, [S, 1]
-    places = np.arange(first, first + k)
-    own = np.zeros((k, MASK_WORDS), np.uint32)
-    own[np.arange(k), places // 32] = np.uint32(1) << (places % 32).astype(np.uint32)
+    places = first + jnp.arange(k)
+    bit = jnp.uint32(1) << (places % 32).astype(jnp.uint32)
+    own = jnp.where(places[:, None] // 32 == jnp.arange(MASK_WORDS), bit[:, None], jnp.uint32(0))
     features = inputs.features
     if features is not None:
         none = jnp.zeros((count, k), jnp.int32)

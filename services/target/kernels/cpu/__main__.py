@@ -1,6 +1,6 @@
-"""`python -m services.target.kernels.cpu [avx2] [avx512]`: compiles the kernels, once per environment and source.
+"""`python -m services.target.kernels.cpu [all | KIND...]`: compiles the kernels, once per environment and source.
 
-By default for this processor; for images that other machines run, name the instruction sets.
+By default for this processor. For images that other machines run: all kinds of its architecture, or some by name.
 """
 
 from outrider.native import vectors

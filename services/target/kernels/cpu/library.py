@@ -13,7 +13,7 @@ Unavailable = native.Unavailable
 
 
 class BlockRow(ctypes.Structure):
-    """Arrays of a weight in a block format; see outrider/native/include/block_rows.h."""
+    """Arrays of a weight in a block format; see outrider/native/include/weights/block_rows.h."""
 
     _fields_ = (
         ("values", c_void_p),
@@ -174,6 +174,7 @@ _SIGNATURES: native.Signatures = {
     "weight_new": (c_void_p, (c_int32, c_int64, c_int64, c_int64)),
     "weight_free": (None, (c_void_p,)),
     "weight_bytes": (c_int64, (c_void_p,)),
+    "weight_memory": (None, (c_void_p, c_void_p)),
     "weight_pack": (None, (c_void_p, c_void_p, c_void_p, c_int64)),
     "weight_pack_quantized": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64)),
     "weight_quantize": (

@@ -6,6 +6,7 @@ weights of Gemma's norms are larger by 1.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.checkpoints.gguf.record import GgufRecord, GgufTensor
+from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from services.target.kernels.cpu.matrices.weights import PackedWeight, stored_format
 from services.target.model.stored.source import StoredFormat, parts_of
+
+log = logging.getLogger(__name__)
 
 _ALTERNATING = re.compile(r"\.self_attn\.([qk])_proj\.(weight|bias)$")
 _SHIFTED_NORMS = ("gemma2", "gemma3")  # architectures
@@ -30,6 +34,13 @@ _FACTS = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.w
 _NAMED = 5  # tensors in an error
 _THREAD_NUMBERS = 1 << 18  # least numbers for which a thread pays
 Bytes = NDArray[np.uint8]
+
+
+def open_gguf(record: GgufRecord, module: Any, config: TargetConfig) -> GgufWeights:
+    """The weights of a GGUF file, whose number formats are kept unless flags ask for others. Raises ConfigError."""
+    kept = config.dtype == "auto" and config.quantization is None
+    log.info("reading %s%s", record.file, "" if kept else f" as {str(module.dtype).removeprefix('torch.')}")
+    return GgufWeights(record, module, kept=kept)
 
 
 class GgufWeights:

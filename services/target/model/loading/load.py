@@ -15,16 +15,17 @@ import transformers
 
 from outrider.checkpoints import checkpoint
 from outrider.checkpoints.gguf.record import GgufRecord, read_record
-from outrider.config import DType, TargetConfig, check_device
-from outrider.config.compatibility.on_cpu import FLOAT16_NOTE
+from outrider.config import TargetConfig
 from outrider.errors import ConfigError
+from outrider.process.startup import STARTUP
+from services.target.kernels.device import pick_device, pick_dtype
 from services.target.kernels.dispatch import choose
 from services.target.kernels.pools import pick_cache_dtype
 from services.target.model import attention, latent, native
 from services.target.model.base import Model
 from services.target.model.deterministic import selection as deterministic
 from services.target.model.deterministic.batch_invariance import check as check_batch_invariance
-from services.target.model.gguf.weights import GgufWeights
+from services.target.model.gguf.weights import open_gguf
 from services.target.model.loading import positions, quantized, self_check, shards, support
 from services.target.model.loading.probe import (
     check_window,
@@ -41,37 +42,18 @@ from services.target.model.loading.weight_quantization import (
 from services.target.model.parallel import split as parallel
 from services.target.model.stored.checkpoint import QuantizedWeights, supports
 from services.target.model.stored.source import WeightSource
-from services.target.step.upload import use_device
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMED_TENSORS = 5
 
 
-def folder_of(config: TargetConfig) -> Path:
-    """The folder of the target's model, downloaded or converted if need be. Raises ConfigError.
-
-    It describes a GGUF file if the model runs as a compiled program, which reads the weights from the file.
-    """
-    gguf = checkpoint.gguf_file(config.model_path)
-    device = pick_device(config.device) if gguf is not None and "," not in config.device else None
-    if gguf is None or device is None or device.type != "cpu" or config.tp_size > 1 or config.enable_torch_compile:
-        return checkpoint.resolve(config.model_path, whole=True)
-    folder = checkpoint.resolve(config.model_path, description=True)
-    reason = _reason_to_convert(folder, config, device)
-    if reason is None:
-        return folder
-    log.info("%s is converted, because %s", gguf.name, reason)
-    return checkpoint.resolve(config.model_path, whole=True)
-
-
-def _reason_to_convert(folder: Path, config: TargetConfig, device: torch.device) -> str | None:
-    """Why a model does not run as a compiled program; None if it does. folder: a description."""
+def reason_to_convert(folder: Path, config: TargetConfig, device: torch.device) -> str | None:
+    """Why a model does not run as a compiled program; None if it does. folder: the description of a GGUF file."""
     settings, _ = support.read_settings(folder, config.trust_remote_code)
     if not native.serves(settings):
         return f"there is no compiled program for models of type {settings.model_type} here"
-    dtype = pick_dtype(config.dtype, settings, device)
+    dtype = pick_dtype(config.dtype, settings, device, compiled=True)
     module = module_without_weights(settings, dtype)
     return native.unsupported_reason(
         module, config.attention_backend, pick_cache_dtype(config.kv_cache_dtype, dtype, device)
@@ -81,7 +63,7 @@ def _reason_to_convert(folder: Path, config: TargetConfig, device: torch.device)
 def load(folder: Path, config: TargetConfig) -> Model:
     """Load a model from a folder. Raises ConfigError if the folder, the flags or the machine do not fit.
 
-    folder: as of `folder_of`, or any checkpoint
+    folder: a checkpoint, or the description of a GGUF file without a `reason_to_convert`
     """
     device = pick_device(config.device)
     planner = choose(config.attention_backend, device, ordered=config.deterministic)
@@ -95,11 +77,13 @@ def load(folder: Path, config: TargetConfig) -> Model:
     settings, remote = support.read_settings(folder, config.trust_remote_code)
     positions.stretch(settings.get_text_config(), config.context_length)
     how = quantization_arguments(config.quantization, settings, device, config.tp_size)
-    dtype = pick_dtype(config.dtype, settings, device)
+    dtype = pick_dtype(config.dtype, settings, device, compiled=native.serves(settings))
+    STARTUP.done("settings")
     source, module = _open_weights(folder, record, settings, dtype, config, device)
     if source is None:
         how |= shards.split(folder, settings, config.tp_size) | quantized.prepare(settings, device, config.tp_size)
         module = _read_weights(folder, settings, dtype, remote, how)
+    STARTUP.done("reading weights")
     if config.tp_size > 1:
         parallel.install(module)
         shards.warn_about_copies(module)
@@ -117,7 +101,9 @@ def load(folder: Path, config: TargetConfig) -> Model:
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, probe.dtype, device)
     context_length = positions.context_length(module.config.get_text_config(), config.context_length)
     check_window(module, probe, context_length)
+    STARTUP.done("checks")
     runner = choose_runner(module, how, probe, planner, cache_dtype, context_length, config, device, source)
+    STARTUP.done("packing weights")
     program = runner if isinstance(runner, native.ProgramRunner) else None
     model = Model(
         runner=runner,
@@ -140,41 +126,8 @@ def load(folder: Path, config: TargetConfig) -> Model:
     self_check.check(model)
     if config.deterministic:
         check_batch_invariance(model)
+    STARTUP.done("checks")
     return model
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of --device. Raises ConfigError if the machine does not have it."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    check_device(name)
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f'"{name}" is no device; write auto, cpu, cuda or cuda:1') from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {name} is not supported; choose cpu or cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"there is no device {name}; PyTorch sees {torch.cuda.device_count()} CUDA devices")
-    use_device(device)
-    return device
-
-
-def pick_dtype(name: DType, settings: Any, device: torch.device) -> torch.dtype:
-    """The number format of --dtype. auto: the checkpoint's; on a CPU without kernels for it, float32.
-
-    A CPU has no kernels for float16: it computes in bfloat16, which takes as much memory, or in float32.
-    """
-    if name == "float16" and device.type == "cpu":
-        chosen = "bfloat16" if native.serves(settings) else "float32"
-        log.warning("%s", FLOAT16_NOTE.format(chosen))
-        return _DTYPES[chosen]
-    if name != "auto":
-        return _DTYPES[name]
-    stored = settings.get_text_config().dtype or settings.dtype or torch.float32
-    if device.type == "cpu" and not (stored == torch.bfloat16 and native.serves(settings)):
-        return torch.float32
-    return stored
 
 
 def _open_weights(
@@ -188,13 +141,11 @@ def _open_weights(
     """
     kept = config.dtype == "auto" and config.quantization is None
     if record is not None:
-        log.info("reading %s%s", record.file, "" if kept else f" as {str(dtype).removeprefix('torch.')}")
         module = module_without_weights(settings, dtype)
-        return GgufWeights(record, module, kept=kept), module
+        return open_gguf(record, module, config), module
     stored = quantized.settings_of(settings)
-    if not kept or device.type != "cpu" or config.tp_size > 1 or config.enable_torch_compile:
-        return None, None
-    if stored is None or not supports(stored) or not native.serves(settings):
+    runs_here = device.type == "cpu" and config.tp_size == 1 and not config.enable_torch_compile
+    if not (kept and runs_here and native.serves(settings)) or stored is None or not supports(stored):
         return None, None
     module = module_without_weights(settings, dtype)
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, dtype, device)
@@ -215,7 +166,7 @@ def _read_weights(folder: Path, settings: Any, dtype: torch.dtype, remote: bool,
             folder,
             config=settings,
             dtype=dtype,
-            attn_implementation=attention.NAME,
+            attn_implementation=attention.registered(),
             trust_remote_code=remote,
             output_loading_info=True,
             local_files_only=True,
@@ -246,18 +197,13 @@ def _read_weights(folder: Path, settings: Any, dtype: torch.dtype, remote: bool,
 
 
 def _eos_token_ids(module: Any, folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """The end-of-sequence ids of the model and of its tokenizer, where chat models often have the end of a turn only.
-
-    Ids outside of the vocabulary, such as -1 for none, are dropped.
-    """
+    """The end-of-sequence ids of the model and of its tokenizer."""
     stated = [
         getattr(source, "eos_token_id", None)
         for source in (getattr(module, "generation_config", None), module.config.get_text_config())
     ]
-    own = next((one for one in stated if one is not None), ())
-    ids = [*(own if isinstance(own, list | tuple) else [own]), support.tokenizer_eos(folder)]
-    known = dict.fromkeys(int(token) for token in ids if token is not None)
-    return tuple(token for token in known if 0 <= token < vocab_size)
+    own = next((one for one in stated if one is not None), None)
+    return support.known_ids(own, support.tokenizer_eos(folder), vocab_size)
 
 
 def _names(keys: Any) -> str:

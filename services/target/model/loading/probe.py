@@ -19,7 +19,9 @@ from services.target.model.loading import support
 def module_without_weights(settings: Any, dtype: torch.dtype) -> Any:
     """The model that a configuration describes, on the meta device."""
     with torch.device("meta"), no_init_weights():
-        module = support.auto_class(settings).from_config(settings, dtype=dtype, attn_implementation=attention.NAME)
+        module = support.auto_class(settings).from_config(
+            settings, dtype=dtype, attn_implementation=attention.registered()
+        )
     module.tie_weights()
     return module.eval().requires_grad_(False)
 

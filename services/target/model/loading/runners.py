@@ -10,16 +10,13 @@ import torch
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from outrider.native import vectors
-from services.target.kernels.cpu import library
 from services.target.kernels.dispatch import Planner
 from services.target.model import attention, native
 from services.target.model.base import Runner
 from services.target.model.cuda import graphs
 from services.target.model.deterministic import selection as deterministic
-from services.target.model.eagle_head_weights import read_eagle_head
 from services.target.model.linear import pack
-from services.target.model.loading.self_speculation import SelfSpeculationPlan, plan_self_speculation
+from services.target.model.loading.self_speculation import plan_self_speculation
 from services.target.model.loading.weight_quantization import cpu_format
 from services.target.model.modules import ModuleRunner
 from services.target.model.stored.source import WeightSource
@@ -48,7 +45,10 @@ def choose_runner(
             reason = native.unsupported_reason(module, config.attention_backend, cache_dtype)
         means = plan_self_speculation(config, module, reason, source)
         if reason is None:
-            return _program(module, probe, cache_dtype, context_length, config, means, source)
+            return native.program_of(
+                module, probe, cache_dtype, context_length, cpu_format(config.quantization), copied=means.copied,
+                prompt_lookup=means.prompt_lookup, head=means.head, source=source,
+            )  # fmt: skip
         assert source is None, "a description is loaded only if its model runs as a program"
         log.info("running module by module: %s", reason)
         pack(module, cpu_format(config.quantization))
@@ -61,39 +61,6 @@ def choose_runner(
             return graphs.wrap(fused, config, device)
     around = deterministic.prepare(module, how, probe, device) if config.deterministic else None
     return graphs.wrap(ModuleRunner(module, planner, around), config, device)
-
-
-def _program(
-    module: Any,
-    probe: attention.Probe,
-    cache_dtype: torch.dtype,
-    context_length: int,
-    config: TargetConfig,
-    means: SelfSpeculationPlan,
-    source: WeightSource | None,
-) -> native.ProgramRunner:
-    """The model as a compiled program, with what self-speculation needs."""
-    head = None
-    if means.head is not None:
-        vocab, hidden = module.get_input_embeddings().weight.shape
-        head = read_eagle_head(means.head, len(probe.shapes), hidden, vocab, context_length)
-    runner = native.ProgramRunner(
-        module, probe, cpu_format(config.quantization), context_length, cache_dtype, means.copied,
-        prompt_lookup=means.prompt_lookup, head=head, source=source,
-    )  # fmt: skip
-    if runner.kinds:
-        kept = ", ".join(f"{count} in {kind}" for kind, count in sorted(runner.kinds.items()))
-        log.info("weights keep the number formats of their file: %s", kept)
-    unit = " and a matrix unit (AMX)" if library.load().outrider_has_matrix_unit() else ""
-    log.info(
-        "running as a compiled program, by %s%s; a step reads %.0f MB of weights",
-        vectors.chosen().name.upper(), unit, runner.weight_bytes / 1e6,
-    )  # fmt: skip
-    if runner.drafts:
-        drafts = "a quantized copy" if runner.copied else "a local EAGLE head"
-        log.info("self-speculation with %s, which reads %.0f MB a draft token", drafts, runner.draft_bytes / 1e6)
-    torch.set_num_threads(1)  # the program has its own threads, and PyTorch's would spin next to them
-    return runner
 
 
 def _fused(module: Any, probe: attention.Probe, planner: Planner, context_length: int) -> ModuleRunner | None:

@@ -82,7 +82,7 @@ def _check_flags(config: TargetConfig) -> None:
 
 def _bits(module: Any, weights: WeightSource) -> float:
     """Bits of a weight of the linear layers, without the LM head, on average."""
-    head = module.get_output_embeddings()
+    head = module.lm_head
     layers = {f"{name}.weight": layer for name, layer in module.named_modules()
               if isinstance(layer, nn.Linear) and layer is not head}  # fmt: skip
     numbers = {name: layer.weight.numel() for name, layer in layers.items()}

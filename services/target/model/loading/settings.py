@@ -45,13 +45,30 @@ class Difference(NamedTuple):
 
 
 class RunningSettings:
-    """The configuration of the model that runs. values: as a dictionary."""
+    """The configuration of the model that runs."""
 
     def __init__(self, folder: Path, trust_remote_code: bool) -> None:
         """folder: of the running model. Raises ConfigError."""
-        self._config = read_settings(folder, trust_remote_code)[0]
         self._raw = checkpoint.load_json(folder / "config.json")
-        self.values: dict[str, Any] = self._config.to_dict()
+        self._read: Any = None
+        # Only updates need the class, which `transformers` has; code of a checkpoint's own lies in its folder.
+        if "model_type" not in self._raw or self._raw.get("auto_map"):
+            self._read = read_settings(folder, trust_remote_code)[0]
+
+    @property
+    def _config(self) -> Any:
+        """The configuration, read with the model's class."""
+        if self._read is None:
+            import transformers
+
+            self._read = transformers.CONFIG_MAPPING[self._raw["model_type"]].from_dict(copy.deepcopy(self._raw))
+        return self._read
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """True if the output layer's weight is the embedding."""
+        stated = self._raw.get("tie_word_embeddings")
+        return bool(self._config.to_dict().get("tie_word_embeddings") if stated is None else stated)
 
     def check(self, other: Mapping[str, Any], where: Path) -> None:
         """Raise ConfigError if a model with another configuration would compute otherwise.

@@ -1,6 +1,7 @@
 """Which checkpoints are supported: by their configuration before a tensor is read, and which tensors may be unused.
 
-Every error names what is wrong and what to do.
+Every error names what is wrong and what to do. `transformers` is imported by the functions that need it, because the
+dense decoders (services/target/model/dense) do without.
 """
 
 from __future__ import annotations
@@ -9,12 +10,6 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-import transformers
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-)
 
 from outrider.checkpoints import checkpoint
 from outrider.checkpoints.sizes import is_mtp_tensor
@@ -28,6 +23,8 @@ _DIVIDED = re.compile(r"\.(act|gelu_impl)\.(scales|weight)$")
 
 def read_settings(folder: Path, trust_remote_code: bool) -> tuple[Any, bool]:
     """The configuration of a folder, and whether its model runs code that comes with it. Raises ConfigError."""
+    import transformers
+
     content = checkpoint.load_json(folder / "config.json")
     remote = _needs_own_code(content)
     if remote:
@@ -43,6 +40,9 @@ def read_settings(folder: Path, trust_remote_code: bool) -> tuple[Any, bool]:
 
 def auto_class(settings: Any) -> Any:
     """The class of `transformers` that loads a model; a model with image inputs is served as a text model."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     text = settings.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in (
         getattr(settings, "auto_map", None) or {}
     )
@@ -57,8 +57,10 @@ def check_vocabulary(folder: Path, vocab_size: int) -> None:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return
-    added = {entry["content"] for entry in checkpoint.load_json(file).get("added_tokens", [])}
-    outside = [token for token, i in checkpoint.vocabulary(folder).items() if i >= vocab_size and token not in added]
+    outside = [token for token, i in checkpoint.vocabulary(folder).items() if i >= vocab_size]
+    if outside:
+        added = {entry["content"] for entry in checkpoint.load_json(file).get("added_tokens", [])}
+        outside = [token for token in outside if token not in added]
     if outside:
         raise ConfigError(
             f"{folder}: tokenizer.json has {len(outside)} tokens past the model's vocabulary of {vocab_size}, such as "
@@ -72,6 +74,16 @@ def tokenizer_eos(folder: Path) -> int | None:
     settings, beside = (checkpoint.load_json(file) if file.is_file() else {} for file in files)
     token = special_tokens(settings, beside).get("eos_token")
     return None if token is None else checkpoint.vocabulary(folder).get(token)
+
+
+def known_ids(own: Any, tokenizer: int | None, vocab_size: int) -> tuple[int, ...]:
+    """The end-of-sequence ids of a model and of its tokenizer, where chat models often have the end of a turn only.
+
+    own: one id, several, or None. Ids outside of the vocabulary, such as -1 for none, are dropped.
+    """
+    ids = [*(own if isinstance(own, list | tuple) else [own]), tokenizer]
+    known = dict.fromkeys(int(token) for token in ids if token is not None)
+    return tuple(token for token in known if 0 <= token < vocab_size)
 
 
 def unexpected(names: Iterable[str], settings: Any) -> list[str]:
@@ -100,6 +112,8 @@ def _needs_own_code(content: dict[str, Any]) -> bool:
     """True if a checkpoint needs its own code, because `transformers` does not know its model."""
     if "AutoModelForCausalLM" not in (content.get("auto_map") or {}):
         return False
+    import transformers
+
     known = content.get("model_type") in transformers.CONFIG_MAPPING
     return not (known and all(hasattr(transformers, name) for name in content.get("architectures") or ()))
 
@@ -117,6 +131,11 @@ def _check_own_code(folder: Path, auto_map: dict[str, str], trusted: bool) -> No
 
 
 def _check_kind(folder: Path, settings: Any, remote: bool) -> None:
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
     if getattr(settings, "is_encoder_decoder", False):
         raise ConfigError(
             f"{folder}: {settings.model_type} is an encoder-decoder model, which is not supported; "

@@ -60,10 +60,9 @@ def check(
             raise ConfigError(f"{name} is of type {entry.dtype}; write one of {', '.join(_DTYPES)}")
 
 
-def tied_names(settings: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, str]:
-    """Second names of tied tensors, with their own names. settings: the model's configuration; shapes: its tensors."""
-    tied = bool(settings.get("tie_word_embeddings")) and _EMBEDDING in shapes and _HEAD not in shapes
-    return {_HEAD: _EMBEDDING} if tied else {}
+def tied_names(shapes: Mapping[str, Any], *, tied: bool) -> dict[str, str]:
+    """Second names of tied tensors, with their own names. shapes: the model's tensors. tied: as its settings say."""
+    return {_HEAD: _EMBEDDING} if tied and _EMBEDDING in shapes and _HEAD not in shapes else {}
 
 
 def by_own_names(entries: Mapping[str, HeaderEntry], tied: Mapping[str, str]) -> dict[str, str]:
@@ -172,6 +171,46 @@ def _file_header(file: Path) -> dict[str, HeaderEntry]:
     if tensor_bytes(entries) != file.stat().st_size - length:
         raise ConfigError(f"{file} is not complete")
     return entries
+
+
+@dataclass(frozen=True)
+class TakenTensors:
+    """Tensors on the host that fit the model, by its own names, and their digests."""
+
+    tensors: Mapping[str, Tensor]
+    digests: Mapping[str, bytes]
+
+
+def check_shapes(
+    entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    shapes: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, str],
+) -> None:
+    """Raise ConfigError for tensors that do not fit the model. entries: dtypes and shapes by name."""
+    letters = {dtype: name for name, dtype in _DTYPES.items()}
+    for name, (dtype, shape) in entries.items():
+        entry = HeaderEntry(letters.get(dtype, str(dtype).removeprefix("torch.")), shape, 0, 0)
+        check({tied.get(name, name): entry}, shapes, frozenset(), whole=False)
+
+
+def take(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> TakenTensors:
+    """Check tensors against the model. They are copied to the host where they are not there, and contiguous, already.
+
+    Raises ConfigError.
+    """
+    check_shapes({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}, shapes, tied)
+    letters = {dtype: name for name, dtype in _DTYPES.items()}
+    taken: dict[str, Tensor] = {}
+    digests: dict[str, bytes] = {}
+    for name, tensor in tensors.items():
+        whole = tensor.detach().to("cpu").contiguous()
+        digest = hashlib.sha256(whole.reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(letters[whole.dtype].encode())
+        own = tied.get(name, name)
+        if digests.setdefault(own, digest.digest()) != digest.digest():
+            raise _differ(next(second for second, first in tied.items() if first == own), own)
+        taken[own] = whole
+    return TakenTensors(taken, digests)
 
 
 class IncomingTensors:

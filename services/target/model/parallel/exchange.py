@@ -7,11 +7,19 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 # Its name since PyTorch 2.13, and before.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def keep_hooks(replaced: nn.Module, by: nn.Module) -> None:
+    """Give a module the exchanges of the one that it replaces."""
+    for before in replaced._forward_pre_hooks.values():
+        by.register_forward_pre_hook(before)
+    for after in replaced._forward_hooks.values():
+        by.register_forward_hook(after)
 
 
 def sum_of_ranks(part: Tensor) -> Tensor:

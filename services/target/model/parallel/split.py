@@ -70,14 +70,6 @@ def whole_rows(module: nn.Module, linear: nn.Module) -> int:
     return rows
 
 
-def keep_hooks(replaced: nn.Module, by: nn.Module) -> None:
-    """Give a module the exchanges of the one that it replaces."""
-    for before in replaced._forward_pre_hooks.values():
-        by.register_forward_pre_hook(before)
-    for after in replaced._forward_hooks.values():
-        by.register_forward_hook(after)
-
-
 def shard_of(tensor: Tensor) -> Shard | None:
     """This rank's part of a tensor of `transformers`' plan; None for one that every rank holds."""
     if not isinstance(tensor, DTensor):

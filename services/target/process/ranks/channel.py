@@ -24,6 +24,7 @@ class Kind(IntEnum):
     STAGE = 4  # a tensor of a weight update arrives
     SETTLE = 5  # the last one has arrived: all ranks take the new weights, or none does
     END = 6  # the ranks end
+    GROUP = 7  # a trainer's process group is joined, received from or left
 
 
 class Channel:

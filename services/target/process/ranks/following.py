@@ -6,6 +6,7 @@ import logging
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from services.target.kernels.kv_cache import KVCache
@@ -15,6 +16,7 @@ from services.target.process.ranks import updates
 from services.target.process.ranks.batches import unpack
 from services.target.process.ranks.channel import Channel, Kind
 from services.target.process.ranks.updates import StagedWeights
+from services.target.process.weights.groups import OtherRank
 from services.target.step.batch import Capture
 
 log = logging.getLogger(__name__)
@@ -27,6 +29,7 @@ class Follower:
         self._model, self._channel = model, channel
         self._cache: KVCache | None = None
         self._staged: StagedWeights | None = None  # of the weight update under way
+        self._groups: OtherRank | None = None  # once a trainer has made a group
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -38,6 +41,7 @@ class Follower:
             Kind.MOVE: self._move,
             Kind.STAGE: self._stage,
             Kind.SETTLE: self._settle,
+            Kind.GROUP: self._follow_group,
         }
         while True:
             kind, body = self._channel.receive()
@@ -84,6 +88,11 @@ class Follower:
         self._staged = None
         if problem:
             log.warning("the weights have not changed on any rank: %s", problem)
+
+    def _follow_group(self, body: NDArray[np.int64]) -> None:
+        if self._groups is None:
+            self._groups = OtherRank(dist.get_rank(), self._model.device)
+        self._groups.take(body.astype(np.uint8).tobytes())
 
     @property
     def _staging(self) -> StagedWeights:

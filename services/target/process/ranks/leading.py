@@ -66,6 +66,10 @@ class LeadingRunner:
         """Replace weights on all ranks. Raises ConfigError if one cannot take them; then none has changed."""
         update_all(tensors, self._runner, self._device, self._channel)
 
+    def tell_groups(self, message: bytes) -> None:
+        """Send what a trainer's process group does to the other ranks."""
+        self._channel.send(Kind.GROUP, np.frombuffer(message, np.uint8))
+
     def _share_cache(self, cache: KVCache) -> None:
         """Make a new cache on the other ranks, too."""
         if cache is not self._cache:

@@ -1,6 +1,6 @@
 """Two ranks on the CPU are one: texts, features, caches, sampling and weight updates, with every feature on."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -19,16 +19,20 @@ from services.target.model.parallel import split
 from services.target.model.parallel.shard import Shard
 from services.target.process.control import Control, Update
 from services.target.process.ranks.batches import pack, unpack
+from services.target.process.weights.group import Announced, Membership
 from services.target.step.batch import Batch, Capture, DeferredRoots, SessionWork, TokenArrays, build
 from services.target.step.layout import Layout
 from tests.support.checkpoints import quantizers
 from tests.support.checkpoints.families import write_family
 from tests.support.checkpoints.quantizers import GROUP, write_quantized
+from tests.support.gateway.services import free_port
+from tests.support.system.trainer import GROUP as TRAINERS
+from tests.support.system.trainer import Trainer
 from tests.support.target.cuda.interpreter import need_interpreter
 from tests.support.target.driving import engine_of, load_model, load_modules, opening, run
 from tests.support.target.features import Reader, configured
 from tests.support.target.greedy_text import NEW, PROMPT, check_text, greedy, proposals_near
-from tests.support.target.rank_pair import RankPair
+from tests.support.target.rank_pair import SIZES, RankPair
 from tests.support.tiny import VOCAB, write_model
 
 GPTQ = {"quant_method": "gptq", "group_size": GROUP, "desc_act": False, "checkpoint_format": "gptq", "sym": True,
@@ -199,11 +203,22 @@ def test_fused_and_captured_steps_give_the_text_of_one_rank(pair, tmp_path):
     requests = [opening(i, PROMPT[i : i + 9], max_tokens=6) for i in (1, 2)]
     expected = run(engine_of(load_modules(folder)), requests).new
     assert run(engine, requests, lambda i, path: ahead_short(i, path, expected)).new == expected
-    name = configured(engine, FeatureSpec((0,), final=True, format=FeatureFormat.FLOAT32))
+    spec = FeatureSpec((0,), final=True, format=FeatureFormat.FLOAT32)
+    states = [states_of(one, requests[0], spec) for one in (engine, engine_of(load_modules(folder)))]
+    assert states[0][0] == states[1][0] == expected[1]
+    np.testing.assert_allclose(states[0][1], states[1][1], atol=1e-4, rtol=1e-4)
+    assert {key.size for key in inner._steps if key.final} == set(SIZES), "the follower captures what rank 0 does"
+
+
+def states_of(engine, request, spec):
+    """New tokens and hidden states, once the steps that return such states are captured."""
+    name = configured(engine, spec)
+    while getattr(engine.model.runner, "due", 0):
+        engine.model.runner.capture_next()
     reader = Reader(engine)
-    reader.open(replace(requests[0], feature_spec=name))
+    reader.open(replace(request, feature_spec=name))
     reader.run()
-    assert reader.tokens[1][9:] == expected[1]
+    return reader.tokens[1][len(request.tokens) :], reader.states(1)
 
 
 def ahead_short(session_id, path, expected):
@@ -307,6 +322,29 @@ def test_an_update_reaches_all_ranks(way, pair, updates):
         weights = control.update_from_tensors(sent(control, folders[1]), Update("two"))
     assert (weights.weight_version, weights.whole) == ("two", True)
     assert weights.replaced == len(load_file(folders[1] / "model.safetensors"))
+    assert text(engine) == texts[1]
+
+
+def test_all_ranks_take_a_place_in_a_trainers_process_group(pair, updates):
+    folders, texts = updates
+    engine, control = controlled(pair, folders[0])
+    tensors, port = load_file(folders[1] / "model.safetensors"), free_port()
+    trainer = Trainer(port, folders[1], size=3)
+    member = Membership(TRAINERS, "127.0.0.1", port, 1, 3, "gloo")
+    try:
+        control.groups.announce("join", membership=asdict(member))
+        control.groups.join(member)
+        announced = [Announced(name, "float32", tuple(tensor.shape)) for name, tensor in tensors.items()]
+        parts = [(one.name, one.dtype, one.shape) for one in announced]
+        control.groups.announce("receive", name=TRAINERS, announced=parts, flattened=False)
+        trainer.broadcast(list(tensors))
+        arrived = control.receive_from_group(TRAINERS, announced, flattened=False)
+        assert control.update_from_tensors(arrived, Update("two")).whole
+        assert text(engine) == texts[1]
+        control.groups.announce("leave", name=TRAINERS)
+        control.groups.leave(TRAINERS)
+    finally:
+        trainer.kill()
     assert text(engine) == texts[1]
 
 

@@ -1,6 +1,7 @@
 // Entry points of XLA. The Python functions that bind them check the shapes.
 #include "attention.h"
 #include "candidates.h"
+#include "pack.h"
 #include "product.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -35,6 +36,7 @@ ffi::Error run_product(ffi::AnyBuffer x, ffi::AnyBuffer data, ffi::AnyBuffer sca
     case ffi::F32: format = Format::kFloat32; break;
     case ffi::U16: format = Format::kBFloat16; break;
     case ffi::U8: format = Format::kInt8; break;
+    case ffi::S8: format = Format::kInt4; break;
     default: return refuse("unknown number format of the weight");
   }
   Weight weight(format, outputs, inputs);
@@ -141,6 +143,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(outrider_draft_candidates, run_candidates,
                                   .Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
                                   .Ret<Any>().Ret<Any>()
                                   .Attr<int32_t>("limit"));
+
+// Bytes of a packed int4 weight.
+extern "C" int64_t outrider_draft_int4_bytes(int64_t outputs, int64_t inputs) {
+  const Weight weight(Format::kInt4, outputs, inputs);
+  return weight.panels * weight.panel_bytes;
+}
+
+extern "C" void outrider_draft_pack_int4(const uint16_t* source, int64_t outputs, int64_t inputs, char* to,
+                                         int32_t threads) {
+  pack_int4_weight(source, outputs, inputs, to, threads);
+}
 
 extern "C" void outrider_draft_threads(int32_t count) { SharedPool::instance().set(count); }
 

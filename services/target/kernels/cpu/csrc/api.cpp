@@ -22,6 +22,15 @@ OwnWeight* outrider_weight_new(int32_t format, int64_t outputs, int64_t inputs, 
 void outrider_weight_free(OwnWeight* weight) { delete weight; }
 int64_t outrider_weight_bytes(const OwnWeight* weight) { return int64_t(weight->memory.bytes() + weight->scale_memory.bytes()); }
 
+// The weight's memory, which may be read and written as a whole. parts: address and bytes of the numbers, then of the scales
+void outrider_weight_memory(OwnWeight* weight, int64_t* parts) {
+  const Buffer* memories[] = {&weight->memory, &weight->scale_memory};
+  for (int i = 0; i < 2; ++i) {
+    parts[2 * i] = reinterpret_cast<int64_t>(memories[i]->as<char>());
+    parts[2 * i + 1] = int64_t(memories[i]->bytes());
+  }
+}
+
 // source: [count, inputs], float32 or bfloat16 by the weight's format; outputs: [count], their output indices
 void outrider_weight_pack(OwnWeight* weight, const void* source, const int64_t* outputs, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {

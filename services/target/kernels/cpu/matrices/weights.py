@@ -1,7 +1,7 @@
 """Weights of linear layers, packed for the kernels and optionally quantized.
 
 int8: symmetric, one scale an output. int4: a scale and a centre for each 32 inputs of an output. Block formats hold the
-numbers of checkpoints that are quantized already, without loss: see outrider/native/include/format.h. With all of them
+numbers of checkpoints that are quantized already, without loss: see outrider/native/include/weights/format.h. With all of them
 the kernels quantize activations to 8 bits, with a scale for each 64 numbers of a row.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from outrider.native import freed_with
 from services.target.kernels.cpu import library
+from services.target.kernels.cpu.matrices import packed_file
 
 GROUP = 64
 """Activations per scale."""
@@ -27,7 +28,7 @@ the ends; fewer recover the scale of weights that were quantized to 4 bits in lo
 
 
 class Format(enum.IntEnum):
-    """Number formats of weights, as in outrider/native/include/format.h."""
+    """Number formats of weights, as in outrider/native/include/weights/format.h."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -64,8 +65,14 @@ def stored_format(ggml_type: str) -> Format | None:
     return _GGUF.get(ggml_type)
 
 
+_QUANTIZED = (Format.INT8, Format.INT4)  # by us, which takes longer than reading them
+
+
 class PackedWeight:
-    """A packed weight in the kernels' memory. handle: its address."""
+    """A packed weight in the kernels' memory.
+
+    handle: its address. restored: it was read from a file of packed weights, so that filling it does nothing
+    """
 
     def __init__(
         self, outputs: int, inputs: int, number_format: Format, *, rough: bool = False, groups: int = _GGUF_GROUPS
@@ -80,6 +87,17 @@ class PackedWeight:
         self.groups = groups if number_format in _UNITS else 1
         self.handle: int = functions.outrider_weight_new(number_format, outputs, inputs, self.groups)
         freed_with(self, functions.outrider_weight_free, self.handle)
+        self.restored = self._asked = False
+
+    def restore(self) -> bool:
+        """Read the weight from the file of packed weights, if there is one. True if it was read."""
+        if self.format in _QUANTIZED and not self._asked and (file := packed_file.active()) is not None:
+            self._asked = True
+            parts = (ctypes.c_int64 * 4)()
+            library.load().outrider_weight_memory(self.handle, parts)
+            name = f"{self.format.name} {self.outputs} x {self.inputs}, {len(self._steps)} steps"
+            file.take(self, name, (parts[0], parts[1]), (parts[2], parts[3]))
+        return self.restored
 
     @property
     def bytes(self) -> int:
@@ -88,6 +106,8 @@ class PackedWeight:
 
     def fill(self, outputs: Tensor, weight: Tensor) -> None:
         """Pack some outputs. outputs: [n] int64, their indices; weight: [n, inputs], floating point."""
+        if self.restore():
+            return
         functions = library.load()
         assert weight.shape == (len(outputs), self.inputs), "a weight keeps its shape"
         outputs = outputs.contiguous()
@@ -99,13 +119,16 @@ class PackedWeight:
             return
         dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
         plain = weight.detach().to("cpu", dtype).contiguous()
-        functions.outrider_weight_quantize(
-            self.handle, plain.data_ptr(), dtype == torch.bfloat16, *where,
-            self._steps.data_ptr(), len(self._steps), torch.get_num_threads(),
-        )  # fmt: skip
+        with packed_file.computing():
+            functions.outrider_weight_quantize(
+                self.handle, plain.data_ptr(), dtype == torch.bfloat16, *where,
+                self._steps.data_ptr(), len(self._steps), torch.get_num_threads(),
+            )  # fmt: skip
 
     def fill_quantized(self, outputs: Tensor, values: Tensor, scales: Tensor, centres: Tensor | None = None) -> None:
         """Pack some outputs of numbers as `quantize_int8` or `quantize_int4` return them."""
+        if self.restore():
+            return
         parts = [tensor if tensor is None else tensor.contiguous() for tensor in (values, scales, centres, outputs)]
         addresses = (None if part is None else part.data_ptr() for part in parts)
         library.load().outrider_weight_pack_quantized(self.handle, *addresses, len(outputs))

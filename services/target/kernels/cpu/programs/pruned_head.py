@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from services.target.kernels.cpu.matrices import packed_file
 from services.target.kernels.cpu.matrices.weights import Format, PackedWeight, quantize_int8
 
 _PANEL = 32  # outputs
@@ -17,15 +18,33 @@ _ROUNDED = 2.0**-23  # bound of a product's float32 rounding error, relative to 
 
 
 class PrunedHead:
-    """weight: the int8 copy. error_norms, narrow_norms: [panels * 32] float32, norms of its error and of its rows."""
+    """weight: the int8 copy. error_norms, narrow_norms: [panels * 32] float32, norms of its error and of its rows.
+
+    restored: the norms were read from a file of packed weights
+    """
 
     def __init__(self, outputs: int, inputs: int) -> None:
         self.weight = PackedWeight(outputs, inputs, Format.INT8)
         self.error_norms = torch.zeros(-(-outputs // _PANEL) * _PANEL)
         self.narrow_norms = torch.zeros_like(self.error_norms)
+        self.restored = self._asked = False
+
+    def restore(self) -> bool:
+        """Read the head from the file of packed weights, if there is one. True if it was read."""
+        if not self._asked and (file := packed_file.active()) is not None:
+            self._asked = True
+            norms = ((norm.data_ptr(), norm.nbytes) for norm in (self.error_norms, self.narrow_norms))
+            file.take(self, f"norms of a head, {self.weight.outputs} x {self.weight.inputs}", *norms)
+        return self.weight.restore() and self.restored
 
     def fill(self, outputs: Tensor, weight: Tensor) -> None:
         """Copy some outputs. outputs: [n] int64, their indices; weight: [n, inputs], in the head's own format."""
+        if self.restore():
+            return
+        with packed_file.computing():
+            self._fill(outputs, weight)
+
+    def _fill(self, outputs: Tensor, weight: Tensor) -> None:
         for some, part in zip(outputs.split(_AT_ONCE), weight.split(_AT_ONCE), strict=True):
             wide = part.detach().to("cpu", torch.float32)
             values, scales = quantize_int8(wide)

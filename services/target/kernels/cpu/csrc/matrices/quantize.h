@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "parallel.h"
-#include "weight.h"
+#include "weights/weight.h"
 
 namespace outrider {
 
@@ -59,7 +59,7 @@ inline void quantize_block_int4(const float* wide, const int32_t* steps, int32_t
   double best = std::numeric_limits<double>::infinity();
   for (int32_t tried = 0; tried < candidates && best > squares * 0x1p-16; ++tried) {
     const float step = std::max((largest - least) / float(steps[tried]), 1e-7f);
-    const float stored = _cvtsh_ss(_cvtss_sh(step, _MM_FROUND_TO_NEAREST_INT));
+    const float stored = number_of_half(half_bits(step));
     const float middle = steps[tried] > 15 ? (least + largest) / 2 : least + 7.5f * stored;
     const uint32_t bits = uint32_t(bfloat16_bits(middle + 0.5f * stored)) << 16;
     float around;

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <fstream>
 #include <vector>
 
 #include "memory.h"
@@ -54,8 +55,14 @@ class alignas(64) WeightPrefetch {
 
   // Most prefetched bytes that are not yet used by their products: 3/8 of the L2 cache.
   static int64_t max_bytes() {
-    static const int64_t cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    static const int64_t cache = level2_cache();
     return cache > 0 ? cache / 8 * 3 : 0;
+  }
+  static int64_t level2_cache() {
+    if (const int64_t known = sysconf(_SC_LEVEL2_CACHE_SIZE); known > 0) return known;
+    int64_t kilobytes = 0;  // as Linux has it, because the C library of ARM does not know
+    std::ifstream("/sys/devices/system/cpu/cpu0/cache/index2/size") >> kilobytes;
+    return kilobytes * 1024;
   }
 
   void enter(size_t product) {

@@ -1,0 +1,224 @@
+"""Reinforcement learning with Outrider as the rollout engine: GRPO on sums, in one file.
+
+Each step asks the gateway for answers, with and without speculation, rewards those that are the right number and
+nothing else, trains the policy in PyTorch, and pushes its weights to the targets through shared memory. The gateway
+runs on this machine and allows control without a key from it:
+
+outrider serve --dtype float32 --admin-networks 127.0.0.0/8 --speculative-algorithm NGRAM
+python docs/examples/rollouts.py FOLDER [http://127.0.0.1:30000]
+
+FOLDER: the checkpoint that the target serves.
+"""
+
+# ruff: noqa: T201
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import httpx
+import torch
+from torch import Tensor
+
+Reward = Callable[[int, list[int]], float]
+"""The reward of an answer: number of its prompt, and its token ids."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A rollout. task: number of its prompt; logprobs: of its tokens, as the engine computed them."""
+
+    task: int
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    verifications: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step reports. gap: largest difference between the engine's log-probabilities and the trainer's.
+
+    same: answers with equal tokens with and without speculation
+    """
+
+    reward: float
+    accept_length: float
+    gap: float
+    same: float
+    speculated_seconds: float
+    plain_seconds: float
+    train_seconds: float
+    push_seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"reward {self.reward:.3f}  accept length {self.accept_length:.2f}  log-probability gap {self.gap:.1e}  "
+            f"same {self.same:.0%}  rollouts {self.speculated_seconds:.2f} s, plain {self.plain_seconds:.2f} s  "
+            f"training {self.train_seconds:.2f} s  push {self.push_seconds:.2f} s"
+        )
+
+
+class Engine:
+    """The gateway, over SGLang's protocol."""
+
+    def __init__(self, url: str, key: str = "") -> None:
+        """key: of an administrator; empty where the gateway needs none."""
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(base_url=url, headers=headers, timeout=600)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def post(self, route: str, **body: Any) -> Any:
+        """The answer to a request."""
+        answer = self._client.post(route, json=body)
+        if answer.is_error:
+            raise RuntimeError(f"{route}: {answer.text}")
+        return answer.json()
+
+    def generate(
+        self, prompts: Sequence[list[int]], count: int, max_tokens: int, seed: int, speculation: str = "auto"
+    ) -> list[Answer]:
+        """Sampled answers at temperature 1, `count` to each prompt."""
+        sampling = [
+            {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "n": count, "max_new_tokens": max_tokens,
+             "sampling_seed": seed + task * count}
+            for task in range(len(prompts))
+        ]  # fmt: skip
+        bodies = self.post(
+            "/generate", input_ids=list(prompts), sampling_params=sampling, return_logprob=True, speculation=speculation
+        )
+        answers = []
+        for number, body in enumerate(bodies):
+            task, info = number // count, body["meta_info"]
+            values, tokens, *_ = zip(*info["output_token_logprobs"], strict=True)
+            answers.append(Answer(task, prompts[task], list(tokens), list(values), info.get("spec_verify_ct", 0)))
+        return answers
+
+    def push(self, model: torch.nn.Module, version: str) -> None:
+        """Send a model's weights as SGLang's clients do, through shared memory."""
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        tensors = [(name, parameter.detach().contiguous()) for name, parameter in model.named_parameters()]
+        pickle = io.BytesIO()
+        ForkingPickler(pickle).dump(tensors)
+        content = base64.b64encode(pickle.getvalue()).decode()
+        self.post("/pause_generation", mode="retract")
+        self.post("/update_weights_from_tensor", serialized_named_tensors=[content], weight_version=version)
+        self.post("/continue_generation")
+
+
+def log_probabilities(model: Any, answers: Sequence[Answer]) -> tuple[Tensor, Tensor]:
+    """The policy's log-probabilities of the answers' tokens, [answers, longest], and which of them there are."""
+    paths = [answer.prompt + answer.tokens for answer in answers]
+    longest = max(map(len, paths))
+    ids = torch.tensor([path + [0] * (longest - len(path)) for path in paths])
+    logits = model(input_ids=ids[:, :-1]).logits.float()
+    found = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    position = torch.arange(1, longest)
+    first = torch.tensor([len(answer.prompt) for answer in answers])[:, None]
+    stop = torch.tensor([len(path) for path in paths])[:, None]
+    return found, (position >= first) & (position < stop)
+
+
+def advantages(answers: Sequence[Answer], rewards: Sequence[float]) -> Tensor:
+    """Rewards relative to those of the same prompt, in its standard deviations (GRPO)."""
+    groups = torch.tensor([answer.task for answer in answers])
+    values, found = torch.tensor(rewards), torch.zeros(len(rewards))
+    for group in groups.unique():
+        own = values[groups == group]
+        found[groups == group] = (own - own.mean()) / (own.std(correction=0) + 1e-4)
+    return found
+
+
+def train(
+    model: Any,
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    reward: Reward,
+    *,
+    steps: int = 10,
+    count: int = 8,
+    max_tokens: int = 12,
+    rate: float = 2e-5,
+    batch: int = 16,
+) -> list[Step]:
+    """Run the loop, and print each step. count: answers to a prompt; batch: answers in a forward pass."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    done: list[Step] = []
+    for number in range(steps):
+        began = time.perf_counter()
+        answers = engine.generate(prompts, count, max_tokens, seed=1000 * number)
+        speculated = time.perf_counter()
+        plain = engine.generate(prompts, count, max_tokens, seed=1000 * number, speculation="off")
+        generated = time.perf_counter()
+        rewards = [reward(answer.task, answer.tokens) for answer in answers]
+        scale, gap = advantages(answers, rewards), 0.0
+        total = sum(len(answer.tokens) for answer in answers)
+        optimizer.zero_grad()
+        for start in range(0, len(answers), batch):
+            part = answers[start : start + batch]
+            found, mask = log_probabilities(model, part)
+            given = torch.tensor([value for answer in part for value in answer.logprobs])
+            gap = max(gap, (found.detach()[mask] - given).abs().max().item())
+            (-(found * scale[start : start + batch, None] * mask).sum() / total).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        trained = time.perf_counter()
+        engine.push(model, f"step-{number + 1}")
+        pushed = time.perf_counter()
+        same = sum(one.tokens == other.tokens for one, other in zip(answers, plain, strict=True)) / len(answers)
+        verifications = sum(answer.verifications for answer in answers)
+        done.append(Step(
+            sum(rewards) / len(rewards), total / max(verifications, 1), gap, same,
+            speculated - began, generated - speculated, trained - generated, pushed - trained,
+        ))  # fmt: skip
+        print(f"step {number + 1:2}  {done[-1]}", flush=True)
+    return done
+
+
+def sums(tokenizer: Any, count: int, seed: int = 0) -> tuple[list[list[int]], Reward]:
+    """Prompts that ask for sums, and the reward: 1 for the number alone, half for a text that contains it."""
+    draw = random.Random(seed)
+    pairs = [(draw.randint(1, 9), draw.randint(1, 9)) for _ in range(count)]
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"What is {a} + {b}? Reply with the number only."}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for a, b in pairs
+    ]
+
+    def reward(task: int, tokens: list[int]) -> float:
+        text, sum_of = tokenizer.decode(tokens, skip_special_tokens=True).strip(), str(sum(pairs[task]))
+        return 1.0 if text == sum_of else 0.5 if sum_of in re.findall(r"\d+", text) else 0.0
+
+    return prompts, reward
+
+
+def main(folder: str, url: str = "http://127.0.0.1:30000") -> None:
+    """Train the checkpoint in a folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompts, reward = sums(AutoTokenizer.from_pretrained(folder), 8)
+    with contextlib.closing(Engine(url)) as engine:
+        train(model, engine, prompts, reward)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    main(*sys.argv[1:])

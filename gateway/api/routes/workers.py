@@ -1,0 +1,135 @@
+"""Routes that list, add and remove replicas, under the names of SGLang's router, for administrators.
+
+SGLang's router calls a replica a worker. Its present routes are `/workers` and `/workers/ID`, its former ones
+`/add_worker`, `/remove_worker` and `/list_workers`. They are open before the first target is up, so that a gateway may
+start with empty pools.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, Depends, FastAPI, Query
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import PlainTextResponse, Response
+
+from gateway.admission.admission import Keys
+from gateway.admission.caller import CALLER
+from gateway.api.requests.http import VALID_UNICODE, Route
+from gateway.control.replicas import Replicas
+from gateway.pools.members import Service
+from gateway.streams.availability import ReplicaState
+from outrider.errors import InvalidRequest, NotFound
+
+PATHS = ("/workers", "/add_worker", "/remove_worker", "/list_workers")
+
+# SGLang's worker types; all our targets are regular ones.
+_SERVICES = {"target": Service.TARGET, "regular": Service.TARGET, "draft": Service.DRAFT}
+
+
+class WorkerBody(BaseModel):
+    """POST /workers. url: the replica's address, with or without grpc:// in front."""
+
+    model_config = ConfigDict(extra="allow")
+
+    url: str = Field(min_length=1)
+    worker_type: str = "target"
+
+
+def install(app: FastAPI, replicas: Replicas, keys: Keys) -> None:
+    """Add the routes to an app."""
+
+    async def check_admin() -> None:
+        keys.check_admin(CALLER.get())
+
+    router = APIRouter(route_class=Route, dependencies=[Depends(check_admin)], tags=["control"])
+
+    @router.get("/workers")
+    async def listed() -> Response:
+        """All replicas of both pools, with their state, sessions and load, and what names them."""
+        found = [_worker(one) for one in await replicas.listed()]
+        counts = {service: sum(one["service"] == service for one in found) for service in Service}
+        stats = {"regular_count": counts[Service.TARGET], "draft_count": counts[Service.DRAFT]}
+        return _json({
+            "workers": found,
+            "total": len(found),
+            "stats": {**stats, "prefill_count": 0, "decode_count": 0},
+            "failed_sources": replicas.failed_sources,
+        })  # fmt: skip
+
+    @router.post("/workers", dependencies=[VALID_UNICODE])
+    async def add(body: WorkerBody) -> Response:
+        """Add a replica. It is used once it is up and fits the others; GET /workers shows its state."""
+        found, _ = await replicas.add(_service(body.worker_type), body.url)
+        location = f"/workers/{found}"
+        content = {
+            "status": "accepted", "worker_id": found, "url": body.url, "location": location,
+            "message": "The replica is used once it is up and fits.",
+        }  # fmt: skip
+        return _json(content, 202, {"location": location})
+
+    @router.get("/workers/{worker:path}")
+    async def one(worker: str) -> Response:
+        """One replica, by its id or its address."""
+        return _json(_worker(await replicas.find(worker)))
+
+    @router.delete("/workers/{worker:path}")
+    async def remove(worker: str, drain: bool = True) -> Response:
+        """Remove a replica, by its id or its address. With drain its sessions leave first; otherwise it leaves at
+        once.
+        """
+        found = await replicas.remove(worker, drain=drain)
+        message = "Its sessions go on elsewhere." if drain else "It has left its pool."
+        return _json({"status": "accepted", "worker_id": found["id"], "message": message}, 202)
+
+    @router.post("/add_worker", response_class=PlainTextResponse)
+    async def add_worker(url: Annotated[str, Query(min_length=1)], worker_type: str = "target") -> Response:
+        await replicas.add(_service(worker_type), url)
+        return PlainTextResponse(f"Successfully added worker: {url}")
+
+    @router.post("/remove_worker", response_class=PlainTextResponse)
+    async def remove_worker(url: Annotated[str, Query(min_length=1)], drain: bool = True) -> Response:
+        try:
+            await replicas.remove(url, drain=drain)
+        except NotFound as error:  # SGLang's status
+            raise InvalidRequest(error.message, param="url") from None
+        return PlainTextResponse(f"Successfully removed worker: {url}")
+
+    @router.get("/list_workers")
+    async def list_workers() -> Response:
+        """The addresses of all targets."""
+        return _json({"urls": [_url(one) for one in await replicas.listed() if one["service"] == Service.TARGET]})
+
+    app.include_router(router)
+
+
+def _service(worker_type: str) -> Service:
+    if worker_type not in _SERVICES:
+        raise InvalidRequest(
+            f"`worker_type` {worker_type!r} is not served here; send target or draft", param="worker_type"
+        )
+    return _SERVICES[worker_type]
+
+
+def _worker(one: dict[str, Any]) -> dict[str, Any]:
+    """A replica with SGLang's fields beside ours."""
+    return {
+        "id": one["id"],
+        "url": _url(one),
+        "model_id": one["model"],
+        "worker_type": "regular" if one["service"] == Service.TARGET else "draft",
+        "is_healthy": one["state"] == ReplicaState.READY,
+        "load": one["sessions"],
+        "connection_mode": "grpc",
+        **one,
+    }
+
+
+def _url(one: dict[str, Any]) -> str:
+    address: str = one["address"]
+    return address if address.startswith("unix:") else f"grpc://{address}"
+
+
+def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(content), status, headers, media_type="application/json")

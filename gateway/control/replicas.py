@@ -1,0 +1,145 @@
+"""The replicas of both pools, as control routes show and change them, in all workers of the gateway.
+
+Each worker has streams of its own, and moves its own sessions. A decision reaches the other workers at once; a worker
+that starts later, or that was too busy to answer, asks the others for what was decided.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+from gateway.orchestration.orchestrator import Orchestrator
+from gateway.pools.addresses import check_address
+from gateway.pools.discovery import Discovery
+from gateway.pools.members import Decision, Member, Service, id_of
+from gateway.streams.availability import Availability, ReplicaState
+from gateway.streams.draft import DraftLink
+from gateway.streams.target import TargetLink
+from gateway.workers.peers import Answers, Peers
+from outrider.errors import ConfigError, InvalidRequest, NotFound
+
+_CATCH_UP = 30.0  # seconds between two questions to the other workers what was decided
+_WAITING = Availability(ReplicaState.UNREACHABLE, "it is connected once a target is up")
+
+
+class Replicas:
+    """Lists, adds and removes replicas."""
+
+    def __init__(self, discovery: Discovery, orchestrator: Orchestrator, peers: Peers) -> None:
+        self._members = discovery.members
+        self._discovery = discovery
+        self._orchestrator = orchestrator
+        self._peers = peers
+
+    # --- the list ---
+
+    async def listed(self) -> list[dict[str, Any]]:
+        """All replicas, also those that drain; sessions are those of all workers."""
+        found = {one["id"]: one for one in self.own()}
+        for listed in (await self._peers.ask("replicas")).values():
+            for one in listed:
+                known = found.setdefault(one["id"], one)
+                if known is not one:
+                    known["sessions"] += one["sessions"]
+        return list(found.values())
+
+    async def find(self, name: str) -> dict[str, Any]:
+        """A replica by its id, or by its address. Raises NotFound."""
+        listed = await self.listed()
+        with contextlib.suppress(ConfigError):
+            address = check_address(name)
+            listed.sort(key=lambda one: one["address"] != address)
+            if listed and listed[0]["address"] == address:
+                return listed[0]
+        for one in listed:
+            if one["id"] == name:
+                return one
+        raise NotFound(f"no replica {name!r} is in a pool; GET /workers lists them")
+
+    def own(self) -> list[dict[str, Any]]:
+        """The replicas as this worker sees them."""
+        links = {(link.service, link.address): link for link in self._orchestrator.links}
+        found = [self._described(member, links.pop((member.service, member.address), None)) for member in self._members]
+        return found + [self._described(None, link) for link in links.values()]  # those that drain
+
+    def _described(self, member: Member | None, link: TargetLink | DraftLink | None) -> dict[str, Any]:
+        availability = link.availability if link is not None else _WAITING
+        service = link.service if link is not None else member.service if member is not None else ""
+        address = link.address if link is not None else member.address if member is not None else ""
+        load = link.load if link is not None and link.up else None
+        return {
+            "id": id_of(service, address),
+            "service": service,
+            "address": address,
+            "sources": list(member.sources) if member is not None else [],
+            "state": availability.state,
+            "reason": availability.reason or None,
+            "sessions": link.session_count if link is not None else 0,
+            "max_sessions": link.max_sessions if link is not None else 0,
+            "running_sessions": load.running_sessions if load is not None else 0,
+            "waiting_sessions": load.waiting_sessions if load is not None else 0,
+            "step_seconds": round(link.step_time.seconds, 6) if link is not None else 0.0,
+            "model": link.info.model.model_path if link is not None and link.info is not None else None,
+        }
+
+    @property
+    def failed_sources(self) -> list[dict[str, str]]:
+        """DNS names and files that cannot be read at present, and why."""
+        return [
+            {"service": service, "source": name, "reason": reason}
+            for (service, name), reason in self._discovery.failures.items()
+        ]
+
+    # --- changes ---
+
+    async def add(self, service: Service, address: str) -> tuple[str, str]:
+        """Add a replica; it is used once it is up and fits. Returns its id and address. Raises InvalidRequest."""
+        try:
+            address = check_address(address)
+        except ConfigError as error:
+            raise InvalidRequest(error.message, param="url") from None
+        await self._decide(service, address, added=True)
+        return id_of(service, address), address
+
+    async def remove(self, name: str, *, drain: bool) -> dict[str, Any]:
+        """Remove a replica. Raises NotFound.
+
+        drain: its sessions go on elsewhere first, or to their end where no other replica can take them
+        """
+        one = await self.find(name)
+        await self._decide(Service(one["service"]), one["address"], added=False, drain=drain)
+        return one
+
+    async def _decide(self, service: Service, address: str, *, added: bool, drain: bool = True) -> None:
+        before = self._members.decision(service, address)
+        after = before.stamp[0] + 1 if before is not None else 0  # the clock may have been set back
+        stamp = max(time.time_ns(), after), self._peers.index
+        self._members.decide(Decision(service, address, added, drain, stamp))
+        if (known := self._members.decision(service, address)) is not None:
+            await self._peers.ask("decide", known.to_json())
+
+    # --- other workers ---
+
+    @property
+    def answers(self) -> Answers:
+        """Handlers of the other workers' requests."""
+        return {
+            "replicas": lambda _: self.own(),
+            "decide": lambda asked: self._members.decide(Decision.from_json(asked)),
+            "decisions": lambda _: [decision.to_json() for decision in self._members.decisions],
+        }
+
+    async def catch_up(self) -> None:
+        """Take what was decided in other workers."""
+        for decisions in (await self._peers.ask("decisions")).values():
+            for decision in sorted(map(Decision.from_json, decisions), key=lambda one: one.stamp):
+                self._members.decide(decision)
+
+    async def keep_up(self) -> None:
+        """Catch up again and again, until cancelled."""
+        while self._peers.several:
+            await asyncio.sleep(_CATCH_UP)
+            await self.catch_up()

@@ -1,0 +1,1 @@
+#include "attention/attend.cpp"

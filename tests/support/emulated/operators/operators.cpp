@@ -1,0 +1,1 @@
+#include "api.cpp"  // without programs, whose functions are bound when they are called, which they are not

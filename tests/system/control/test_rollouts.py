@@ -1,0 +1,154 @@
+"""Rollouts by /generate, as trainers read them: token ids, log-probabilities, counters, and answers cut by an abort."""
+
+import concurrent.futures
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.gateway.services import until
+from tests.support.system.controlled import KEY, System
+from tests.support.tiny import VOCAB, write_model, write_tokenizer
+
+PROMPT = [5, 9, 5, 9, 5, 9, 5, 9, 30, 31]
+TOLERANCE = 1e-4  # of a log-probability in float32, between two orders of summation
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tokenizer(write_model(tmp_path_factory.mktemp("policy") / "1", seed=1, num_hidden_layers=3))
+
+
+@pytest.fixture(scope="module")
+def running(folder, tmp_path_factory):
+    system = System(folder, tmp_path_factory.mktemp("rollouts"))
+    yield system
+    system.stop()
+
+
+def generate(running, prompt=PROMPT, count=40, seed=7, **options):
+    """An answer in the way that slime asks for it."""
+    sampling = {
+        "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": count, "stop": None, "stop_token_ids": None,
+        "skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False,
+        "sampling_seed": seed, "ignore_eos": True,
+    } | options.pop("sampling", {})  # fmt: skip
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, **options}
+    answer = running.gateway.client.post("/generate", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def tokens_of(answer):
+    return [token for _, token, *_ in answer["meta_info"]["output_token_logprobs"]]
+
+
+def logprobs_of(answer, side="output"):
+    return [value for value, *_ in answer["meta_info"][f"{side}_token_logprobs"]]
+
+
+def test_log_probabilities_are_those_of_a_plain_forward(running, folder):
+    """Its rounding in float32 is that of transformers, measured against float64."""
+    plain, exact = (AutoModelForCausalLM.from_pretrained(folder, dtype=d) for d in (torch.float32, torch.float64))
+    answers = [generate(running, seed=seed, logprob_start_len=0) for seed in (7, 8)]
+    answers.append(generate(running, sampling={"temperature": 0.0}, logprob_start_len=0))
+    for answer in answers:
+        new = tokens_of(answer)
+        assert new == answer["output_ids"]
+        path = torch.tensor([PROMPT + new])
+        with torch.no_grad():
+            of_plain, expected = (
+                model(path).logits[0, :-1].log_softmax(-1).gather(-1, path[0, 1:, None])[:, 0].double()
+                for model in (plain, exact)
+            )
+        assert logprobs_of(answer, "input")[0] is None
+        found = torch.tensor(logprobs_of(answer, "input")[1:] + logprobs_of(answer), dtype=torch.float64)
+        assert (found - expected).abs().max() < 3 * (of_plain - expected).abs().max() < TOLERANCE
+    assert tokens_of(answers[0]) != tokens_of(answers[1])
+
+
+def test_counters_of_speculation(running):
+    """Under the names that slime reads; they fit together."""
+    info = {}
+
+    def speculated():
+        info.update(generate(running, sampling={"temperature": 0.0}, count=80)["meta_info"])
+        return info["spec_accept_token_num"]
+
+    until(speculated, 60)  # on a busy machine proposals may be late at first
+    assert info["completion_tokens"] == 80
+    assert info["spec_accept_length"] == 80 / info["spec_verify_ct"] > 1
+    assert info["spec_accept_rate"] == info["spec_accept_token_num"] / info["spec_draft_token_num"]
+    assert info["weight_version"] == "default"
+    assert info["finish_reason"] == {"type": "length", "length": 80}
+
+
+def test_many_answers_to_a_prompt(running):
+    answers = generate(running, count=3, sampling={"n": 128})
+    assert [answer["meta_info"]["sampling_seed"] for answer in answers] == list(range(7, 135))
+    assert len({tuple(tokens_of(answer)) for answer in answers}) > 100
+    alone = generate(running, count=3, seed=100)
+    assert tokens_of(answers[93]) == tokens_of(alone)
+
+
+@pytest.mark.parametrize("route", ["/abort_request", "/pause_generation"])
+def test_an_aborted_answer_continues_from_its_tokens_and_seed(running, route):
+    whole = generate(running, count=200)
+    client = running.gateway.client
+    running.pause(0.01)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        future = pool.submit(generate, running, count=200, rid="partial")
+        until(lambda: running.targets[0].engine.load().running_sessions)
+        until(lambda: sum(len(s.tokens) > 40 for s in running.targets[0].engine.scheduler))
+        load = client.get("/v1/loads?include=core").json()["loads"][0]
+        assert load["num_total_reqs"] == 1
+        running.post(route, json={"abort_all": True})
+        cut = future.result(30)
+    running.pause(0)
+    until(lambda: client.get("/v1/loads").json()["loads"][0]["num_total_reqs"] == 0)
+    running.post("/continue_generation")
+    new = tokens_of(cut)
+    assert cut["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 0 < len(new) < 200
+    rest = generate(running, PROMPT + new, 200 - len(new), cut["meta_info"]["sampling_seed"])
+    assert new + tokens_of(rest) == tokens_of(whole)
+    found = torch.tensor(logprobs_of(cut) + logprobs_of(rest))
+    torch.testing.assert_close(found, torch.tensor(logprobs_of(whole)), rtol=0, atol=TOLERANCE)
+
+
+def test_facts_that_trainers_read(running):
+    info = running.gateway.client.get("/server_info").json()
+    assert (info["tp_size"], info["pp_size"], info["num_gpus"]) == (1, 1, 1)
+    assert (info["weight_version"], info["dtype"], info["disaggregation_mode"]) == ("default", "float32", "null")
+    assert running.gateway.client.get("/health_generate").status_code == 200
+    refused = running.gateway.client.post("/generate", json={"input_ids": [VOCAB - 1], "return_routed_experts": True})
+    assert "return_routed_experts" in refused.json()["error"]["message"]
+
+
+def test_a_loop_of_rollouts_and_training(running, folder):
+    """The example, with a tiny policy: the reward rises, and each step's rollouts come from its weights."""
+    path = Path(__file__).parents[2] / "docs/examples/rollouts.py"
+    spec = importlib.util.spec_from_file_location("rollouts", path)
+    sys.modules["rollouts"] = rollouts = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(rollouts)
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    engine = rollouts.Engine(running.gateway.url, KEY)
+    prompts = [[5, 9, 5, 9], [30, 31, 32], [7] * 6, [200, 201]]
+
+    def even(_, tokens):
+        return sum(token % 2 == 0 for token in tokens) / len(tokens)
+
+    try:
+        done = rollouts.train(policy, engine, prompts, even, steps=10, count=16, max_tokens=12, rate=1e-2, batch=64)
+    finally:
+        engine.close()
+        torch.multiprocessing.set_sharing_strategy(strategy)
+        running.post("/update_weights_from_disk", json={"model_path": str(folder), "weight_version": "default"})
+    assert done[-1].reward > done[0].reward + 0.15
+    assert max(step.gap for step in done) < TOLERANCE
+    assert min(step.same for step in done) == 1
+    assert running.version() == "default"
