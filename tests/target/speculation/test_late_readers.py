@@ -24,6 +24,7 @@ def first_budget(engine, session_id, max_tokens, answered=False):
         engine.receive([Proposal(session_id, tree.length, tree.root_hash, *empty, tree.length)], [])
     while not (commits := engine.step().commits):
         pass
+    engine.close(session_id)
     return commits[0].draft_budget
 
 
@@ -42,9 +43,7 @@ def test_only_late_readers_are_waited_for_until_their_first_answer(model):
     wait.closed(99)
     first_budget(engine, 1, max_tokens=60)
     assert wait.reads
-    engine.close(1)
     first_budget(engine, 2, max_tokens=60, answered=True)
-    engine.close(2)
     first_budget(engine, 3, max_tokens=60)
     assert wait.reads_ahead
     assert not wait.reads
