@@ -19,6 +19,7 @@ from outrider.errors import ConfigError
 from services.target.kernels.cpu.attention.paged import serves
 from services.target.kernels.cpu.matrices.weights import Format, PackedWeight, interleaved, packed
 from services.target.kernels.cpu.programs.program import Norm
+from services.target.kernels.cpu.programs.rotary import Rotary, UnknownRotary, rope_parameters
 from services.target.kernels.pools import LayerShape
 
 FORMAT = Format.INT4
@@ -89,9 +90,6 @@ def read_eagle_head(folder: Path, depth: int, hidden: int, vocab: int, positions
 def _read_head(
     folder: Path, raw: dict[str, Any], depth: int, hidden: int, vocab: int, positions: int
 ) -> EagleHeadWeights:
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
     speculators, facts = is_speculators(raw), flat(raw)
     _check(folder, facts, hidden, vocab)
     layers = layer_ids(facts, speculators=speculators) or (2, depth // 2, depth - 3)
@@ -132,13 +130,24 @@ def _read_head(
         raise ConfigError(f"{folder}: d2t does not say which of the target's {vocab} tokens its {entries} entries are")
     order = np.argsort(ids)
     ids, tensors["lm_head.weight"] = ids[order], tensors["lm_head.weight"][torch.from_numpy(order)]
-    names = {name for name in _ROPE if facts.get(name) is not None}
-    rope = LlamaRotaryEmbedding(LlamaConfig(**{name: facts[name] for name in names} | {
-        "max_position_embeddings": max(positions, facts.get("max_position_embeddings", 0))
-    }))  # fmt: skip
+    rope = _rope(facts, head_dim, positions)
     after_norm = bool(facts.get("norm_before_residual", speculators))
     epsilon = float(facts.get("rms_norm_eps", 1e-6))
     return EagleHeadWeights(tensors, layers, heads, kv_heads, head_dim, epsilon, after_norm, ids, rope)
+
+
+def _rope(facts: dict[str, Any], head_dim: int, positions: int) -> Any:
+    """The rotary embedding. `transformers`, which takes seconds to import, has the unusual ones."""
+    try:
+        return Rotary(rope_parameters(facts), head_dim)
+    except UnknownRotary:
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    names = {name for name in _ROPE if facts.get(name) is not None}
+    return LlamaRotaryEmbedding(LlamaConfig(**{name: facts[name] for name in names} | {
+        "max_position_embeddings": max(positions, facts.get("max_position_embeddings", 0))
+    }))  # fmt: skip
 
 
 def _check(folder: Path, facts: dict[str, Any], hidden: int, vocab: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.config import TargetConfig
+from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
@@ -17,6 +18,7 @@ from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from services.target.kernels.cpu import library
 from services.target.model.dense.load import load_dense
+from services.target.model.eagle_head_weights import read_eagle_head
 from services.target.model.loading.load import load
 from services.target.step.batch import SessionWork, build
 from tests.support.target.driving import opening
@@ -79,6 +81,19 @@ def test_a_decoder_is_the_one_that_transformers_loads(name, tmp_path):
         assert torch.equal(logits(found), logits(expected))
         assert found.runner.weights() == expected.runner.weights()
         assert found.runner.weight_bytes == expected.runner.weight_bytes
+
+
+def test_the_bundled_head_has_the_rotary_embedding_of_transformers():
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    facts = json.loads((DEFAULT_HEAD / "config.json").read_text())
+    names = set(facts) & {"hidden_size", "num_attention_heads", "head_dim", "rope_theta", "rope_parameters"}
+    rotary = LlamaRotaryEmbedding(LlamaConfig(**{name: facts[name] for name in names}))
+    expected = rotary(torch.empty(0), torch.arange(512)[None])
+    found = read_eagle_head(DEFAULT_HEAD, 30, 576, 49152, 512).rotary_tables(512)
+    for table, whole in zip(found, expected, strict=True):
+        assert torch.equal(table, whole[0, :, : table.shape[1]])
 
 
 def edited(folder, **changes):
@@ -147,6 +162,9 @@ def test_the_target_starts_without_transformers(plain):
         "from services.target.process.control import Control\n"
         f"folder, config = Path({str(plain)!r}), TargetConfig(device='cpu', max_total_tokens=256)\n"
         "Control(app.build_engine(folder, config), folder)\n"
+        "from outrider.drafts import DEFAULT_HEAD\n"
+        "from services.target.model.eagle_head_weights import read_eagle_head\n"
+        "read_eagle_head(DEFAULT_HEAD, 30, 576, 49152, 512).rotary_tables(512)\n"
         f"print(sorted(set({heavy}) & set(sys.modules)))"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from services.target.kernels.cpu.programs.rotary import UnknownRotary, rope_parameters
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -23,8 +24,6 @@ _NUMBERS = (
 # Keys by which a checkpoint may differ from the decoders here.
 _FOREIGN = ("quantization_config", "auto_map", "text_config", "vision_config", "partial_rotary_factor")
 _FULL = "full_attention"
-_ROPE_THETA = 10_000.0  # of all four, where config.json has none
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 class Unknown(Exception):
@@ -62,21 +61,6 @@ class DenseConfig:
     def get_text_config(self) -> DenseConfig:
         """As of `transformers`: the settings of the decoder."""
         return self
-
-    @property
-    def inverse_frequencies(self) -> Tensor:
-        """Of the rotary embedding, [head_dim / 2] float32."""
-        rope, exponents = self.rope_parameters, torch.arange(0, self.head_dim, 2, dtype=torch.float) / self.head_dim
-        plain: Tensor = 1.0 / (rope["rope_theta"] ** exponents)
-        if rope["rope_type"] == "default":
-            return plain
-        factor, low, high, trained = (rope[name] for name in _LLAMA3)
-        lengths = 2 * math.pi / plain
-        scaled = torch.where(lengths > trained / low, plain / factor, plain)
-        smooth = (trained / lengths - low) / (high - low)
-        between = (1 - smooth) * scaled / factor + smooth * scaled
-        is_between = ~(lengths < trained / high) * ~(lengths > trained / low)
-        return torch.where(is_between, between, scaled)
 
 
 def dense_config(content: Mapping[str, Any]) -> DenseConfig:
@@ -132,19 +116,10 @@ def _positive(content: Mapping[str, Any], name: str) -> float:
 
 
 def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary embedding's parameters, from the present form of config.json or an earlier one."""
-    found = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    if not isinstance(found, Mapping):
-        raise Unknown("its rotary embedding is written in another form")
-    kind = found.get("rope_type") or found.get("type") or "default"
-    names = _LLAMA3 if kind == "llama3" else ()
-    if kind not in ("default", "llama3") or set(found) - {"rope_type", "type", "rope_theta", *names}:
-        raise Unknown(f"its rotary embedding is of type {kind!r:.40}")
-    given = [one["rope_theta"] for one in (found, content) if one.get("rope_theta") is not None]
-    if len(set(given)) > 1:
-        raise Unknown("it has two bases of its rotary embedding")
-    base = _positive({"rope_theta": given[0] if given else _ROPE_THETA}, "rope_theta")
-    return {"rope_type": kind, "rope_theta": base} | {name: _positive(found, name) for name in names}
+    try:
+        return rope_parameters(content)
+    except UnknownRotary as reason:
+        raise Unknown(str(reason)) from None
 
 
 def _dtype(content: Mapping[str, Any]) -> torch.dtype | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from services.target.kernels.cpu.programs.rotary import Rotary
 from services.target.model.dense.config import DenseConfig
 
 
@@ -58,19 +59,6 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = _Norm(config.hidden_size, config.rms_norm_eps)
 
 
-class _Rotary:
-    """The rotary embedding, called as that of `transformers`."""
-
-    def __init__(self, config: DenseConfig) -> None:
-        self._frequencies = config.inverse_frequencies
-
-    def __call__(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, [1, T, head_dim] each. positions: [1, T]"""
-        angles = positions[..., None].float() * self._frequencies
-        both = torch.cat((angles, angles), dim=-1)
-        return both.cos().to(like.dtype), both.sin().to(like.dtype)
-
-
 class _Decoder(nn.Module):
     def __init__(self, config: DenseConfig) -> None:
         super().__init__()
@@ -78,7 +66,7 @@ class _Decoder(nn.Module):
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = _Norm(config.hidden_size, config.rms_norm_eps)
         with torch.device("cpu"):
-            self.rotary_emb = _Rotary(config)
+            self.rotary_emb = Rotary(config.rope_parameters, config.head_dim)
 
 
 class DenseDecoder(nn.Module):
