@@ -15,13 +15,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-import grpc
-
+from gateway.control.calls import call_replica, cut, put_in_all, raise_first
 from gateway.control.server_info import Facts
 from gateway.orchestration.orchestrator import Orchestrator
 from gateway.streams.draft import SHARE_TIMEOUT, DraftLink
 from gateway.streams.target import TargetLink
-from outrider.errors import ConfigError, Conflict, InvalidRequest, OutriderError, Unavailable, from_grpc_code
+from outrider.errors import Conflict, InvalidRequest, OutriderError, Unavailable
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -38,9 +37,7 @@ _LAST_CLOSES = 0.2  # seconds; closes of cancelled requests reach a target over 
 _FIRST_POLL, _LONGEST_POLL = 0.02, 0.5  # seconds between two attempts to flush
 _UPDATE_TIMEOUT = 3600.0  # seconds to read or send all weights
 _READY_TIMEOUT = 30.0  # seconds for targets with new weights to be used
-_SILENCE = 60.0  # seconds in which a client that sends tensors must send more
 _MAX_PARTS = 4  # of a stream by which a slow target may lag behind the others
-_PART_BYTES = 1 << 20
 _NO_TENSORS = (2).to_bytes(8, "little") + b"{}"  # a safetensors file
 
 
@@ -193,12 +190,12 @@ class Control:
             asyncio.create_task(self._call(target, send(queue))) for target, queue in zip(targets, queues, strict=True)
         ]
         try:
-            async for part in _cut(parts):
-                await _put(queues, tasks, part)
+            async for part in cut(parts):
+                await put_in_all(queues, tasks, part)
                 if all(task.done() for task in tasks):
                     break  # every target has refused them, so the rest of the body need not arrive
             async with self._update_lock():  # only the last part makes targets change their weights
-                await _put(queues, tasks, None)
+                await put_in_all(queues, tasks, None)
                 results = await asyncio.gather(*tasks, return_exceptions=True)
                 return await self._finish_update(targets, results, first.update)
         finally:
@@ -234,7 +231,7 @@ class Control:
         if any(found) and not update.keep_cache:
             await self.flush_target_states(due.folder if due is not None else "")
         try:
-            _check(results)
+            raise_first(results)
         except OutriderError as error:
             if any(found):
                 error.message += f"; {sum(here)} of {len(results)} targets have the new weights, the others are unused"
@@ -311,7 +308,7 @@ class Control:
         """
         self._flushed = True
         await self._flush_targets(time.monotonic() + max(timeout_s, _LAST_CLOSES))
-        _check(await self.flush_drafts(draft_pb2.FlushDraftRequest()))
+        raise_first(await self.flush_drafts(draft_pb2.FlushDraftRequest()))
 
     async def flush_drafts(self, request: draft_pb2.FlushDraftRequest) -> list[Any]:
         """Results of the call on each draft that is up; the others get it when they reconnect."""
@@ -322,7 +319,7 @@ class Control:
         calls: list[Coroutine[Any, Any, Any]] = []
         for draft in list(self._orchestrator.drafts):
             if draft.up:
-                calls.append(_call(draft, draft_pb2_grpc.DraftServiceStub, flush))
+                calls.append(call_replica(draft, draft_pb2_grpc.DraftServiceStub, flush))
             else:
                 draft.flush_later(request)
         return await asyncio.gather(*calls, return_exceptions=True)
@@ -357,13 +354,8 @@ class Control:
     async def release_memory(self) -> int:
         """Let the targets return the memory of their KV caches. Returns its size, in bytes. Raises InvalidRequest."""
         request = target_pb2.ReleaseMemoryRequest()
-        calls = [
-            self._call(target, lambda stub: stub.ReleaseMemory(request, timeout=_CALL_TIMEOUT))
-            for target in self._targets
-        ]
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        _check(found)
-        return sum(one.released_bytes for one in found if not isinstance(one, BaseException))
+        found = await self._all(lambda stub: stub.ReleaseMemory(request, timeout=_CALL_TIMEOUT))
+        return sum(one.released_bytes for one in found)
 
     async def resume_memory(self) -> None:
         """Let the targets take memory again."""
@@ -393,61 +385,15 @@ class Control:
             raise Unavailable("the pool of targets is empty; add one with POST /workers first")
         return targets
 
-    async def _all(self, call: Callable[[Any], Awaitable[Any]]) -> None:
-        _check(await asyncio.gather(*(self._call(t, call) for t in self._targets), return_exceptions=True))
+    async def _all(self, call: Callable[[Any], Awaitable[Any]]) -> list[Any]:
+        """The results of all targets. Raises the first error, once all have answered."""
+        results = await asyncio.gather(*(self._call(t, call) for t in self._targets), return_exceptions=True)
+        raise_first(results)
+        return results
 
     async def _call(self, target: TargetLink, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        return await _call(target, target_pb2_grpc.TargetServiceStub, call)
+        return await call_replica(target, target_pb2_grpc.TargetServiceStub, call)
 
 
 async def _join(request: target_pb2.JoinWeightsGroupRequest, stub: Any) -> Any:
     return await stub.JoinWeightsGroup(request, timeout=_UPDATE_TIMEOUT)
-
-
-async def _call(link: TargetLink | DraftLink, stub: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
-    """Call a service over a new channel, so that a target refused for its old weights can be called as well."""
-    try:
-        async with link.open_channel() as channel:
-            return await call(stub(channel))
-    except grpc.aio.AioRpcError as error:
-        raise _error_of(link, error) from None
-
-
-def _check(results: Sequence[Any]) -> None:
-    """Raise the first error among results."""
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-
-
-def _error_of(link: TargetLink | DraftLink, error: grpc.aio.AioRpcError) -> OutriderError:
-    found = from_grpc_code(int(error.code().value[0]), error.details() or "")
-    if isinstance(found, ConfigError):
-        return InvalidRequest(found.message)
-    if isinstance(found, Unavailable):
-        return Unavailable(f"the {link.service} at {link.address} cannot be reached: {found.message}")
-    return found
-
-
-async def _cut(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The parts, cut to the size limit of a frame. Raises InvalidRequest if the client stops sending."""
-    while True:
-        try:
-            async with asyncio.timeout(_SILENCE):
-                part = await anext(parts, None)
-        except TimeoutError:
-            raise InvalidRequest(f"no more tensors arrived for {_SILENCE:.0f} s; send them again") from None
-        if part is None:
-            return
-        for start in range(0, len(part), _PART_BYTES):
-            yield part[start : start + _PART_BYTES]
-
-
-async def _put(
-    queues: Sequence[asyncio.Queue[bytes | None]], tasks: Sequence[asyncio.Task[Any]], part: bytes | None
-) -> None:
-    """Put a part into the queue of every running call."""
-    for queue, task in zip(queues, tasks, strict=True):
-        put = asyncio.create_task(queue.put(part))
-        await asyncio.wait({put, task}, return_when=asyncio.FIRST_COMPLETED)
-        put.cancel()

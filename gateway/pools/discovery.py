@@ -31,10 +31,15 @@ _resolvers = ThreadPoolExecutor(2, thread_name_prefix="resolver")
 
 
 async def lookup(host: str, port: int) -> Sequence[str]:
-    """All addresses of a DNS name. Raises OSError."""
+    """All addresses of a DNS name: those of IPv4 if it has any, because others are of the same replicas.
+
+    Raises OSError.
+    """
     resolve = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     found = await asyncio.get_running_loop().run_in_executor(_resolvers, resolve)
-    return [host_and_port(str(address[0]), port) for *_, address in found]
+    families = {family for family, *_ in found}
+    family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+    return [host_and_port(str(address[0]), port) for own, *_, address in found if own == family]
 
 
 class Discovery:

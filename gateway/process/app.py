@@ -123,8 +123,8 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         links.start()
         background.append(asyncio.create_task(replicas.keep_up(), name="keep up"))
         # Where replicas may be found later, the gateway waits for the first one without end.
-        STARTUP.done("Python and libraries")
         seconds = config.connect_timeout if links.targets_are_fixed else None
+        STARTUP.done("Python and libraries")
         target = await unless(stop, first_target(orchestrator.targets, links, seconds))
         if target is None:
             return 0

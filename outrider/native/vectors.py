@@ -5,8 +5,10 @@ memory.h                             aligned memory on huge pages
 spin_wait.h pool.h                   waiting for another thread; a thread pool and its barrier
 lanes.h                              vectors of 16 numbers, for each instruction set
 simd.h softmax.h noise.h             functions of vectors; softmax sums; coupled noise
-weight.h operand.h operand_format.h  packed weights and rows of activations
+format.h weight.h block_rows.h       number formats of weights; packed weights; rows of block formats
+operand.h operand_format.h           rows of activations
 panel_pass.h dots.h matrix.h         products of a panel with some rows, by vectors or on a matrix unit (AMX)
+block_pass.h block_dots.h            the same for block formats; one file of a library includes multiply_blocks.h
 linear.h                             products of rows, which read each weight once for all rows
 kv_dot.h kv_dot_bf16.h fp8.h         dot products with numbers of a KV cache; FP8 formats
 

@@ -1,21 +1,30 @@
-"""The phases of this process's start-up, and how long each took, for its log and for `outrider bench start`."""
+"""The start-up of this process: progress, phases, and how long each took, for logs and `outrider bench start`."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _START_FIELD = 19  # of /proc/self/stat, behind the command's name: ticks from the system's start to the process's
 
 
 class Startup:
-    """Measures phases that follow one another. A phase that ends several times is the sum of its parts."""
+    """Measures phases that follow one another. A phase that ends several times is the sum of its parts.
+
+    on_progress: called with what is being done, in a few words
+    """
 
     def __init__(self, began: float) -> None:
         """began: when the process began, by `time.monotonic`."""
         self._began = self._last = began
         self._phases: dict[str, float] = {}
+        self.on_progress: Callable[[str], None] = lambda _: None
+
+    def report(self, work: str, part: int, parts: int) -> None:
+        """Some work has reached a part of several, counted from 0."""
+        self.on_progress(f"{work} {100 * part // parts} %")
 
     def done(self, phase: str) -> None:
         """A phase ends; it began when the one before it ended."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from outrider.process.startup import STARTUP
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.matrices import weights
 from services.target.kernels.cpu.matrices.weights import Format, PackedWeight
@@ -86,6 +87,7 @@ class ProgramBuilder:
         self.table = self._embedding() if head is None else head.weight
         program.embed(self.table, float(torch.tensor(scale).to(self._module.dtype)))
         for index, layer in enumerate(model.layers):
+            STARTUP.report("packing weights", index, len(model.layers))
             self._mark(index)
             taken = decoder.parts(layer)
             self._attention(index, taken)

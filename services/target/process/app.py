@@ -65,6 +65,7 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
 
     def register(server: GrpcServer, hub: StreamHub[Any, Any], loop: EngineLoop) -> Sequence[str]:
         servicers.append(TargetServicer(hub, loop))
+        STARTUP.on_progress = server.set_progress
         return servicers[0].register(server)
 
     def build() -> TargetEngine:

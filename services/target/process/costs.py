@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from outrider.process.startup import STARTUP
 from outrider.serving.messages import OpenSession
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.speculation.tree import TreeSlice
@@ -57,9 +58,9 @@ class CostMeter:
 
     def measure(self, passes: int) -> StepCost | None:
         """Time all points, several times. None if there is nothing to time."""
-        for _ in range(passes):
-            for point in self.points:
-                self.time(point)
+        for number, point in enumerate(self.points * passes):
+            STARTUP.report("measuring costs", number, passes * len(self.points))
+            self.time(point)
         return self.cost() if self.complete else None
 
     @property

@@ -117,6 +117,7 @@ class Speculation:
         entry = self._sessions.get(proposal.session_id)
         if entry is not None and self.service.serves(entry.session):
             fresh = proposal.committed_length >= entry.session.length
+            self.policy.wait.reads_ahead |= entry.session.length == entry.session.opened_length
             self.policy.received(proposal.session_id, fresh=fresh)
             self.service.merge(proposal, entry)
 
@@ -243,15 +244,23 @@ class Speculation:
 
     def budget(self, entry: TargetSession) -> int:
         """The draft budget of a session's next step, for its commit."""
-        unread = self._features.asked and not self.policy.wait.drafts_for(entry.session.id)
-        return self.service.budget(entry, paused=self.drafting_paused, unread=unread)
+        fed = self._features.asked
+        unread = (fed or self._reads_late) and not self.policy.wait.drafts_for(entry.session.id)
+        return self.service.budget(entry, paused=self.drafting_paused, unread=unread, fed=fed)
+
+    @property
+    def _reads_late(self) -> bool:
+        """True if drafters read prompts behind the first token alone, in time of the target."""
+        return not self._features.asked and not self.policy.wait.reads_ahead
 
     def settled(self, commits: Sequence[Commit], sessions: int, prompt_tokens: int, steps: int) -> None:
         """A step has ended. sessions: that it committed tokens in; steps: of the model."""
         wanted = [commit.session_id for commit in commits if commit.draft_budget]
         tokens = sum(len(commit.tokens) for commit in commits)
         own = sum(commit.accepted for commit in commits if commit.source != SourceKind.DRAFT)
-        unread = {one: self._sessions[one].session.length for one in wanted if not self.policy.wait.drafts_for(one)}
+        unread = {}
+        if self._reads_late:
+            unread = {one: self._sessions[one].session.length for one in wanted if not self.policy.wait.drafts_for(one)}
         self.policy.end(wanted, sessions, tokens, prompts=prompt_tokens, steps=steps, own=own, unread=unread)
 
 

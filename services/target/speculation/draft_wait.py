@@ -27,7 +27,9 @@ class DraftWait:
     """Decides for one engine; knows sessions by id.
 
     has_drafter: a drafter has answered since the start
+    reads_ahead: a drafter has answered a session before its first token: it reads prompts while the target does
     longest: seconds for which the present step may be held in all
+    reads: the present step is held for first answers
     """
 
     def __init__(self, clock: Callable[[], float], longest: float | None = None) -> None:
@@ -35,8 +37,8 @@ class DraftWait:
         the time of two steps."""
         self._clock = clock
         self._longest = longest
-        self.longest = 0.0
-        self.has_drafter = False
+        self.longest, self.reads = 0.0, False
+        self.has_drafter = self.reads_ahead = False
         self._unanswered = False  # a step was held for the longest time before any drafter had ever answered
         self._awaited: set[int] = set()
         self._misses: dict[int, int] = {}  # by session: waits in vain since its last fresh answer
@@ -104,14 +106,15 @@ class DraftWait:
 
         hold: the mode waits for proposals. reading: seconds in which drafters read sessions that have no answer yet
         """
-        awaited, longest = self.any_of(wanted), longest_wait(step_seconds)
+        awaited, longest, reads = self.any_of(wanted), longest_wait(step_seconds), False
         if self.has_drafter and reading and self._vain < _MAX_VAIN and 2 * len(reading) > len(wanted):
             unread = {one for one in reading if one not in self._misses}
             longest = max(longest, min(sum(reading[one] for one in unread), _MAX_FIRST_WAIT))
             awaited |= unread
+            reads = bool(unread)
         if self._longest is not None and not self._unanswered:
             awaited = {one for one in wanted if self._misses.get(one, 0) < _MAX_MISSES}
-        self.longest = 0.0
+        self.longest, self.reads = 0.0, hold and reads
         if hold and awaited:
             self._awaited, self.longest = awaited, self._longest or longest
             self._deadline = now + self.longest

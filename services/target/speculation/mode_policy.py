@@ -137,6 +137,9 @@ class ModePolicy:
         if self._selects:
             self.prefill_cost.committed(tokens)
             self._account(count, tokens, prompts, computing, seconds - computing)
+            if self.wait.reads:  # no part of a usual step
+                self.prefill_cost.held(min(seconds - computing, self.wait.longest))
+                seconds = computing
             load = _load(count)
             if count and (load > self._load or (load < self._load and not prompts and self._present_load < self._load)):
                 self._change_load(load)

@@ -60,6 +60,7 @@ class PrefillCost:
     def __init__(self) -> None:
         self._tokens = {True: 0.0, False: 0.0}  # by whether drafters read them
         self._seconds = {True: 0.0, False: 0.0}
+        self._reading = 0.0  # seconds for which steps were held while drafters read prompts
         self._all_tokens = 0.0
         self._committed = 0.0  # for as long as prompt tokens are remembered
 
@@ -68,12 +69,17 @@ class PrefillCost:
         drafted = mode in DRAFT_MODES
         self._tokens[drafted] = self._tokens[drafted] * _PROMPT_DECAY + tokens
         self._seconds[drafted] = self._seconds[drafted] * _PROMPT_DECAY + seconds
+        self._reading *= _PROMPT_DECAY if drafted else 1.0
         self._all_tokens = self._all_tokens * _PROMPT_DECAY + tokens
         self._committed *= _PROMPT_DECAY
 
+    def held(self, seconds: float) -> None:
+        """A step was held for drafters that read prompts, which belongs to the cost of these."""
+        self._reading += seconds
+
     @property
     def seconds_per_prompt_token(self) -> float:
-        """Seconds of a prompt token, in all modes; 0 before one was computed."""
+        """Seconds in which the target computes a prompt token, in all modes; 0 before one was computed."""
         tokens = sum(self._tokens.values())
         return sum(self._seconds.values()) / tokens if tokens else 0.0
 
@@ -93,7 +99,8 @@ class PrefillCost:
             return 0.0
         average = sum(self._seconds.values()) / tokens
         drafted = mode in DRAFT_MODES
-        each = (self._seconds[drafted] + _PROMPT_PRIOR * average) / (self._tokens[drafted] + _PROMPT_PRIOR)
+        own = self._seconds[drafted] + (self._reading if drafted else 0.0)
+        each = (own + _PROMPT_PRIOR * average) / (self._tokens[drafted] + _PROMPT_PRIOR)
         return each * self._all_tokens / self._committed
 
 

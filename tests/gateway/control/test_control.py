@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.control import control
+from gateway.control import calls, control
 from gateway.control.control import Control
 from gateway.control.server_info import Facts
 from gateway.workers.peers import Peers
@@ -85,7 +85,7 @@ def control_of(monkeypatch):
     async def call(link, _, work):
         return await work(link)
 
-    monkeypatch.setattr(control, "_call", call)
+    monkeypatch.setattr(control, "call_replica", call)
     return lambda *targets, peers=None: Control(
         SimpleNamespace(targets=targets, drafts=[]),
         Facts(GatewayConfig(), target_pb2.GetTargetInfoResponse(), peers or Peers()),
@@ -177,7 +177,7 @@ def test_an_endless_upload_ends_with_its_last_target_or_in_silence(control_of, m
         with pytest.raises(InvalidRequest, match="a gap"):
             await updates.update_from_tensors(endless(), common_pb2.WeightUpdate())
         assert sent < 50
-        monkeypatch.setattr(control, "_SILENCE", 0.05)
+        monkeypatch.setattr(calls, "_SILENCE", 0.05)
         with pytest.raises(InvalidRequest, match="no more tensors arrived"):
             await tensors(control_of(Target()), "1", asyncio.Event())
 

@@ -1,11 +1,12 @@
 """Who is a member of a pool: flags, DNS names, files of addresses and the API, in one event loop."""
 
 import asyncio
+import socket
 
 import pytest
 
 from gateway.pools.addresses import Kind, check_address, parse
-from gateway.pools.discovery import Discovery, addresses_in
+from gateway.pools.discovery import Discovery, addresses_in, lookup
 from gateway.pools.members import Decision, Members, Service, id_of
 from outrider.errors import ConfigError
 
@@ -178,6 +179,20 @@ async def test_dns_is_asked_again_and_a_failure_changes_nothing(caplog):
         assert set(asked) == {("name", 5)}
     finally:
         await discovery.stop()
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [(["10.0.0.1", "::1", "10.0.0.2"], ["10.0.0.1:5", "10.0.0.2:5"]), (["::1", "fd00::2"], ["[::1]:5", "[fd00::2]:5"])],
+)
+async def test_a_replica_with_addresses_of_both_families_is_one(monkeypatch, found, expected):
+    def resolve(host, port, type):  # noqa: A002 - as in the module
+        assert (host, port) == ("name", 5)
+        families = [(socket.AF_INET6 if ":" in one else socket.AF_INET, one) for one in found]
+        return [(family, type, 6, "", (one, port)) for family, one in families]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert await lookup("name", 5) == expected
 
 
 async def test_a_lost_replica_causes_a_look(monkeypatch):

@@ -20,7 +20,7 @@ def file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def gateway(folder, file, port):
     """It knows a DNS name behind which nothing listens, and a file that does not exist."""
-    process = Gateway(folder, [f"dns:localhost:{port}", f"file:{file}"], discovery_interval=0.1)
+    process = Gateway(folder, [f"dns:127.0.0.1:{port}", f"file:{file}"], discovery_interval=0.1)
     until(lambda: answers(process, "/health/live") == 200, seconds=60)
     yield process
     assert process.stop() == 0
@@ -102,7 +102,7 @@ def test_targets_of_a_file_and_of_a_name_take_over_and_texts_stay_the_same(gatew
     file.write_text(f"{targets[0].address}\n")
     until(lambda: state(gateway, targets[0]) == "ready")
     until(lambda: state(gateway, targets[2]) == "ready")
-    assert workers(gateway)[targets[2].address]["sources"] == [f"dns:localhost:{port}"]
+    assert workers(gateway)[targets[2].address]["sources"] == [f"dns:127.0.0.1:{port}"]
     streams = [Stream(gateway) for _ in range(6)]
     for stream in streams:
         started(stream)

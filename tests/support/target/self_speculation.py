@@ -78,7 +78,7 @@ class PausedPolicy:
     mode, drafting_paused, without_drafts = SpeculationMode.NONE, True, True
 
     class wait:
-        remaining = 0.0
+        remaining, reads_ahead = 0.0, True
         drafts_for = staticmethod(lambda _: False)
         closed = staticmethod(lambda _: None)
 

@@ -20,6 +20,8 @@ from outrider.serving.session import Session
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.matrices.weights import PackedWeight
 from services.target.model.dense.load import folder_of
+from services.target.model.eagle_head import EagleHead
+from services.target.model.eagle_head_weights import read_eagle_head
 from services.target.model.gguf import convert
 from services.target.model.gguf.weights import GgufWeights
 from services.target.model.loading import support
@@ -31,8 +33,10 @@ from services.target.process.service import describe
 from services.target.step.batch import SessionWork, build
 from tests.support.checkpoints.families import FAMILIES, write_family
 from tests.support.checkpoints.ggufs import write_gguf
+from tests.support.checkpoints.heads import eagle3, write_head
 from tests.support.target.driving import engine_of, load_model, opening, run
 from tests.support.target.greedy_text import NEW, PROMPT, check_text
+from tests.support.target.self_speculation import drafting
 from tests.support.tiny import VOCAB, write_model
 
 pytestmark = [
@@ -186,6 +190,43 @@ def test_a_copy_of_weights_that_are_narrow_is_refused_and_not_made_by_default(de
     with pytest.raises(ConfigError, match=r"--self-speculation quantized: the weights of the file have 5\.\d bits"):
         loaded(described, self_speculation="quantized")
     assert not loaded(described, self_speculation="auto").copied
+
+
+def test_a_head_reads_the_packed_embedding(described, tmp_path):
+    """It drafts the same with the numbers of the embedding as a plain table, and texts are those without it."""
+    folder = write_head(tmp_path / "head", *eagle3(described, eagle_aux_hidden_state_layer_ids=[-1, 1, 2]))
+    head = read_eagle_head(folder, 3, 256, VOCAB, 512)
+    model = loaded(described, self_speculation="head", self_speculation_head=str(folder))
+    requests = [opening(1, PROMPT, max_tokens=NEW)]
+    assert run(drafting(model), requests).new == run(engine_of(loaded(described)), requests).new
+    packed = next(one for one in model.head.program._kept if isinstance(one, PackedWeight) and one.outputs == VOCAB)
+    runner = model.runner
+    plain = EagleHead(
+        head,
+        runner.program,
+        runner.threads,
+        packed.dequantized(),
+        model.dtype,
+        model.cache_dtype,
+        3,
+        model.context_length,
+    )
+    first, second = ([], [])
+    for engine, found in ((drafting(model), first), (drafting(replace(model, head=plain)), second)):
+        source = engine.speculation.chooser.source
+        draft = source.draft_tokens
+        source.draft_tokens = lambda *args, draft=draft, found=found: found.append(draft(*args)) or found[-1]
+        run(engine, requests)
+    assert first
+    for ours, theirs in zip(first, second, strict=True):
+        assert (ours.tokens == theirs.tokens).all()
+        assert (ours.probabilities == theirs.probabilities).all()
+
+
+def test_it_is_batch_invariant(described):
+    """As --deterministic checks at the start."""
+    model = loaded(described, deterministic=True)
+    assert isinstance(model.runner, ProgramRunner)
 
 
 @pytest.mark.parametrize(("change", "message"), [

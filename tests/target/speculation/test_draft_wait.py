@@ -164,3 +164,33 @@ def test_only_one_step_is_held_where_no_drafter_answers():
     policy.begin()
     policy.end([1], 1, 1)
     assert policy.wait.remaining == 2.0, "a drafter has answered"
+
+
+def test_what_drafters_take_to_read_prompts_counts_against_the_modes_with_drafts():
+    """A draft that reads long prompts while the target waits must save more than that in short answers."""
+    shares = []
+    for reading in (0.02, 2.0):
+        clock = Clock()
+        policy = ModePolicy((SpeculationMode.WAIT_FOR_DRAFT, SpeculationMode.NONE), clock)
+        policy.received(0, fresh=True)
+        waited = steps = 0
+        for session_id in range(1, 120):
+            policy.begin(1)
+            clock.now += 2.0  # a prompt of 200 tokens
+            drafted = policy.mode is SpeculationMode.WAIT_FOR_DRAFT
+            policy.end(
+                [session_id] if drafted else [], 1, 1, prompts=200, unread={session_id: 200} if drafted else None
+            )
+            for number in range(12):
+                drafted = policy.mode is SpeculationMode.WAIT_FOR_DRAFT
+                clock.now += min(policy.wait.remaining, 0.005 if number else reading)
+                if drafted:
+                    policy.received(session_id, fresh=True)
+                policy.begin(1)
+                clock.now += 0.030
+                policy.end([session_id] if drafted else [], 1, 2 if drafted else 1)
+                waited, steps = waited + drafted, steps + 1
+            policy.wait.closed(session_id)
+        shares.append(waited / steps)
+    assert shares[0] > 0.8
+    assert shares[1] < 0.2

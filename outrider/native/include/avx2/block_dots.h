@@ -4,7 +4,7 @@
 // 127, four of 31 x 127 or two of 63 x 127. Values of 8 bits: even and odd numbers of k apart, as 16 bits.
 #pragma once
 
-#include "block_pass.h"
+#include "products/block_pass.h"
 #include "dot_steps.h"
 
 namespace outrider {

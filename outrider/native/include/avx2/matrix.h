@@ -1,7 +1,7 @@
 // AVX2 processors have no matrix unit; these stand in for the names of avx512/matrix.h.
 #pragma once
 
-#include "panel_pass.h"
+#include "products/panel_pass.h"
 
 namespace outrider {
 

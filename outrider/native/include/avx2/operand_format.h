@@ -3,7 +3,7 @@
 #pragma once
 
 #include "simd.h"
-#include "weight.h"
+#include "weights/weight.h"
 
 namespace outrider {
 

@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "block_pass.h"
+#include "products/block_pass.h"
 #include "dot_steps.h"
 
 namespace outrider {

@@ -1,7 +1,7 @@
 // Steps of products of a few rows with a panel, by dot products of vectors.
 #pragma once
 
-#include "panel_pass.h"
+#include "products/panel_pass.h"
 
 namespace outrider {
 

@@ -1,7 +1,7 @@
 // Products of a few rows with a panel of a block format, by NEON: the sums are the whole numbers that they are on x86.
 #pragma once
 
-#include "block_pass.h"
+#include "products/block_pass.h"
 #include "dot_steps.h"
 
 namespace outrider {

@@ -9,7 +9,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "panel_pass.h"
+#include "products/panel_pass.h"
 
 namespace outrider {
 

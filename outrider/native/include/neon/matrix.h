@@ -2,7 +2,7 @@
 // avx512/matrix.h.
 #pragma once
 
-#include "panel_pass.h"
+#include "products/panel_pass.h"
 
 namespace outrider {
 

@@ -13,7 +13,7 @@ Unavailable = native.Unavailable
 
 
 class BlockRow(ctypes.Structure):
-    """Arrays of a weight in a block format; see outrider/native/include/block_rows.h."""
+    """Arrays of a weight in a block format; see outrider/native/include/weights/block_rows.h."""
 
     _fields_ = (
         ("values", c_void_p),

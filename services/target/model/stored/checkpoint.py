@@ -117,9 +117,9 @@ class QuantizedWeights:
         self._widened = None
 
 
-def supports(stored: Mapping[str, Any] | None) -> bool:
+def supports(stored: Mapping[str, Any]) -> bool:
     """True for a `quantization_config` of a format whose integers may be kept."""
-    return stored is not None and str(stored.get("quant_method", "")).lower() in _METHODS
+    return str(stored.get("quant_method", "")).lower() in _METHODS
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:

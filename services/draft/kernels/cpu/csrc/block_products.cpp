@@ -1,1 +1,1 @@
-#include "multiply_blocks.h"
+#include "products/multiply_blocks.h"

@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "weight.h"
+#include "weights/weight.h"
 
 namespace outrider {
 

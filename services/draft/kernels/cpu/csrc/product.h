@@ -1,7 +1,7 @@
 // y = x W^T for the few rows of a step: each weight is read once for all of them.
 #pragma once
 
-#include "linear.h"
+#include "products/linear.h"
 #include "threads.h"
 
 namespace outrider {

@@ -1,8 +1,8 @@
 """Weights of linear layers, packed for the kernels and optionally quantized.
 
-int8: symmetric, one scale an output. int4: a scale and a centre for each 32 inputs of an output. Block formats hold the
-numbers of checkpoints that are quantized already, without loss: see outrider/native/include/format.h. With all of them
-the kernels quantize activations to 8 bits, with a scale for each 64 numbers of a row.
+int8: symmetric, one scale an output. int4: a scale and a centre for each 32 inputs of an output. Block formats
+(outrider/native/include/weights/format.h) hold the numbers of checkpoints that are quantized already, without loss.
+With all of them the kernels quantize activations to 8 bits, with a scale for each 64 numbers of a row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ the ends; fewer recover the scale of weights that were quantized to 4 bits in lo
 
 
 class Format(enum.IntEnum):
-    """Number formats of weights, as in outrider/native/include/format.h."""
+    """Number formats of weights, as in outrider/native/include/weights/format.h."""
 
     FLOAT32 = 0
     BFLOAT16 = 1

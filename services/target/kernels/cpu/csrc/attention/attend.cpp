@@ -3,7 +3,7 @@
 #include <memory>
 
 #include "attention.h"
-#include "pool.h"
+#include "threads/pool.h"
 
 namespace outrider {
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "parallel.h"
-#include "weight.h"
+#include "weights/weight.h"
 
 namespace outrider {
 

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "block_rows.h"
+#include "weights/block_rows.h"
 #include "parallel.h"
 
 namespace outrider {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "block_rows.h"
+#include "weights/block_rows.h"
 
 namespace outrider {
 

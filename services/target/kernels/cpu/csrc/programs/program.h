@@ -16,9 +16,9 @@
 #include "matrices/weight_prefetch.h"
 #include "attention/attend.h"
 #include "sampling/sampling.h"
-#include "linear.h"
+#include "products/linear.h"
 #include "matrices/norm.h"
-#include "pool.h"
+#include "threads/pool.h"
 #include "pruned_head.h"
 
 namespace outrider {

@@ -20,7 +20,7 @@
 #include <memory>
 
 #include "sampling/sampling.h"
-#include "linear.h"
+#include "products/linear.h"
 
 namespace outrider {
 

@@ -5,8 +5,8 @@
 // sums run over parts and groups in this order, so a row's result does not depend on the batch.
 #pragma once
 
-#include "block_rows.h"
-#include "panel_pass.h"
+#include "weights/block_rows.h"
+#include "products/panel_pass.h"
 
 namespace outrider {
 

@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "spin_wait.h"
+#include "threads/spin_wait.h"
 
 namespace outrider {
 

@@ -9,7 +9,7 @@
 
 #include "dots.h"
 #include "matrix.h"
-#include "panel_pass.h"
+#include "products/panel_pass.h"
 
 namespace outrider {
 

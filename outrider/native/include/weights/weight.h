@@ -22,7 +22,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "format.h"
+#include "weights/format.h"
 #include "memory.h"
 #include "processor.h"
 #include "simd.h"

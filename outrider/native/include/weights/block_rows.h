@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "weight.h"
+#include "weights/weight.h"
 
 namespace outrider {
 

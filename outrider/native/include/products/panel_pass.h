@@ -1,9 +1,9 @@
 // One pass over a panel: its operands, and the bytes that it prefetches meanwhile.
 #pragma once
 
-#include "operand.h"
+#include "products/operand.h"
 #include "simd.h"
-#include "weight.h"
+#include "weights/weight.h"
 
 namespace outrider {
 
