@@ -157,6 +157,7 @@ def train(
     """Run the loop, and print each step. count: answers to a prompt; batch: answers in a forward pass."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
     done: list[Step] = []
+    engine.push(model, "step-0")  # an engine may compute a quantized checkpoint as it is stored
     for number in range(steps):
         began = time.perf_counter()
         answers = engine.generate(prompts, count, max_tokens, seed=1000 * number)

@@ -130,7 +130,7 @@ def test_facts_that_trainers_read(running):
 
 def test_a_loop_of_rollouts_and_training(running, folder):
     """The example, with a tiny policy: the reward rises, and each step's rollouts come from its weights."""
-    path = Path(__file__).parents[2] / "docs/examples/rollouts.py"
+    path = Path(__file__).parents[3] / "docs/examples/rollouts.py"
     spec = importlib.util.spec_from_file_location("rollouts", path)
     sys.modules["rollouts"] = rollouts = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(rollouts)
