@@ -166,7 +166,8 @@ class Members:
             new = (service, member.address) not in self._members
             self._members[service, member.address] = member
             if new:
-                log.info("the %s at %s joins its pool (%s)", service, member.address, ", ".join(member.sources))
+                named = ", ".join(source for source in member.sources if source != member.address)
+                log.info("the %s at %s joins its pool%s", service, member.address, f" ({named})" if named else "")
                 self.on_join(member)
 
     def _all_named(self, service: Service) -> frozenset[str]:
