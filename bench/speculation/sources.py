@@ -26,7 +26,8 @@ from bench.speculation.paired_rounds import Cell, measured_row, run_pairs
 from bench.speculation.run import Serve
 
 _OWN = ("lookup", "head", "quantized")
-_FORMATS = {
+_FORMATS: dict[str, tuple[str, ...]] = {
+    "stored": (),  # as the checkpoint has them
     "bfloat16": ("--dtype", "bfloat16"),
     "int8": ("--quantization", "int8"),
     "int4": ("--quantization", "int4"),
