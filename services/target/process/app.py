@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_GRAMMARS_AFTER = 2.0  # seconds that a target serves before it prepares for grammars
+
 
 def _as_built(_: TargetEngine) -> None:
     pass
@@ -97,14 +99,21 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
         from services.target.process.kept_costs import measure_again
 
         ((engine, kept),) = built
-        engine.sessions.grammars.load()  # not earlier: its tokenizer and process would take the start's cores
-        await asyncio.gather(watch_engine(loop, server, config.hang_timeout), measure_again(loop, engine, kept))
+        await asyncio.gather(
+            watch_engine(loop, server, config.hang_timeout), measure_again(loop, engine, kept), _load_grammars(engine)
+        )
 
     with tracing_to(config.otlp_traces_endpoint, "target") as tracing:
         return await serve_engine(
             build, config.listen, verify_request_from_pb, verify_response_to_pb, register, tls=tls, token=token,
             watch=watch,
         )  # fmt: skip
+
+
+async def _load_grammars(engine: TargetEngine) -> None:
+    """Prepare for grammars once the gateway has connected: tokenizer and process would take the cores of the start."""
+    await asyncio.sleep(_GRAMMARS_AFTER)
+    engine.sessions.grammars.load()
 
 
 async def _serve_ranks(config: TargetConfig) -> int:
