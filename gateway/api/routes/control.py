@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import orjson
 from fastapi import Depends, FastAPI, Query
 from pydantic import BaseModel
 from starlette.responses import Response
 
 from gateway.admission.admission import Keys
 from gateway.admission.caller import CALLER
+from gateway.api.answers.json_response import json_response
 from gateway.api.requests.http import VALID_UNICODE
 from gateway.api.routes import weights
 from gateway.control.control import Control, PauseMode
@@ -64,18 +64,18 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts, 
     @app.post("/flush_cache", dependencies=admin, tags=["control"])
     async def flush_cache(timeout: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0) -> Response:  # noqa: ASYNC109
         await control.flush_cache(timeout)
-        return _json({"success": True, "message": "Cache flushed."})
+        return json_response({"success": True, "message": "Cache flushed."})
 
     @app.post("/pause_generation", dependencies=admin, tags=["control"])
     async def pause_generation(body: PauseBody | None = None) -> Response:
         mode = body.mode if body is not None else "abort"
         await control.pause(mode)
-        return _json({"status": "ok", "message": f"Generation is paused, mode {mode}."})
+        return json_response({"status": "ok", "message": f"Generation is paused, mode {mode}."})
 
     @app.post("/continue_generation", dependencies=admin, tags=["control"])
     async def continue_generation() -> Response:
         await control.resume()
-        return _json({"status": "ok", "message": "Generation continues."})
+        return json_response({"status": "ok", "message": "Generation continues."})
 
     @app.post("/release_memory_occupation", dependencies=admin, tags=["control"])
     async def release_memory_occupation(body: MemoryBody | None = None) -> Response:
@@ -86,13 +86,13 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts, 
             )
         size = await control.release_memory()
         message = f"{size} bytes of KV caches are released; weights stay in memory."
-        return _json({"success": True, "message": message, "released_bytes": size, "kept": ["weights"]})
+        return json_response({"success": True, "message": message, "released_bytes": size, "kept": ["weights"]})
 
     @app.post("/resume_memory_occupation", dependencies=admin, tags=["control"])
     async def resume_memory_occupation(body: MemoryBody | None = None) -> Response:
         if body is None or body.tags is None or "kv_cache" in body.tags:
             await control.resume_memory()
-        return _json({"success": True, "message": "Memory is taken again."})
+        return json_response({"success": True, "message": "Memory is taken again."})
 
     @app.post("/abort_request", tags=["control"], dependencies=[VALID_UNICODE])
     async def abort_request(body: AbortBody) -> Response:
@@ -104,23 +104,23 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts, 
             await check_admin()
             others = await facts.peers.ask("abort_all")
             aborted = generator.abort_all() + sum(others.values())
-            return _json({"success": True, "aborted_requests": aborted})
+            return json_response({"success": True, "aborted_requests": aborted})
         for name in body.names():
             if aborted := await abort_everywhere(generator, facts.peers, name):
                 break
-        return _json({"success": True, "aborted_requests": aborted})
+        return json_response({"success": True, "aborted_requests": aborted})
 
     @app.get("/get_weight_version")
     @app.get("/weight_version")
     async def weight_version() -> Response:
         """The label of the weights, and the targets that lack them and are unused until they are sent again."""
-        return _json({"weight_version": control.weight_version, "awaiting_targets": control.awaiting})
+        return json_response({"weight_version": control.weight_version, "awaiting_targets": control.awaiting})
 
     @app.get("/get_model_info")
     @app.get("/model_info")
     async def model_info() -> Response:
         model = facts.target.model
-        return _json({
+        return json_response({
             "model_path": model.model_path,
             "tokenizer_path": model.model_path,
             "is_generation": True,
@@ -129,7 +129,3 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts, 
             "architecture": model.architecture,
             "fingerprint": model.fingerprint,
         })  # fmt: skip
-
-
-def _json(content: Any) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
-import orjson
 from fastapi import FastAPI
 from starlette.responses import Response
 
+from gateway.api.answers.json_response import json_response
 from gateway.control.health import Health
 from gateway.orchestration.generator import Generator
 from gateway.sessions.request import GenerationRequest, StopOptions
@@ -66,28 +65,30 @@ def install(app: FastAPI, generator: Generator, health: Health) -> None:
     @app.get("/health", tags=["health"])
     async def full() -> Response:
         """The full state: 200 if requests can be served, otherwise 503; the body has the state of every service."""
-        return _json(health.state(), not health.ready)
+        return json_response(health.state(), _status(health.ready))
 
     @app.get("/health/live", tags=["health"])
     @app.get("/live", tags=["health"], include_in_schema=False)
     @app.get("/liveness", tags=["health"], include_in_schema=False)
     async def live() -> Response:
         """200 while the process answers."""
-        return _json({"status": "ok"}, False)
+        return json_response({"status": "ok"})
 
     @app.get("/health/ready", tags=["health"])
     @app.get("/ready", tags=["health"], include_in_schema=False)
     @app.get("/readiness", tags=["health"], include_in_schema=False)
     async def ready() -> Response:
         """200 if requests can be served, with or without a draft; otherwise 503."""
-        return _json({"status": "ok" if health.ready else "unavailable"}, not health.ready)
+        return json_response({"status": "ok" if health.ready else "unavailable"}, _status(health.ready))
 
     @app.get("/health_generate", tags=["health"])
     async def health_generate() -> Response:
         """200 if a target has generated a token in the last seconds, for this call or another; otherwise 503."""
         failure = await probe.failure()
-        return _json({"status": "unavailable", "missing": [failure]} if failure else {"status": "ok"}, bool(failure))
+        return json_response(
+            {"status": "unavailable", "missing": [failure]} if failure else {"status": "ok"}, _status(not failure)
+        )
 
 
-def _json(content: Any, unavailable: bool) -> Response:
-    return Response(orjson.dumps(content), status_code=503 if unavailable else 200, media_type="application/json")
+def _status(ready: bool) -> int:
+    return 200 if ready else 503

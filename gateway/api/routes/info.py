@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import orjson
 from fastapi import FastAPI
 from starlette.responses import PlainTextResponse, Response
 
+from gateway.api.answers.json_response import json_response
 from gateway.control.server_info import Facts
 from gateway.orchestration.generator import Generator
 from gateway.telemetry import exposition
@@ -20,7 +20,7 @@ def install(app: FastAPI, generator: Generator, facts: Facts) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return _json({"object": "list", "data": [_model(generator, name, started) for name in generator.names]})
+        return json_response({"object": "list", "data": [_model(generator, name, started) for name in generator.names]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
@@ -29,7 +29,7 @@ def install(app: FastAPI, generator: Generator, facts: Facts) -> None:
         found = known.get(name.strip("/"))
         if found is None:
             raise generator.not_found(name)
-        return _json(_model(generator, generator.answered_as(found), started))
+        return json_response(_model(generator, generator.answered_as(found), started))
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -40,7 +40,7 @@ def install(app: FastAPI, generator: Generator, facts: Facts) -> None:
     @app.get("/get_server_info")
     @app.get("/server_info")
     async def server_info() -> Response:
-        return _json(facts.server_info(generator))
+        return json_response(facts.server_info(generator))
 
     @app.get("/v1/loads")
     async def loads() -> Response:
@@ -50,11 +50,11 @@ def install(app: FastAPI, generator: Generator, facts: Facts) -> None:
         loads = [target.load for target in generator.orchestrator.targets if target.up and target.load is not None]
         running = min(total, sum(load.running_sessions for load in loads))
         counts = {"num_running_reqs": running, "num_waiting_reqs": total - running, "num_total_reqs": total}
-        return _json({"dp_rank_count": 1, "loads": [{"dp_rank": 0, **counts}]})
+        return json_response({"dp_rank_count": 1, "loads": [{"dp_rank": 0, **counts}]})
 
     @app.get("/version")
     async def version() -> Response:
-        return _json({"version": facts.version})
+        return json_response({"version": facts.version})
 
 
 def _model(generator: Generator, name: str, created: int) -> dict[str, Any]:
@@ -65,7 +65,3 @@ def _model(generator: Generator, name: str, created: int) -> dict[str, Any]:
         "owned_by": "outrider",
         "max_model_len": generator.max_session_tokens,
     }
-
-
-def _json(content: Any) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")

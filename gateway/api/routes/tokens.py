@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import orjson
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
+from gateway.api.answers.json_response import json_response
 from gateway.api.requests.fields import BOUNDED, Count, Flag, Items
 from gateway.api.requests.http import VALID_UNICODE
 from gateway.api.requests.messages import Message, conversation_options
@@ -58,7 +58,7 @@ def install(app: FastAPI, generator: Generator, conversations: Conversations) ->
         limit = {"max_model_len": generator.max_session_tokens}
         if isinstance(body.prompt, list):
             lists = await encode_all(generator.tokenizer, body.prompt, special=body.add_special_tokens)
-            return _json({"tokens": lists, "count": [len(tokens) for tokens in lists], **limit})
+            return json_response({"tokens": lists, "count": [len(tokens) for tokens in lists], **limit})
         if body.messages is not None:
             options = conversation_options(
                 body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
@@ -72,7 +72,7 @@ def install(app: FastAPI, generator: Generator, conversations: Conversations) ->
             strings["token_strs"] = await run_in_thread_if_long(
                 [tokens], lambda: [pieces.text(token) for token in tokens]
             )
-        return _json({"tokens": tokens, "count": len(tokens), **limit, **strings})
+        return json_response({"tokens": tokens, "count": len(tokens), **limit, **strings})
 
     @app.post("/detokenize", tags=["tokens"])
     @app.post("/v1/detokenize", tags=["tokens"], include_in_schema=False)
@@ -83,7 +83,7 @@ def install(app: FastAPI, generator: Generator, conversations: Conversations) ->
         lists: list[Any] = list(body.tokens) if several else [body.tokens]
         whole = await generator.decode_all(lists, "tokens", verbatim=True)
         plain = await generator.decode_all(lists, "tokens") if body.skip_special_tokens else whole
-        return _json({"prompt": whole, "text": plain} if several else {"prompt": whole[0], "text": plain[0]})
+        return json_response({"prompt": whole, "text": plain} if several else {"prompt": whole[0], "text": plain[0]})
 
     @app.get("/tokenizer_info", tags=["tokens"])
     async def tokenizer_info() -> Response:
@@ -91,7 +91,3 @@ def install(app: FastAPI, generator: Generator, conversations: Conversations) ->
         return JSONResponse(
             generator.tokenizer.settings
         )  # settings may have integers beyond 64 bits, which orjson refuses
-
-
-def _json(content: Any) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.responses import Response
 
+from gateway.api.answers.json_response import json_response
 from gateway.api.requests.http import VALID_UNICODE
 from gateway.api.requests.weights import (
     DiskBody,
@@ -51,17 +51,17 @@ def install(app: FastAPI, control: Control, admin: Sequence[Any]) -> None:
     async def update_weight_version(body: LabelBody) -> Response:
         result = await control.label(body.new_version, abort_all_requests=body.abort_all_requests)
         version = result.weights.weight_version
-        return _json({"success": True, "message": f"Weight version is {version}.", "new_version": version})
+        return json_response({"success": True, "message": f"Weight version is {version}.", "new_version": version})
 
     @app.post("/init_weights_update_group", dependencies=[*admin, VALID_UNICODE], tags=["control"])
     async def init_weights_update_group(body: JoinBody) -> Response:
         await control.join_group(body.request())
-        return _json({"success": True, "message": f"All targets have joined the group {body.group_name}."})
+        return json_response({"success": True, "message": f"All targets have joined the group {body.group_name}."})
 
     @app.post("/destroy_weights_update_group", dependencies=[*admin, VALID_UNICODE], tags=["control"])
     async def destroy_weights_update_group(body: GroupBody) -> Response:
         await control.leave_group(body.group_name)
-        return _json({"success": True, "message": f"All targets have left the group {body.group_name}."})
+        return json_response({"success": True, "message": f"All targets have left the group {body.group_name}."})
 
     @app.post("/update_weights_from_distributed", dependencies=[*admin, VALID_UNICODE], tags=["control"])
     async def update_weights_from_distributed(body: DistributedBody) -> Response:
@@ -84,7 +84,7 @@ def _updated(updated: UpdateResult) -> Response:
             f" {len(updated.unused)} of {updated.targets} targets lack earlier weights, or cannot be reached, and are "
             "unused until they have all of them; see `unused_targets`, and /health for the reasons."
         )
-    return _json({
+    return json_response({
         "success": True,
         "message": message,
         "num_paused_requests": weights.retracted_sessions,
@@ -92,7 +92,3 @@ def _updated(updated: UpdateResult) -> Response:
         "weight_version": weights.weight_version,
         "unused_targets": updated.unused,
     })  # fmt: skip
-
-
-def _json(content: Any) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")

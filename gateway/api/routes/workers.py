@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import orjson
 from fastapi import APIRouter, Depends, FastAPI, Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
 from gateway.admission.admission import Keys
 from gateway.admission.caller import CALLER
+from gateway.api.answers.json_response import json_response
 from gateway.api.requests.http import VALID_UNICODE, Route
 from gateway.control.replicas import Replicas
 from gateway.pools.members import Service
@@ -51,7 +51,7 @@ def install(app: FastAPI, replicas: Replicas, keys: Keys) -> None:
         found = [_worker(one) for one in await replicas.listed()]
         counts = {service: sum(one["service"] == service for one in found) for service in Service}
         stats = {"regular_count": counts[Service.TARGET], "draft_count": counts[Service.DRAFT]}
-        return _json({
+        return json_response({
             "workers": found,
             "total": len(found),
             "stats": {**stats, "prefill_count": 0, "decode_count": 0},
@@ -67,12 +67,12 @@ def install(app: FastAPI, replicas: Replicas, keys: Keys) -> None:
             "status": "accepted", "worker_id": found, "url": body.url, "location": location,
             "message": "The replica is used once it is up and fits.",
         }  # fmt: skip
-        return _json(content, 202, {"location": location})
+        return json_response(content, 202, {"location": location})
 
     @router.get("/workers/{worker:path}")
     async def one(worker: str) -> Response:
         """One replica, by its id or its address."""
-        return _json(_worker(await replicas.find(worker)))
+        return json_response(_worker(await replicas.find(worker)))
 
     @router.delete("/workers/{worker:path}")
     async def remove(worker: str, drain: bool = True) -> Response:
@@ -81,7 +81,7 @@ def install(app: FastAPI, replicas: Replicas, keys: Keys) -> None:
         """
         found = await replicas.remove(worker, drain=drain)
         message = "Its sessions go on elsewhere." if drain else "It has left its pool."
-        return _json({"status": "accepted", "worker_id": found["id"], "message": message}, 202)
+        return json_response({"status": "accepted", "worker_id": found["id"], "message": message}, 202)
 
     @router.post("/add_worker", response_class=PlainTextResponse)
     async def add_worker(url: Annotated[str, Query(min_length=1)], worker_type: str = "target") -> Response:
@@ -99,7 +99,9 @@ def install(app: FastAPI, replicas: Replicas, keys: Keys) -> None:
     @router.get("/list_workers")
     async def list_workers() -> Response:
         """The addresses of all targets."""
-        return _json({"urls": [_url(one) for one in await replicas.listed() if one["service"] == Service.TARGET]})
+        return json_response(
+            {"urls": [_url(one) for one in await replicas.listed() if one["service"] == Service.TARGET]}
+        )
 
     app.include_router(router)
 
@@ -129,7 +131,3 @@ def _worker(one: dict[str, Any]) -> dict[str, Any]:
 def _url(one: dict[str, Any]) -> str:
     address: str = one["address"]
     return address if address.startswith("unix:") else f"grpc://{address}"
-
-
-def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(content), status, headers, media_type="application/json")
