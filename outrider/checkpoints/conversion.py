@@ -1,7 +1,7 @@
 """GGUF files become folders in a cache, once, in a child process, because that needs PyTorch.
 
     description   everything but weights, which are read from the GGUF file itself (gguf/record.py): seconds
-    conversion    a checkpoint with weights in bfloat16, for whoever cannot read GGUF files: minutes
+    conversion    a checkpoint with weights in bfloat16, for processes that cannot read GGUF files: minutes
 
 Either is written into a folder of its own, gets checksums, is flushed to the disk, and then renamed, so that a crash
 leaves it whole or not at all. Later starts compare it with its checksums.

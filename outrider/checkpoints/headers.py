@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,6 +19,7 @@ from outrider.errors import ConfigError
 
 MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 _MAX_DIMENSIONS = 32
+_NAMED, _NAME_LETTERS = 5, 120  # at most, of the names in an error
 _ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
     "U8": 1, "BOOL": 1, "C64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -105,3 +107,9 @@ def tensor_headers(file: Path) -> dict[str, HeaderEntry]:
         return parse_header(content)
     except InvalidHeader as error:
         raise ConfigError(f"{file} is damaged: {error.message}; download it again") from None
+
+
+def some_names(names: Sequence[str]) -> str:
+    """The first of some tensors' names and the number of the others, for errors: headers may have very many."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(name[:_NAME_LETTERS] for name in names[:_NAMED]) + more

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.checkpoints.gguf.record import GgufRecord, GgufTensor
+from outrider.checkpoints.headers import some_names
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from services.target.kernels.cpu.matrices.weights import PackedWeight, stored_format
@@ -31,7 +32,6 @@ _ALTERNATING = re.compile(r"\.self_attn\.([qk])_proj\.(weight|bias)$")
 _SHIFTED_NORMS = ("gemma2", "gemma3")  # architectures
 # Tensors that are read into the configuration, and a head where the embedding is the head in any case.
 _FACTS = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight", "output.weight"}
-_NAMED = 5  # tensors in an error
 _THREAD_NUMBERS = 1 << 18  # least numbers for which a thread pays
 Bytes = NDArray[np.uint8]
 
@@ -159,17 +159,12 @@ def _assigned(record: GgufRecord, module: Any) -> dict[str, GgufTensor]:
         used.add(theirs)
     file = record.file
     if missing:
-        raise ConfigError(f"{file} lacks tensors that the model needs: {_names(missing)}; get it whole")
+        raise ConfigError(f"{file} lacks tensors that the model needs: {some_names(sorted(missing))}; get it whole")
     if wrong := [name for name, tensor in found.items() if tensor.shape != shapes[name]]:
-        raise ConfigError(f"{file} has tensors of the wrong shape: {_names(wrong)}")
+        raise ConfigError(f"{file} has tensors of the wrong shape: {some_names(sorted(wrong))}")
     if spare := sorted(record.tensors.keys() - used - _FACTS):  # the text would be another without them
         raise ConfigError(
             f"{file} has tensors that {type(module).__name__} of transformers does not read, such as {spare[0]}; "
             "take the checkpoint as safetensors instead"
         )
     return found
-
-
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(sorted(names)[:_NAMED]) + more

@@ -15,6 +15,7 @@ import transformers
 
 from outrider.checkpoints import checkpoint
 from outrider.checkpoints.gguf.record import GgufRecord, read_record
+from outrider.checkpoints.headers import some_names
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from outrider.process.startup import STARTUP
@@ -44,8 +45,6 @@ from services.target.model.stored.checkpoint import QuantizedWeights, supports
 from services.target.model.stored.source import WeightSource
 
 log = logging.getLogger(__name__)
-
-_NAMED_TENSORS = 5
 
 
 def reason_to_convert(folder: Path, config: TargetConfig, device: torch.device) -> str | None:
@@ -207,6 +206,4 @@ def _eos_token_ids(module: Any, folder: Path, vocab_size: int) -> tuple[int, ...
 
 
 def _names(keys: Any) -> str:
-    names = sorted(key if isinstance(key, str) else str(key[0]) for key in keys)
-    more = f" and {len(names) - _NAMED_TENSORS} more" if len(names) > _NAMED_TENSORS else ""
-    return ", ".join(names[:_NAMED_TENSORS]) + more
+    return some_names(sorted(key if isinstance(key, str) else str(key[0]) for key in keys))

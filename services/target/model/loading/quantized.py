@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -27,6 +26,7 @@ from transformers.utils.quantization_config import Mxfp4Config, QuantizationConf
 from outrider.checkpoints.dequantize import check_layout, dequantize
 from outrider.errors import ConfigError
 from services.target.model.parallel.split import shard_of
+from services.target.model.stored.checkpoint import array_of
 
 log = logging.getLogger(__name__)
 
@@ -153,12 +153,6 @@ def _check_package(method: str, device: torch.device) -> None:
         raise ConfigError(f"weights quantized by {method} need a package; `pip install {package}`, or {_INSTEAD}")
 
 
-def _array(tensor: torch.Tensor) -> NDArray[Any]:
-    """A tensor as a NumPy array; bfloat16 and fp8, which NumPy lacks, become float32."""
-    known = not tensor.is_floating_point() or tensor.dtype in (torch.float16, torch.float32)
-    return (tensor if known else tensor.float()).cpu().numpy()
-
-
 class _Unpack(ConversionOps):
     """Converts stored tensors to plain weights, before experts are merged."""
 
@@ -224,7 +218,7 @@ class _Unpacker(HfQuantizer):
         if set(tensors) == {"weight"} and tensors["weight"].dtype not in _FP8:
             return tensors["weight"].to(dtype)
         try:
-            arrays = {part: _array(tensor) for part, tensor in tensors.items()}
+            arrays = {part: array_of(tensor) for part, tensor in tensors.items()}
             device = next(iter(tensors.values())).device  # of a rank: its GPU
             return torch.from_numpy(dequantize(name, arrays, self._stored)).to(device, dtype)
         except Exception as error:

@@ -24,6 +24,7 @@ from outrider.checkpoints.headers import (
     header_bytes,
     header_size,
     parse_header,
+    some_names,
     tensor_bytes,
     tensor_headers,
 )
@@ -31,7 +32,6 @@ from outrider.errors import ConfigError
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _HEADER_BYTES, _HEADER_BYTES_A_TENSOR = 1 << 16, 1 << 10  # at most, of a header that is sent
-_NAMED, _NAME_LETTERS = 5, 120  # of the names in an error
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -46,10 +46,10 @@ def check(
         raise ConfigError("the weights of this model cannot be replaced while it runs; start the target anew")
     unknown = sorted(entries.keys() - shapes.keys() - ignored)
     if unknown:
-        raise ConfigError(f"the model has no tensors of these names: {_names(unknown)}")
+        raise ConfigError(f"the model has no tensors of these names: {some_names(unknown)}")
     missing = sorted(shapes.keys() - entries.keys()) if whole else []
     if missing:
-        raise ConfigError(f"tensors are missing that the model needs: {_names(missing)}")
+        raise ConfigError(f"tensors are missing that the model needs: {some_names(missing)}")
     for name, entry in entries.items():
         if name in ignored:
             continue
@@ -277,8 +277,3 @@ class IncomingTensors:
             return torch.empty(entry.shape, dtype=dtype)
         count = torch.Size(entry.shape).numel()
         return torch.frombuffer(self._data, dtype=dtype, count=count, offset=start).reshape(entry.shape)
-
-
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(name[:_NAME_LETTERS] for name in names[:_NAMED]) + more

@@ -77,7 +77,7 @@ class QuantizedWeights:
             raise ConfigError(f"the tensors of {name} do not have the layout of their format: {error}") from None
 
     def _arrays(self, name: str) -> dict[str, NDArray[Any]]:
-        return {suffix: _array(self._tensor(part)) for suffix, part in self._quantized[name].items()}
+        return {suffix: array_of(self._tensor(part)) for suffix, part in self._quantized[name].items()}
 
     def _tensor(self, name: str) -> Tensor:
         file = self._files[name]
@@ -122,7 +122,7 @@ def supports(stored: Mapping[str, Any]) -> bool:
     return str(stored.get("quant_method", "")).lower() in _METHODS
 
 
-def _array(tensor: Tensor) -> NDArray[Any]:
+def array_of(tensor: Tensor) -> NDArray[Any]:
     """A tensor as a NumPy array; bfloat16 and fp8, which NumPy lacks, become float32."""
     known = not tensor.is_floating_point() or tensor.dtype in (torch.float16, torch.float32)
-    return (tensor if known else tensor.float()).numpy()
+    return (tensor if known else tensor.float()).cpu().numpy()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from services.target.kernels.cpu.matrices.weights import Format, PackedWeight
+from services.target.kernels.cpu.matrices.weights import GGUF_GROUPS, Format, PackedWeight
 
 _NUMBERS_AT_ONCE = 1 << 22  # of a weight that is widened
 
@@ -21,7 +21,7 @@ class StoredFormat(NamedTuple):
     """A format of the kernels that holds a weight as its file has it. groups: of a super-block, as of PackedWeight."""
 
     number_format: Format
-    groups: int = 4
+    groups: int = GGUF_GROUPS
 
     def new(self, outputs: int, inputs: int) -> PackedWeight:
         """An empty weight."""
@@ -74,8 +74,8 @@ class ModuleWeights:
         return 8.0 * self.plain(name).itemsize
 
     def pack(self, name: str, packed: PackedWeight, outputs: Tensor) -> None:
-        """Never called."""
-        raise NotImplementedError
+        """Never called, as none has a `number_format`."""
+        raise AssertionError("plain weights are filled from their rows")
 
     def rows(self, name: str, begin: int, end: int) -> Tensor:
         """As of the interface."""

@@ -46,7 +46,7 @@ class Format(enum.IntEnum):
 
 _UNITS = (Format.K4, Format.K5, Format.K6)
 """Formats whose scales are bytes in units of a super-block's numbers."""
-_GGUF_GROUPS = 4
+GGUF_GROUPS = 4
 """Groups of a super-block in GGUF files."""
 _GGUF = {
     "Q4_0": Format.SYMMETRIC4,
@@ -75,7 +75,7 @@ class PackedWeight:
     """
 
     def __init__(
-        self, outputs: int, inputs: int, number_format: Format, *, rough: bool = False, groups: int = _GGUF_GROUPS
+        self, outputs: int, inputs: int, number_format: Format, *, rough: bool = False, groups: int = GGUF_GROUPS
     ) -> None:
         """rough: quantize int4 with one candidate scale instead of searching for the smallest error.
 
@@ -136,7 +136,7 @@ class PackedWeight:
     def fill_stored(self, outputs: Tensor, rows: Tensor, ggml_type: str) -> None:
         """Pack some outputs as a GGUF file has them. outputs: [n] int64; rows: [n, bytes of a row] uint8."""
         assert stored_format(ggml_type) == self.format, "each GGUF type has its block format"
-        assert self.groups == (_GGUF_GROUPS if self.format in _UNITS else 1), "GGUF has super-blocks of 256"
+        assert self.groups == (GGUF_GROUPS if self.format in _UNITS else 1), "GGUF has super-blocks of 256"
         assert rows.dtype == torch.uint8, "rows are bytes"
         rows, outputs = rows.contiguous(), outputs.contiguous()
         library.load().outrider_weight_pack_gguf(
