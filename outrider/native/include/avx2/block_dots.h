@@ -9,20 +9,7 @@
 
 namespace outrider {
 
-// Some rows, and the panel's vectors from `first` on, over a group.
-struct BlockRun {
-  const Pass& pass;
-  const GroupPlace& place;
-  const int first;
-
-  float* tile(int m, int v) const { return pass.tile + m * kPanel + (first + v) * kEight; }
-  template <Format FORMAT, int V>
-  [[gnu::always_inline]] void fetch(int64_t i) const {
-    if (i >= BlockTraits<FORMAT>::kFetches) return;
-    if (V * kEight == kPanel) return pass.fetch(place.line + i);
-    pass.fetch_half(place.line + i, first / V);
-  }
-};
+using BlockRun = BlockRunOf<kEight>;
 
 // Values of a line's four k of a vector's outputs, of the group's first or last 32 k. LINE: known if there are upper bits
 template <Format FORMAT, bool HIGH, int LINE>

@@ -186,17 +186,7 @@ void multiply_block(const Run& run) {
 template <int M>
 void multiply(const Pass& pass) {
   constexpr int V = M <= 2 ? 4 : 2;
-  const Format format = pass.weight.format;
-  const int64_t numbers = block_of(format), bytes = bytes_of_panel(format, numbers);  // of a block
-  const int64_t chunks = numbers * width_of_operand(format) / bytes_of_chunk(format), jump = pass.x.rows * bytes_of_chunk(format);
-  std::memset(pass.tile, 0, M * kPanel * sizeof(float));
-  const char *weight = pass.begin(), *x = pass.chunk(0);
-  for (int64_t block = 0; block * numbers < pass.weight.k; ++block, weight += bytes, x += chunks * jump) {
-    for (int first = 0; first < kPanel / kEight; first += V) {
-      multiply_block<M, V>(Run{pass, block, block * bytes / kLine, jump, first, weight + first * 32, x});
-    }
-  }
-  if (format == Format::kInt8) pass.scale_columns(M);
+  multiply_in_runs<M, V, kEight>(pass, [](const Run& run) INLINED { multiply_block<M, V>(run); });
 }
 
 template <int... M>

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "processor.h"
+
 namespace outrider {
 
 constexpr int kLanes = 16;
@@ -17,7 +19,6 @@ struct Floats {
 struct Ints {
   __m256i low, high;
 };
-using Shorts = __m256i;  // 16 numbers of 16 bits
 using Mask = uint16_t;
 constexpr Mask kAllLanes = 0xFFFF;
 
@@ -272,20 +273,6 @@ inline Floats to_floats_unsigned(Ints a) {
   return fmadd(high, floats(65536.0f), low);
 }
 inline Ints rounded(Floats a) { return {_mm256_cvtps_epi32(a.low), _mm256_cvtps_epi32(a.high)}; }
-
-// --- integers of 16 bits ---
-
-inline Shorts shorts(int16_t value) { return _mm256_set1_epi16(value); }
-inline Shorts bit_and(Shorts a, Shorts b) { return _mm256_and_si256(a, b); }
-inline Shorts bit_or(Shorts a, Shorts b) { return _mm256_or_si256(a, b); }
-template <int N>
-Shorts shift_left(Shorts a) {
-  return _mm256_slli_epi16(a, N);
-}
-// there where a equals b, otherwise elsewhere.
-inline Shorts select_equal(Shorts a, Shorts b, Shorts there, Shorts otherwise) {
-  return _mm256_blendv_epi8(otherwise, there, _mm256_cmpeq_epi16(a, b));
-}
 
 // 8 x 8 words: the halves of eight vectors.
 inline void transpose8(__m256i* r) {

@@ -1,27 +1,4 @@
-// AVX2 processors have no matrix unit; these stand in for the names of avx512/matrix.h.
+// AVX2 processors have no matrix unit.
 #pragma once
 
-#include "products/panel_pass.h"
-
-namespace outrider {
-
-constexpr bool kHasMatrixUnit = false;
-constexpr int kMatrixRows = 1;
-
-struct MatrixUnit {
-  static constexpr bool available() { return false; }
-  static bool use(bool) { return false; }
-};
-
-struct MatrixRegisters {
-  explicit MatrixRegisters(int) {}
-};
-
-namespace matrix {
-
-inline void multiply(const Pass&, int64_t) {}
-inline void multiply_by_vectors(const Pass&, int64_t) {}
-
-}  // namespace matrix
-
-}  // namespace outrider
+#include "products/no_matrix_unit.h"

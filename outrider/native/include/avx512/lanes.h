@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "processor.h"
+
 namespace outrider {
 
 constexpr int kLanes = 16;
@@ -14,7 +16,6 @@ constexpr int kSums = 16;  // vectors of sums that a loop keeps in registers
 
 using Floats = __m512;
 using Ints = __m512i;
-using Shorts = __m256i;  // 16 numbers of 16 bits
 using Mask = __mmask16;
 
 struct BF16 {
@@ -114,20 +115,6 @@ inline Floats as_floats(Ints a) { return _mm512_castsi512_ps(a); }
 inline Floats to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
 inline Floats to_floats_unsigned(Ints a) { return _mm512_cvtepu32_ps(a); }
 inline Ints rounded(Floats a) { return _mm512_cvtps_epi32(a); }
-
-// --- integers of 16 bits ---
-
-inline Shorts shorts(int16_t value) { return _mm256_set1_epi16(value); }
-inline Shorts bit_and(Shorts a, Shorts b) { return _mm256_and_si256(a, b); }
-inline Shorts bit_or(Shorts a, Shorts b) { return _mm256_or_si256(a, b); }
-template <int N>
-Shorts shift_left(Shorts a) {
-  return _mm256_slli_epi16(a, N);
-}
-// there where a equals b, otherwise elsewhere.
-inline Shorts select_equal(Shorts a, Shorts b, Shorts there, Shorts otherwise) {
-  return _mm256_blendv_epi8(otherwise, there, _mm256_cmpeq_epi16(a, b));
-}
 
 // 16 x 16 words.
 inline void transpose16(Ints* r) {

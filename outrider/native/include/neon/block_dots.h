@@ -6,20 +6,7 @@
 
 namespace outrider {
 
-// Some rows, and the panel's vectors from `first` on, over a group.
-struct BlockRun {
-  const Pass& pass;
-  const GroupPlace& place;
-  const int first;
-
-  float* tile(int m, int v) const { return pass.tile + m * kPanel + (first + v) * kFour; }
-  template <Format FORMAT, int V>
-  INLINED void fetch(int64_t i) const {
-    if (i >= BlockTraits<FORMAT>::kFetches) return;
-    if (V * kFour == kPanel) return pass.fetch(place.line + i);
-    pass.fetch_half(place.line + i, first / V);
-  }
-};
+using BlockRun = BlockRunOf<kFour>;
 
 // Values of a line's four k of a vector's outputs, of the group's first or last 32 k. With 8 bits they are signed where
 // add_biased takes them so. LINE: known if there are upper bits

@@ -6,30 +6,13 @@
 // instructions; without bf16, bfloat16 weights are widened and rows are float32.
 #pragma once
 
-#include <type_traits>
-#include <utility>
-
-#include "products/panel_pass.h"
+#include "products/panel_runs.h"
 
 namespace outrider {
 
-constexpr int kDotRows = 6;  // rows of one pass over a panel
-
-constexpr int kFour = 4;        // outputs of a vector
-constexpr int64_t kLine = 128;  // bytes of a panel for a step of k
+constexpr int kFour = 4;  // outputs of a vector
 
 inline uint8x16_t load_vector(const char* from) { return vld1q_u8(reinterpret_cast<const uint8_t*>(from)); }
-
-// f(0), f(1), ... with constants, so that what they index lies in registers, and lanes are constants.
-#define INLINED __attribute__((always_inline))
-template <class F, int... I>
-[[gnu::always_inline]] inline void each_of(std::integer_sequence<int, I...>, F&& f) {
-  (f(std::integral_constant<int, I>()), ...);
-}
-template <int N, class F>
-[[gnu::always_inline]] inline void each(F&& f) {
-  each_of(std::make_integer_sequence<int, N>(), f);
-}
 
 constexpr int kWords = 4;  // of a row in a register: that many lines at a time
 

@@ -12,24 +12,7 @@
 
 namespace outrider {
 
-// Numbers of k that a run goes over: a group, or, where there are none, what the first cache holds beside the rows.
-constexpr int64_t block_of(Format format) { return format == Format::kBFloat16 ? 2 * kGroup : kGroup; }
-
-// Some rows, the panel's vectors from `first` on, and a block of k. weight, x: where these begin, x of the first row, whose
-// next chunk is `jump` bytes further. line: how many are before the block's. Two runs over a block fetch half each.
-struct Run {
-  const Pass& pass;
-  const int64_t block, line, jump;
-  const int first;
-  const char *weight, *x;
-
-  float* tile(int m, int v) const { return pass.tile + m * kPanel + (first + v) * kFour; }
-  template <int V>
-  void fetch(int64_t step) const {
-    if (V * kFour == kPanel) return pass.fetch(line + step);
-    pass.fetch_half(line + step, first / V);
-  }
-};
+using Run = RunOf<kFour>;
 
 // --- float32 and bfloat16 ---
 
@@ -268,17 +251,7 @@ void multiply_block(const Run& run) {
 template <int M>
 void multiply(const Pass& pass) {
   constexpr int V = M <= 3 ? 8 : 4;
-  const Format format = pass.weight.format;
-  const int64_t numbers = block_of(format), bytes = bytes_of_panel(format, numbers);  // of a block
-  const int64_t chunks = numbers * width_of_operand(format) / bytes_of_chunk(format), jump = pass.x.rows * bytes_of_chunk(format);
-  std::memset(pass.tile, 0, M * kPanel * sizeof(float));
-  const char *weight = pass.begin(), *x = pass.chunk(0);
-  for (int64_t block = 0; block * numbers < pass.weight.k; ++block, weight += bytes, x += chunks * jump) {
-    for (int first = 0; first < kPanel / kFour; first += V) {
-      multiply_block<M, V>(Run{pass, block, block * bytes / kLine, jump, first, weight + first * 16, x});
-    }
-  }
-  if (format == Format::kInt8) pass.scale_columns(M);
+  multiply_in_runs<M, V, kFour>(pass, [](const Run& run) INLINED { multiply_block<M, V>(run); });
 }
 
 template <int... M>

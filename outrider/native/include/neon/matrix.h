@@ -1,28 +1,4 @@
-// ARM's matrix instructions work on vector registers (dots.h); there is no unit apart. These stand in for the names of
-// avx512/matrix.h.
+// ARM's matrix instructions work on vector registers (dots.h); there is no unit apart.
 #pragma once
 
-#include "products/panel_pass.h"
-
-namespace outrider {
-
-constexpr bool kHasMatrixUnit = false;
-constexpr int kMatrixRows = 1;
-
-struct MatrixUnit {
-  static constexpr bool available() { return false; }
-  static bool use(bool) { return false; }
-};
-
-struct MatrixRegisters {
-  explicit MatrixRegisters(int) {}
-};
-
-namespace matrix {
-
-inline void multiply(const Pass&, int64_t) {}
-inline void multiply_by_vectors(const Pass&, int64_t) {}
-
-}  // namespace matrix
-
-}  // namespace outrider
+#include "products/no_matrix_unit.h"

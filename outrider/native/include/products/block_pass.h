@@ -53,4 +53,20 @@ template <Format FORMAT, class Function>
   }
 }
 
+// Some rows, and the panel's vectors of WIDTH outputs from `first` on, over a group. As RunOf (panel_runs.h).
+template <int WIDTH>
+struct BlockRunOf {
+  const Pass& pass;
+  const GroupPlace& place;
+  const int first;
+
+  float* tile(int m, int v) const { return pass.tile + m * kPanel + (first + v) * WIDTH; }
+  template <Format FORMAT, int V>
+  [[gnu::always_inline]] void fetch(int64_t i) const {
+    if (i >= BlockTraits<FORMAT>::kFetches) return;
+    if (V * WIDTH == kPanel) return pass.fetch(place.line + i);
+    pass.fetch_half(place.line + i, first / V);
+  }
+};
+
 }  // namespace outrider
