@@ -74,8 +74,8 @@ class ModuleWeights:
         return 8.0 * self.plain(name).itemsize
 
     def pack(self, name: str, packed: PackedWeight, outputs: Tensor) -> None:
-        """Never called, as none has a `number_format`."""
-        raise AssertionError("plain weights are filled from their rows")
+        """As of the interface; the builder fills plain weights some rows at a time instead."""
+        packed.fill(outputs, self.plain(name))
 
     def rows(self, name: str, begin: int, end: int) -> Tensor:
         """As of the interface."""
