@@ -31,6 +31,7 @@ from services.target.model.native import ProgramRunner
 from services.target.process.control import Control
 from services.target.process.service import describe
 from services.target.step.batch import SessionWork, build
+from services.target.step.programs import DraftTokenValue
 from tests.support.checkpoints.families import FAMILIES, write_family
 from tests.support.checkpoints.ggufs import write_gguf
 from tests.support.checkpoints.heads import eagle3, write_head
@@ -215,6 +216,8 @@ def test_a_head_reads_the_packed_embedding(described, tmp_path):
     for engine, found in ((drafting(model), first), (drafting(replace(model, head=plain)), second)):
         source = engine.speculation.chooser.source
         draft = source.draft_tokens
+        free = DraftTokenValue(next=1.0, token=1.0, row=0.0, step=0.0)  # no length depends on measured times
+        source.estimates.token_value = lambda *_, free=free: free
         source.draft_tokens = lambda *args, draft=draft, found=found: found.append(draft(*args)) or found[-1]
         run(engine, requests)
     assert first
