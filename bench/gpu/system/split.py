@@ -43,15 +43,15 @@ class Split(NamedTuple):
 
 def split_of(start: float, end: float, target: Rows, draft: Rows, *, on_cuda: bool) -> Split | None:
     """The split of the steps that were launched in a window of time; None if there are none."""
-    launches, steps, reads = (_inside(target[name], start, end) for name in ("launch", "step", "read"))
-    runs, draft_steps = (_inside(draft[name], start, end) for name in ("run", "step"))
+    launches = _inside(target["launch"], start, end)
     count = len(launches)
     if not count:
         return None
     period = (end - start) / count
-    device = float(launches[:, 2].sum()) / count
-    waiting = reads if on_cuda else launches  # on a CPU the device is the host, and computes in the launch
-    computing = _lasting(runs) - float(runs[:, 2].sum())
+    device = _seconds(_device_bars(target, on_cuda=on_cuda), start, end) / count
+    waiting = target["read" if on_cuda else "launch"]  # on a CPU the device is the host, and computes in the launch
+    target_host = _seconds(target["step"], start, end) - _seconds(waiting, start, end)
+    computing = _seconds(_program_bars(draft), start, end)
     hops = [
         _hop(sender[kind], receiver, kind, start, end)
         for sender, receiver, kind in ((target, draft, "commits"), (draft, target, "proposals"))
@@ -60,9 +60,9 @@ def split_of(start: float, end: float, target: Rows, draft: Rows, *, on_cuda: bo
         1e3 * period,
         1e3 * device,
         1e3 * max(period - device, 0.0),
-        1e3 * (_lasting(steps) - _lasting(waiting)) / count,
+        1e3 * target_host / count,
         1e3 * computing / count,
-        1e3 * (_lasting(draft_steps) - computing) / count,
+        1e3 * (_seconds(draft["step"], start, end) - computing) / count,
         None if None in hops else 1e3 * sum(hop for hop in hops if hop is not None),
         float(launches[:, 4].sum()) / count,
     )
@@ -73,8 +73,9 @@ def _inside(rows: NDArray[np.float64], start: float, end: float) -> NDArray[np.f
     return rows[(rows[:, _START] >= start) & (rows[:, _START] < end)]
 
 
-def _lasting(rows: NDArray[np.float64]) -> float:
-    return float((rows[:, _END] - rows[:, _START]).sum())
+def _seconds(bars: NDArray[np.float64], start: float, end: float) -> float:
+    """How much of a window of time the bars fill; of those that reach beyond it, the part inside."""
+    return float(np.maximum(np.minimum(bars[:, _END], end) - np.maximum(bars[:, _START], start), 0.0).sum())
 
 
 def _hop(sent: NDArray[np.float64], receiver: Rows, kind: str, start: float, end: float) -> float | None:

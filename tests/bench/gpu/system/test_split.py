@@ -32,21 +32,27 @@ DRAFT = rows_of(
 
 
 def test_parts_of_a_step():
-    found = split_of(-0.001, 0.099, TARGET, DRAFT, on_cuda=True)
+    found = split_of(-0.0005, 0.0995, TARGET, DRAFT, on_cuda=True)
     assert found == pytest.approx((10.0, 4.0, 6.0, 3.5, 0.75, 0.75, 1.5, 3.0), rel=1e-6)
-    on_cpu = split_of(-0.001, 0.099, TARGET, DRAFT, on_cuda=False)
+    on_cpu = split_of(-0.0005, 0.0995, TARGET, DRAFT, on_cuda=False)
     assert on_cpu.target_host == pytest.approx(6.5)
     assert split_of(5.0, 6.0, TARGET, DRAFT, on_cuda=True) is None
 
 
+def test_of_a_computation_that_outlives_the_window_the_part_inside_counts():
+    # A client saw a whole answer within 2 ms of a computation that took 6.
+    found = split_of(0.0, 0.002, TARGET | {"launch": np.array([(0.001, 0.007, 0.006, 0.0, 0)])}, DRAFT, on_cuda=False)
+    assert (found.period, found.target, found.idle) == pytest.approx((2.0, 1.0, 1.0))
+
+
 def test_a_message_that_waits_for_its_receivers_step_is_not_on_the_wire_meanwhile():
     busy = DRAFT | {"step": np.array([(t + 0.0065, t + 0.0078) for t in STARTS])}
-    assert split_of(-0.001, 0.099, TARGET, busy, on_cuda=True).wire == pytest.approx(0.7)
+    assert split_of(-0.0005, 0.0995, TARGET, busy, on_cuda=True).wire == pytest.approx(0.7)
 
 
 def test_steps_without_a_proposal_have_no_wire():
     silent = DRAFT | {"commits": np.empty((0, 2)), "proposals": np.empty((0, 2))}
-    assert split_of(-0.001, 0.099, TARGET, silent, on_cuda=True).wire is None
+    assert split_of(-0.0005, 0.0995, TARGET, silent, on_cuda=True).wire is None
 
 
 def test_the_timeline_shows_device_and_messages():
