@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tests.support.gateway.services import until
 
+_WRAPPER = "parent_death"
 OBJECT_STORE = 80 << 20  # bytes, the smallest that Ray takes
 
 
@@ -62,7 +63,10 @@ class RayCluster:
         command = [sys.executable, "-m", "outrider", "ray", "status", "--json", "--name", name]
         done = subprocess.run([*command, "--address", self.cluster.address], capture_output=True, text=True, timeout=60)
         assert done.stdout, done.stderr
-        return json.loads(done.stdout)
+        try:
+            return json.loads(done.stdout)
+        except ValueError:
+            raise AssertionError(f"no JSON: {done.stdout}") from None
 
 
 def command_lines():
@@ -79,7 +83,9 @@ def command_lines():
 def pid_of(kind, address):
     """The process of a service that listens on an address."""
     wanted = f"outrider {kind} "
-    return until(lambda: next(
-        (pid for pid, line in command_lines().items() if wanted in line and address in line and "parent_death" not in line),
-        None,
-    ))  # fmt: skip
+
+    def find():
+        lines = command_lines().items()
+        return next((pid for pid, line in lines if wanted in line and address in line and _WRAPPER not in line), None)
+
+    return until(find)
