@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 from outrider.clusters.scaling import Bounds, Rules
 from outrider.config import (
@@ -181,7 +182,7 @@ def _with_some_port(gateway: GatewayOptions) -> GatewayOptions:
     return replace(gateway, **ports)
 
 
-def _observed(config: RayUpConfig) -> dict[str, str | None]:
+def _observed(config: RayUpConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in ("log_level", "log_format", "otlp_traces_endpoint")}
 
 
