@@ -99,6 +99,11 @@ def test_the_life_of_a_pool(cluster, folder):
     scaling = ("--scale-up-seconds", "1", "--scale-down-seconds", "2")
     sizes = ("--max-running-requests", "4", "--max-total-tokens", "4096", "--grpc-port", "0")
     model = ("--model-path", str(folder), "--speculative-algorithm", "NGRAM")
+    # What cannot start is reported, and leaves nothing behind.
+    _, shown = cluster.outrider("up", "--model-path", str(folder / "absent"), *model[2:], *replicas, *sizes, code=2)
+    assert "target-0 does not start" in shown
+    assert str(folder / "absent") in shown
+
     secrets = {"OUTRIDER_SERVICE_TOKEN": TOKEN, "OUTRIDER_ADMIN_API_KEY": ADMIN}
     _, shown = cluster.outrider("up", *model, *replicas, *scaling, *sizes, **secrets)
     assert f"the pool outrider serves at {url}/v1" in shown

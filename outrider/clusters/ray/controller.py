@@ -85,9 +85,10 @@ class Controller:
         """The pool as `outrider ray status` shows it."""
         sessions = self._sessions()
         gateways = [one for member in self.of(Kind.GATEWAY) for one in member.statuses if one is not None]
+        targets = [one for view in self._views for one in view.workers if one["service"] == Kind.TARGET]
         return {
             "name": self._plan.name,
-            "serves": any(one.state == "ready" for one in gateways),  # a gateway is ready if a target is
+            "serves": any(one.state == "ready" for one in gateways) and any(one["is_healthy"] for one in targets),
             "replicas": {str(kind): str(self._plan.bounds(kind)) for kind in _SCALED},
             "load": {str(kind): dataclasses.asdict(load) for kind, load in self._loads.items()},
             "units": [one for member in self.members for one in member.described(sessions)],
@@ -193,7 +194,7 @@ class Controller:
 
     async def _scale(self) -> None:
         """Change the number of units by the load."""
-        if not self._views:
+        if not self._views or len(self._views) < len(self._gateway_hosts()):
             return
         now, wanted = self._clock(), self.wanted()
         listings = [[one for one in view.workers if one["address"] in wanted] for view in self._views]

@@ -25,6 +25,7 @@ from outrider.clusters.ray.units import HostStatus, Launch
 from outrider.config import DraftConfig, GatewayConfig, TargetConfig, format_cores, to_argv
 from outrider.process.ports import host_and_port, socket_folder
 from outrider.process.python_command import python_command
+from outrider.service_token import VARIABLE as TOKEN_VARIABLE
 from outrider.supervisor.draft_watch import DRAFT_BACKOFF
 from outrider.supervisor.hangs import SILENT_SECONDS
 from outrider.supervisor.processes import GRACE_SECONDS, Child
@@ -45,7 +46,8 @@ class Host:
         self._child: Child | None = None
         self._address, self._control = "", ""
         self._restarts = 0
-        self._tasks: list[asyncio.Task[None]] = []
+        self._life: asyncio.Task[None] | None = None
+        self._health: asyncio.Task[None] | None = None  # waits until the process is ready
 
     async def reserve(self) -> str:
         """An address of this machine that stays free until the process binds it."""
@@ -62,13 +64,12 @@ class Host:
         self._restarts = 0
         self._child = child = Child(
             launch.kind.value, command, health, write_line, backoff=DRAFT_BACKOFF, optional=True, on_end=self._ended,
-            token=os.environ.get("OUTRIDER_SERVICE_TOKEN"), silent_seconds=silent,
+            token=os.environ.get(TOKEN_VARIABLE), silent_seconds=silent,
         )  # fmt: skip
         if isinstance(config, GatewayConfig):
             child.extra_grace = config.drain_timeout
-        self._tasks = [asyncio.create_task(child.keep_alive(), name=launch.kind.value)]
-        if health:
-            self._tasks.append(asyncio.create_task(child.wait_ready(_READY_POLL_SECONDS), name="health"))
+        self._life = asyncio.create_task(child.keep_alive(), name=launch.kind.value)
+        self._watch(child)
 
     async def status(self) -> HostStatus:
         """The state of the process."""
@@ -91,15 +92,13 @@ class Host:
     async def stop(self) -> None:
         """Stop the process, in order if it can within its time, and give back what it occupied."""
         child, self._child = self._child, None
-        if child is not None:
-            life, *others = self._tasks
+        if child is not None and self._life is not None:
             child.end()
-            await asyncio.wait([life], timeout=GRACE_SECONDS + child.extra_grace)
-            if child.pid is not None:
-                os.kill(child.pid, signal.SIGKILL)
-            await life
-            for task in others:
-                task.cancel()
+            await asyncio.wait([self._life], timeout=GRACE_SECONDS + child.extra_grace)
+            child.end(signal.SIGKILL)
+            await self._life
+        if self._health is not None:
+            self._health.cancel()
         for taken in self._taken:
             taken.close()
         self._taken.clear()
@@ -109,6 +108,14 @@ class Host:
 
     def _ended(self, _: int, __: float) -> None:
         self._restarts += 1
+        if self._child is not None:
+            self._watch(self._child)
+
+    def _watch(self, child: Child) -> None:
+        """Wait until the process that starts now is ready."""
+        child.ready = False
+        if child.address and (self._health is None or self._health.done()):
+            self._health = asyncio.create_task(child.wait_ready(_READY_POLL_SECONDS), name="health")
 
     def _placed(self, launch: Launch) -> tuple[TargetConfig | DraftConfig | GatewayConfig, str, float | None]:
         """The flags with addresses and cores of this machine, the address for health checks, and the time without an

@@ -76,7 +76,8 @@ class Actor:
         service, state = known
         sessions = self.sessions.get(address, 0)
         return {
-            "address": address, "service": service, "state": state, "sessions": sessions, "max_sessions": 4,
+            "address": address, "service": service, "is_healthy": state == "ready", "state": state,
+            "sessions": sessions, "max_sessions": 4,
             "waiting_sessions": max(0, sessions - 4), "sources": [] if state == "draining" else ["api"],
         }  # fmt: skip
 
@@ -277,6 +278,13 @@ async def test_ranks_on_several_machines_start_and_start_again_together():
     after = [host.launch.config for host in hosts]
     assert [host.calls.count("start") for host in hosts] == [2, 2]
     assert after[0].dist_init_addr == after[1].dist_init_addr != before[0].dist_init_addr
+
+
+async def test_a_pool_without_a_target_in_use_does_not_serve(pool):
+    pool.gateway.pool[pool.ray.actor("target-0").address][1] = "unreachable"
+    await pool.steps(1)
+    assert not pool.controller.describe()["serves"]
+    assert state_table(pool.controller.describe()).startswith("the pool outrider does not serve\n")
 
 
 async def test_a_pool_ends_gateways_first(pool):
