@@ -62,10 +62,10 @@ def plan_cores(cores: Sequence[int], algorithm: str, workers: int = 1, drafts: i
 
     Four cores or more: the gateway has one a worker, at most a quarter; drafters without a model have one each, at most
     a quarter, draft models a quarter; the target has the rest. Three cores: the target has two; draft service and
-    gateway share the third. Two cores: the target has both (measured: 150 tokens/s, against 110 tokens/s on one core); a draft head
-    computes on the second one while the target does not, and its network threads use both, so that proposals do not
-    wait for the end of its computation. A draft model of its own computes on both while the target waits for it. One
-    core: all share it.
+    gateway share the third. Two cores: the target has both (measured: 150 tokens/s, against 110 tokens/s on one core);
+    a draft head computes on the second one while the target does not, and its network threads use both, so that
+    proposals do not wait for the end of its computation. A draft model of its own computes on both while the target
+    waits for it. One core: all share it.
     """
     cores = tuple(cores)
     count = len(cores)
