@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ _MAX_REPORT = 2000  # characters of a supervisor's report
 
 @dataclass(frozen=True)
 class Health:
-    """What the health routes report. draft_report: file with the reason of a draft process that ended, or None."""
+    """What the health routes report. draft_reports: files with the reason of a draft process that ended, by address."""
 
     generator: Generator
-    draft_report: Path | None = None
+    draft_reports: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def ready(self) -> bool:
@@ -62,10 +62,11 @@ class Health:
     def availability(self, link: TargetLink | DraftLink) -> Availability:
         """Whether a replica is used. The reason of a process that ended is the one that its supervisor reports."""
         found = link.availability
-        if self.draft_report is None or link.service != "draft" or found.state is not ReplicaState.UNREACHABLE:
+        report = self.draft_reports.get(link.address) if link.service == "draft" else None
+        if report is None or found.state is not ReplicaState.UNREACHABLE:
             return found
         with contextlib.suppress(OSError):
-            return Availability(found.state, self.draft_report.read_text(encoding="utf-8")[:_MAX_REPORT])
+            return Availability(found.state, report.read_text(encoding="utf-8")[:_MAX_REPORT])
         return found
 
 

@@ -44,8 +44,8 @@ class Facts:
 
     def health(self, generator: Generator) -> Health:
         """The state of the gateway and its services."""
-        report = self.config.draft_report
-        return Health(generator, Path(report) if report is not None else None)
+        reports = zip(self.config.draft, map(Path, self.config.draft_report), strict=False)
+        return Health(generator, dict(reports))
 
     def server_info(self, generator: Generator) -> dict[str, Any]:
         """Flags, services and speculation statistics; keys that SGLang has keep SGLang's names."""

@@ -47,6 +47,7 @@ TOPICS = (
     "request limits",
     "load balancing",
     "API",
+    "replicas",
     "cores",
     "observability",
 )

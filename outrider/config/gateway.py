@@ -156,8 +156,8 @@ class ServiceAddressOptions:
     slot. Default: none, plain decoding."""
     discovery_interval: float = 5.0
     """Seconds between two looks at the DNS names and files among these addresses; a lost replica causes one at once."""
-    draft_report: str | None = None
-    """File in which a supervisor writes why the draft service is down. Default: none."""
+    draft_report: tuple[str, ...] = ()
+    """Files in which a supervisor writes why a draft service is down, one for each of --draft. Default: none."""
     health_listen: str | None = None
     """Address of an additional gRPC port for health checks alone, without TLS. Default: none."""
 
