@@ -23,7 +23,7 @@ from outrider.wire.v1 import target_pb2
 
 @dataclass(frozen=True)
 class Facts:
-    """Flags, the served model with its tokenizer's files, and the other workers."""
+    """Flags of a model, the model with its tokenizer's files, and the other workers."""
 
     config: GatewayConfig
     target: target_pb2.GetTargetInfoResponse
@@ -45,7 +45,7 @@ class Facts:
     def health(self, generator: Generator) -> Health:
         """The state of the gateway and its services."""
         report = self.config.draft_report
-        return Health(generator, Path(report) if report is not None else None)
+        return Health(generator.orchestrator, generator.admission, Path(report) if report is not None else None)
 
     def server_info(self, generator: Generator) -> dict[str, Any]:
         """Flags, services and speculation statistics; keys that SGLang has keep SGLang's names."""

@@ -143,6 +143,20 @@ class GatewayOptions(
 
 
 @dataclass(frozen=True)
+class ModelOptions:
+    """The models that the gateway serves."""
+
+    topic: ClassVar[str] = "model"
+
+    models: str | None = None
+    """File of several models behind this gateway (TOML): a table a model, with the model's name as its header and the
+    model's own flags, such as target and draft. Default: one model, from the flags."""
+    model_path: str | None = None
+    """Checkpoint that the targets must serve, as their own --model-path names it; other targets are refused. Default:
+    that of the first target that is up."""
+
+
+@dataclass(frozen=True)
 class ServiceAddressOptions:
     """Services that the gateway connects to."""
 
@@ -178,12 +192,12 @@ class BalanceOptions:
 
 @dataclass(frozen=True)
 class GatewayConfig(
-    BalanceOptions, RequireDraftOptions, ServiceAddressOptions, GatewayOptions, ServiceTokenOptions, ServiceTlsOptions,
-    ServiceConfig,
+    BalanceOptions, RequireDraftOptions, ModelOptions, ServiceAddressOptions, GatewayOptions, ServiceTokenOptions,
+    ServiceTlsOptions, ServiceConfig,
 ):  # fmt: skip
     """The gateway: REST and gRPC for clients, streams to the services."""
 
     common: ClassVar[tuple[str, ...]] = (
-        "target", "draft", "host", "port", "grpc_port", "gateway_workers", "api_key", "max_pending_requests",
+        "target", "draft", "models", "host", "port", "grpc_port", "gateway_workers", "api_key", "max_pending_requests",
         "served_model_name", "log_level",
     )  # fmt: skip
