@@ -35,6 +35,7 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
     paused: what the target must be set to before it is used again: True to pause, False to continue, None for nothing.
         It may have restarted, or have lost no more than its stream.
     flush_due: its cached prefixes are dropped before it is used
+    model_path: the checkpoint that it must serve; empty for any
     """
 
     service = "target"
@@ -53,6 +54,7 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         self.paused: bool | None = None
         self._pause_reported = False  # by the target, since `set_paused`
         self.flush_due = False
+        self.model_path = ""
         self.clear()
 
     def clear(self) -> None:
@@ -151,6 +153,11 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
             target_pb2.GetTargetInfoRequest(), timeout=CALL_TIMEOUT
         )
         self._check_version(info.protocol_version)
+        if self.model_path not in ("", info.model.model_path):
+            raise ConfigError(
+                f"the target at {self.address} serves {info.model.model_path}; its pool is for {self.model_path} "
+                "(--model-path); is it the address of another model's target?"
+            )
         if not self.tokenizer_files:
             parts = stub.GetTokenizer(target_pb2.GetTokenizerRequest(), timeout=CALL_TIMEOUT)
             self.tokenizer_files = await collect_files(parts)

@@ -79,7 +79,10 @@ def command_lines():
 def pid_of(kind, address):
     """The process of a service that listens on an address."""
     wanted = f"outrider {kind} "
-    return until(lambda: next(
-        (pid for pid, line in command_lines().items() if wanted in line and address in line and "parent_death" not in line),
-        None,
-    ))  # fmt: skip
+
+    def found():
+        lines = command_lines().items()
+        fitting = (pid for pid, line in lines if wanted in line and address in line and "parent_death" not in line)
+        return next(fitting, None)
+
+    return until(found)
