@@ -50,7 +50,7 @@ from gateway.streams.target import TargetLink
 from gateway.telemetry import request_log
 from gateway.telemetry.compatible_metrics import SglangMetrics, VllmMetrics
 from gateway.telemetry.metrics import Metrics
-from gateway.text.tokenizer import ModelTokenizer
+from gateway.text.early import EarlyTokenizer
 from gateway.workers.parent import supervise_workers
 from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig, parse_flags
@@ -120,6 +120,8 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         await replicas.catch_up()
         if not late:
             await listeners.open(grpc_names, tls)
+        tokenizers = EarlyTokenizer()
+        links.on_early_files = tokenizers.begin
         links.start()
         background.append(asyncio.create_task(replicas.keep_up(), name="keep up"))
         # Where replicas may be found later, the gateway waits for the first one without end.
@@ -134,7 +136,7 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         facts = Facts(config, target.info, peers, target.tokenizer_files)
         generator = Generator(
             orchestrator,
-            ModelTokenizer(target.tokenizer_files),
+            await tokenizers.of(target.tokenizer_files),
             metrics,
             name=next(iter(config.served_model_name), target.info.model.model_path),
             aliases=config.served_model_name[1:],
