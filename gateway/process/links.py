@@ -30,6 +30,7 @@ class Links:
 
     changed: set after the state of a link, or a pool, has changed
     on_late: starts the work that a replica needs which joins while the gateway serves
+    on_early_files: as of TargetLink
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Links:
         self._were_up: set[AnyLink] = set()
         self.changed = changed or asyncio.Event()
         self.on_late: Callable[[AnyLink], Coroutine[Any, Any, None]] = _nothing
+        self.on_early_files: Callable[[dict[str, bytes]], None] = lambda _: None
 
     def start(self) -> None:
         """Find replicas, and connect to targets. Drafts wait until `serve`: they must fit the first target's model."""
@@ -129,6 +131,8 @@ class Links:
         if isinstance(link, TargetLink):
             if self._weights is not None:
                 self._expect(link, self._weights)
+            else:
+                link.on_early_files = self.on_early_files
             link.start()
         if self._control is not None:
             self._control.prepare(link)

@@ -33,6 +33,7 @@ from gateway.streams.connection import Connection
 from gateway.streams.target import TargetLink
 from gateway.telemetry.compatible_metrics import SglangMetrics, VllmMetrics
 from gateway.telemetry.metrics import Metrics
+from gateway.text.early import EarlyTokenizer
 from gateway.text.tokenizer import ModelTokenizer
 from gateway.workers.peers import Peers
 from outrider.checkpoints.checkpoint import display_name
@@ -74,6 +75,7 @@ class ModelRunner:
         health = Health(self._orchestrator, admission, config.draft_reports())
         self.served = ServedModel(config.served_model_name, metrics, self._replicas, health)
         self._background: list[asyncio.Task[Any]] = []
+        self._early = EarlyTokenizer()
         self._first: TargetLink | None = None
 
     async def open(self) -> None:
@@ -83,6 +85,7 @@ class ModelRunner:
 
     def start(self) -> None:
         """Connect to targets."""
+        self.links.on_early_files = self._early.begin
         self.links.start()
         self._background.append(asyncio.create_task(self._replicas.keep_up(), name="keep up"))
 
@@ -101,7 +104,7 @@ class ModelRunner:
             if self._alone:
                 STARTUP.done("waiting for the target")
             try:
-                tokenizer, defaults = ModelTokenizer(target.tokenizer_files), _defaults(config, target)
+                tokenizer, defaults = await self._early.of(target.tokenizer_files), _defaults(config, target)
             except OutriderError as error:
                 if self._alone:
                     raise
