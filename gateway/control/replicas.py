@@ -84,6 +84,7 @@ class Replicas:
             "running_sessions": load.running_sessions if load is not None else 0,
             "waiting_sessions": load.waiting_sessions if load is not None else 0,
             "step_seconds": round(link.step_time.seconds, 6) if link is not None else 0.0,
+            "weights": link.weights._asdict() if isinstance(link, DraftLink) and link.weights is not None else None,
             "model": link.info.model.model_path if link is not None and link.info is not None else None,
         }
 

@@ -105,4 +105,5 @@ def _service(link: TargetLink | DraftLink, health: Health) -> dict[str, Any]:
     found = health.availability(link)
     stream = {"stream_transport": link.transport} if link.up else {}
     state = {"state": found.state, "reason": found.reason or None}
-    return {"address": link.address, "up": link.up, **state, **stream, **info}
+    weights = {"weights": link.weights._asdict()} if isinstance(link, DraftLink) and link.weights is not None else {}
+    return {"address": link.address, "up": link.up, **state, **stream, **weights, **info}

@@ -97,7 +97,7 @@ def update_from_pb(message: common_pb2.WeightUpdate) -> Update:
     from services.target.process.control import Update
 
     version = message.weight_version if message.HasField("weight_version") else None
-    return Update(version, message.keep_cache, message.abort_all_requests)
+    return Update(version, message.keep_cache, message.abort_all_requests, tuple(message.shared_tensors))
 
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
@@ -274,7 +274,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """In the engine thread, because the caller may have disconnected: record the new weights, and return them."""
         info = self._loaded().info
         info.weight_version, info.model.fingerprint = weights.weight_version, weights.fingerprint
-        info.weights_folder = weights.folder
+        info.weights_folder, info.shared_fingerprint = weights.folder, self._running()[1].shared.fingerprint
         return common_pb2.WeightFacts(
             weight_version=weights.weight_version,
             fingerprint=weights.fingerprint,
@@ -284,7 +284,22 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             fingerprint_before=weights.before,
             whole=weights.whole,
             folder=weights.folder,
+            shared_fingerprint=info.shared_fingerprint,
         )
+
+    async def GetSharedWeights(  # noqa: N802
+        self, request: target_pb2.GetSharedWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[target_pb2.GetSharedWeightsResponse]:
+        """Present weights for drafts, tensor by tensor."""
+        async with statuses(context):
+            from services.target.process.weights.shared import header_of, parts_of
+
+            shared = self._running()[1].shared
+            fingerprint, found = await self._in_engine(lambda: (shared.fingerprint, shared.find(request.names)))
+            yield target_pb2.GetSharedWeightsResponse(fingerprint=fingerprint, content=header_of(found))
+            for one in found.values():
+                for part in parts_of(await asyncio.to_thread(one.read)):
+                    yield target_pb2.GetSharedWeightsResponse(content=part)
 
     async def FlushCache(  # noqa: N802
         self, request: target_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
