@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from outrider.speculation.tree import ROOT
 from services.draft.drafters.base import Expansion
-from services.draft.drafters.block_tree import BlockLimits, best_paths
+from services.draft.drafters.block_tree import BlockLimits, best_paths, candidates_of
+from services.draft.model.layers.heads import BlockHead
 from services.draft.model.programs.runner import ModelRunner
 from services.draft.sessions.batch import Block, SessionWork, StepShape, build_inputs
 
@@ -60,15 +61,16 @@ class StepExecutor:
     def _blocks(
         self, works: list[SessionWork], ids: NDArray[np.int32], log_scores: NDArray[np.float32]
     ) -> list[Expansion]:
-        """The trees of blocks. ids, log_scores: candidates of each position, [S, B - 1, K], best first."""
-        expansions: list[Expansion] = []
-        for work, tokens, scores in zip(works, ids.tolist(), log_scores.tolist(), strict=False):
+        """The trees of blocks. ids, log_scores: results of the program."""
+        head, expansions = self.runner.config.head, list[Expansion]()
+        assert isinstance(head, BlockHead)
+        for work, found in zip(works, candidates_of(ids, log_scores, head.selector), strict=False):
             if self._reaches_root(work):
                 session, grower = work.session, work.session.grower
                 shape = grower.limits.shape
                 nodes = shape.rows - 1 if shape is not None else min(max(session.draft_budget, 1), _MAX_BLOCK_NODES)
                 limits = BlockLimits(nodes, grower.max_depth, self.min_edge, grower.limits.log_floor, grower.stop_ids)
-                expansions.append(Expansion(session, ROOT, *best_paths(tokens, scores, limits)))
+                expansions.append(Expansion(session, ROOT, *best_paths(found, limits)))
         return expansions
 
     def _due_moves(self, works: list[SessionWork]) -> list[tuple[int, int]]:

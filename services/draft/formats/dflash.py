@@ -1,4 +1,4 @@
-"""DFlash block drafters, as z-lab and SpecForge publish them, and SGLang reads them.
+"""DFlash and DFlash 2 block drafters, as z-lab and SpecForge publish them, and SGLang reads them.
 
 `fc` concatenates states of the target and makes the context of all layers from them; the target gets it and applies it.
 `hidden_norm` norms the context, the layers are Qwen3's, and `norm` stands before the logits. The embedding and the head
@@ -9,6 +9,9 @@ are the target's. config.json is Qwen3's with these keys, in dflash_config or be
     mask_token_id        whose embedding stands at positions to predict; else mask_token, added behind the vocabulary
     is_causal            positions see only those before them in the block; by default in layers with a window
     output_multiplier, final_logit_softcapping, input_embedding_scale    as the names say
+
+DFlash 2 adds convolutions to the layers (conv_kernel_size, conv_group_size), and a selector (selector_rank,
+selector_top_k), which corrects the best candidates of a position by the token before it.
 """
 
 from __future__ import annotations
@@ -39,10 +42,12 @@ _WHAT = "a DFlash drafter"
 _DEFAULT_SIZE = 16
 _DEFAULT_MASK = "<|MASK|>"
 _FUSION, _CONTEXT_NORM, _NORM = "fc.weight", "hidden_norm.weight", "norm.weight"
+_SELECTOR = "candidate_selector.hidden_projection.weight"
+_PREVIOUS, _NEXT = "candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"
 _NOT_READ = ("embed_tokens.weight", "lm_head.weight")  # copies of the target's
 # Of later formats: these change what is computed, so a drafter with them is refused.
 _UNKNOWN = (
-    "conv_kernel_size", "selector_rank", "projector_type", "attention_sink_bias", "attention_value_scale",
+    "projector_type", "attention_sink_bias", "attention_value_scale",
     "has_embed_tokens", "has_lm_head", "markov_rank", "draft_vocab_size",
 )  # fmt: skip
 _Shapes = dict[str, tuple[int, ...]]
@@ -62,8 +67,9 @@ def flat(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_name(name: str) -> str:
-    """The name of a published tensor without the prefix that some files have."""
-    return name.removeprefix("model.")
+    """The name of a published tensor without the prefix and the suffix that some files have."""
+    name = name.removeprefix("model.")
+    return name.removesuffix(".weight") if name.endswith("_codebook.weight") else name
 
 
 @dataclass(frozen=True)
@@ -175,7 +181,13 @@ class _Reader:
             layers=layers,
             context=int(raw.get("max_position_embeddings", 2048)),
             head=BlockHead(
-                epsilon, self._size(), self._mask_token(), causal, float(raw.get("input_embedding_scale", 1.0))
+                epsilon,
+                self._size(),
+                self._mask_token(),
+                causal,
+                float(raw.get("input_embedding_scale", 1.0)),
+                min(int(raw.get("selector_top_k", 0)), self.target.vocab_size),
+                int(raw.get("conv_group_size", 0)),
             ),
             eos_token_ids=self.target.eos_token_ids,
             softcap=float(raw.get("final_logit_softcapping", 0.0)) or None,
@@ -188,7 +200,29 @@ class _Reader:
         hidden = config.hidden_size
         shapes: _Shapes = {_NORM: (hidden,), _CONTEXT_NORM: (hidden,)}
         for i, layer in enumerate(config.layers):
-            shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes(layer, hidden).items()}
+            own = layer_shapes(layer, hidden) | self._convolutions(hidden)
+            shapes |= {f"layers.{i}.{name}": shape for name, shape in own.items()}
+        if self.raw.get("selector_top_k"):
+            rank = int(self.raw["selector_rank"])
+            shapes |= {_SELECTOR: (rank, hidden), _PREVIOUS: (self.target.vocab_size, rank)}
+            shapes[_NEXT] = shapes[_PREVIOUS]
+        return shapes
+
+    def _convolutions(self, hidden: int) -> _Shapes:
+        """Tensors of a layer's convolutions."""
+        group = int(self.raw.get("conv_group_size", 0))
+        if not group:
+            return {}
+        taps = int(self.raw["conv_kernel_size"])
+        if taps < 1 or hidden % group:
+            raise ConfigError(
+                f"{self.folder / 'config.json'} has convolutions of {taps} positions over groups of {group} of "
+                f"{hidden} channels; groups must divide the channels"
+            )
+        shapes: _Shapes = {}
+        for part in ("attention_conv", "mlp_conv"):
+            shapes[f"{part}.base_kernel"] = (2, taps, hidden)
+            shapes[f"{part}.kernel_projection.weight"] = (2 * taps * hidden // group, hidden)
         return shapes
 
     def _load(self, tensors: Tensors, config: ModelConfig, shapes: _Shapes, dtype: Any) -> Params:
@@ -197,9 +231,18 @@ class _Reader:
             "norm": put(tensors.read(_NORM, shapes[_NORM])),
             "context_norm": put(tensors.read(_CONTEXT_NORM, shapes[_CONTEXT_NORM])),
         }
-        params["layers"] = [
-            layer_params(tensors, f"layers.{i}.", layer, hidden, put) for i, layer in enumerate(config.layers)
-        ]
+        params["layers"] = []
+        for i, layer in enumerate(config.layers):
+            own, prefix = layer_params(tensors, f"layers.{i}.", layer, hidden, put), f"layers.{i}."
+            for name in self._convolutions(hidden):
+                part, kind = name.split(".", 1)
+                tensor = tensors.read(prefix + name, shapes[prefix + name])
+                own |= {f"{part}_base": put(tensor)} if kind == "base_kernel" else {part: put(tensor.T)}
+            params["layers"].append(own)
+        if _SELECTOR in shapes:
+            params["selector"] = put(tensors.read(_SELECTOR, shapes[_SELECTOR]).T)
+            for param, name in (("selector_previous", _PREVIOUS), ("selector_next", _NEXT)):
+                params[param] = put(tensors.read(name, shapes[name]))
         return params | self.target.embedding_and_head(put)
 
 

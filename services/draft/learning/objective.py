@@ -124,7 +124,8 @@ class Objective:
 
     def _rows(self, batch: Batch) -> int:
         """Rows of a pack that are trained, the first ones."""
-        return math.ceil(batch.rows.shape[1] * self.algorithm.row_share)
+        rows: int = batch.rows.shape[1]
+        return math.ceil(rows * self.algorithm.row_share)
 
     def _head(self, params: Params, target: TargetWeights) -> Any:
         """The matrix of the logits, the draft's or the target's."""

@@ -162,6 +162,8 @@ def tree_limits(config: DraftConfig) -> TreeLimits:
         if uses_ngram(config):  # its paths are longer, and its nodes are added first
             return TreeLimits(2 * nodes, max(shape.steps, _DEFAULT_DEPTH), 2 * nodes, floor=0.0, shape=shape)
         return TreeLimits(nodes, shape.steps, shape.topk, floor=0.0, shape=shape)
+    if config.speculative_algorithm == "DFLASH":  # its flags may be 1, of SGLang's chains, and then set no shape
+        return TreeLimits(_MAX_NODES, SCRATCH_SLOTS, _MAX_NODES if uses_ngram(config) else MODEL_CHILDREN)
     return TreeLimits(
         nodes=_MAX_NODES,
         depth=config.speculative_num_steps or _DEFAULT_DEPTH,

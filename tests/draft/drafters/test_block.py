@@ -10,7 +10,7 @@ import pytest
 from outrider.serving.features import FeatureBlock
 from outrider.speculation.noise import gumbel
 from outrider.speculation.sampling import SamplingParams
-from services.draft.drafters.block_tree import BlockLimits, best_paths
+from services.draft.drafters.block_tree import BlockLimits, Candidates, best_paths
 from services.draft.formats.dflash import read_dflash
 from services.draft.formats.target import read_target
 from services.draft.kernels.base import Paging
@@ -20,7 +20,7 @@ from services.draft.model.layers.decoder import all_logits
 from services.draft.model.programs.block import block_rows
 from services.draft.model.programs.program import Constants, forward_of
 from services.draft.sessions.batch import Block, InputLayout, SessionWork, StepBuffer, StepShape, build_inputs
-from tests.support.checkpoints.blocks import dflash
+from tests.support.checkpoints.blocks import SECOND, dflash
 from tests.support.checkpoints.heads import write_head
 from tests.support.draft.block_twin import BlockTwin
 from tests.support.draft.helpers import GREEDY, commit_of, feature_engine, request, settle
@@ -46,6 +46,8 @@ KINDS = {
     "plain": {},
     "one layer, one state": {"layers": 1, "states": (1,)},
     "windows": SLIDING,
+    "DFlash 2": SECOND | SLIDING | {"is_causal": False},
+    "convolutions of three positions": {"conv_kernel_size": 3, "conv_group_size": 8, "layers": 1},
     "windows, not causal": SLIDING | {"is_causal": False},
     "scaled": {"output_multiplier": 0.5, "final_logit_softcapping": 3.0, "input_embedding_scale": 2.0},
 }  # fmt: skip
@@ -76,8 +78,10 @@ def _computed(constants, size, params, pools, inputs):
 
 @pytest.mark.parametrize(
     ("kind", "backend"),
-    [("plain", "cpu"), ("one layer, one state", "plain"), ("windows", "cpu"), ("windows, not causal", "plain"),
-     ("scaled", "plain")],
+    [
+        ("plain", "cpu"), ("one layer, one state", "plain"), ("windows", "cpu"), ("windows, not causal", "plain"),
+        ("scaled", "plain"), ("DFlash 2", "cpu"), ("convolutions of three positions", "plain"),
+    ],
 )  # fmt: skip
 def test_block_equals_the_published_architecture(tmp_path, target, kind, backend):
     config, tensors = dflash(target, **KINDS[kind])
@@ -120,7 +124,8 @@ def test_paths_of_a_block_are_the_likeliest():
     scores = [[math.log(p) for p in row] for row in probs]
 
     def paths(**limits):
-        ids, parents, edges = best_paths(tokens, scores, BlockLimits(**({"nodes": 99, "depth": 9} | limits)))
+        found = Candidates(tokens, [[range(2)]] * 3, [[row] for row in scores])
+        ids, parents, edges = best_paths(found, BlockLimits(**({"nodes": 99, "depth": 9} | limits)))
         found = {}
         for token, parent, edge in zip(ids, parents, edges, strict=True):
             above = (list(found)[parent], found[list(found)[parent]]) if parent >= 0 else ((), 1.0)
@@ -178,15 +183,25 @@ class Fed:
 
 def expected_tree(twin, tokens, seed=None):
     """The tree of the twin's block, as path scores by path. seed: of the noise at temperature 1."""
-    logits = twin.logits(tokens[-1], FEATURES[: len(tokens) - 1], 8)
+    states, logits = twin.states_and_logits(tokens[-1], FEATURES[: len(tokens) - 1], 8)
     if seed is not None:
         positions = len(tokens) + np.arange(len(logits))
         logits = logits + gumbel(seed, positions, np.arange(VOCAB))
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    ids = np.argsort(-log_p, axis=-1)[:, :4]
-    scores = np.take_along_axis(log_p, ids, axis=-1)
+    count = twin.own.get("selector_top_k", 4)
+    ids = np.argsort(-log_p, axis=-1)[:, :count]
+    if count == 4:
+        edges = np.take_along_axis(log_p, ids, axis=-1)[:, None]
+        every = [[range(4)]] * len(ids)
+    else:
+        above = [[tokens[-1]], *ids[:-1]]
+        edges = [
+            [twin.corrected(states[i], logits[i], before, count)[1] for before in above[i]] for i in range(len(ids))
+        ]
+        every = [[np.argsort(-row)[:4].tolist() for row in rows] for rows in edges]
+        edges = [[np.sort(row)[::-1][:4] for row in rows] for rows in edges]
     limits = BlockLimits(64, 16, math.log(2e-3), math.log(2e-3), {1})
-    found, paths, total = best_paths(ids.tolist(), scores.tolist(), limits), [], {}
+    found, paths, total = best_paths(Candidates(ids.tolist(), every, edges), limits), [], {}
     for token, parent, edge in zip(*found, strict=True):
         above = paths[parent] if parent >= 0 else ()
         paths.append((*above, token))
@@ -247,6 +262,23 @@ def test_sampled_blocks_use_the_noise_of_their_positions(drafter):
     settle(engine)
     check_same_tree(session.tree(), expected_tree(twin, session.tokens, seed=3))
     engine.close(20)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_selector_corrects_candidates_by_the_token_before(target, tmp_path, seed):
+    config, tensors = dflash(target, **SECOND)
+    twin = BlockTwin(config, tensors, target)
+    engine = feature_engine("DFLASH", write_head(tmp_path / "draft", config, tensors), target, **FLAGS)
+    sampling = GREEDY if seed is None else SamplingParams(temperature=1.0, seed=seed)
+    sessions = [Fed(engine, number, RNG.integers(5, VOCAB, 9).tolist(), sampling) for number in range(2)]
+    for session in sessions:
+        session.feed()
+    settle(engine)
+    for session in sessions:
+        expected = expected_tree(twin, session.tokens, seed)
+        assert max(map(len, expected)) > 2
+        check_same_tree(session.tree(), expected)
+        engine.close(session.number)
 
 
 def test_explicit_chains_have_the_size_of_the_block(target, tmp_path):

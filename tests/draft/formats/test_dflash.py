@@ -9,7 +9,7 @@ from safetensors.numpy import load
 from outrider.errors import ConfigError
 from services.draft.formats.dflash import default_layers, read_dflash
 from services.draft.formats.target import read_target
-from tests.support.checkpoints.blocks import MASK, dflash
+from tests.support.checkpoints.blocks import MASK, SECOND, dflash
 from tests.support.checkpoints.heads import write_head
 from tests.support.tiny import VOCAB, write_model, write_tokenizer
 
@@ -59,8 +59,11 @@ def test_defaults_of_a_configuration(tmp_path, target):
 
 
 WRONG = [
-    ({"conv_kernel_size": 2, "conv_group_size": 16}, "has conv_kernel_size, which is not of the DFlash drafters"),
-    ({"projector_type": "domino"}, "has projector_type"), ({"sample_from_anchor": False}, "has sample_from_anchor"),
+    ({"projector_type": "domino"}, "has projector_type, which is not of the DFlash drafters"),
+    ({"conv_kernel_size": 2, "conv_group_size": 5}, "groups of 5 of 48 channels"),
+    ({"conv_group_size": 16}, "lacks 'conv_kernel_size'"), ({"selector_top_k": 4}, "lacks 'selector_rank'"),
+    ({"conv_kernel_size": 2, "conv_group_size": 16}, "lacks 8 tensors of a DFlash drafter"),
+    ({"sample_from_anchor": False}, "has sample_from_anchor"),
     ({"block_size": 1}, "has a block_size of 1; from 2 to 64"), ({"block_size": 65}, "has a block_size of 65"),
     ({"mask_token_id": VOCAB}, f"has the mask token {VOCAB}, but the target's embedding has {VOCAB} rows"),
     ({"target_layer_ids": [3, 1, 5]}, "names target layers [3, 1, 5] of 8; they must ascend"),
@@ -91,3 +94,17 @@ def test_missing_and_unknown_tensors_are_named(tmp_path, target):
     more = tensors | {"candidate_selector.hidden_projection.weight": np.zeros((4, 48), np.float32)}
     with pytest.raises(ConfigError, match="has 1 tensors that a DFlash drafter does not have: candidate_selector"):
         read(tmp_path / "more", target, config, more)
+
+
+def test_the_second_format(tmp_path, target):
+    """Codebooks are published without the suffix of other weights; some tools add it."""
+    config, tensors = dflash(target, states=(1, 3, 5), **SECOND)
+    draft = read(tmp_path / "draft", target, config | {"architectures": ["DFlash2DraftModel"]}, tensors)
+    assert (draft.config.head.selector, draft.config.head.group) == (6, 16)
+    named = {f"{name}.weight" if name.endswith("codebook") else name: tensor for name, tensor in tensors.items()}
+    params = draft.load(jnp.float32)
+    pairs = zip(
+        *map(jax.tree.leaves, (read(tmp_path / "named", target, config, named).load(jnp.float32), params)), strict=True
+    )
+    assert all(np.array_equal(a, b) for a, b in pairs)
+    np.testing.assert_array_equal(params["selector_next"], tensors["candidate_selector.successor_codebook"])

@@ -344,7 +344,8 @@ def test_other_algorithms_are_trained_and_replayed(perfect, tmp_path, name):
     folder = perfect[0]
     target, ids = read_target(folder), np.arange(VOCAB)
     hidden = 32 if name == "STANDALONE" else None
-    algorithm = algorithm_of(name, target, DraftShape(inner=64, hidden=hidden, vocab=VOCAB))
+    layers = 1 if name == "DFLASH" else None
+    algorithm = algorithm_of(name, target, DraftShape(layers, hidden, inner=64, vocab=VOCAB, block=6))
     uses_features, records = algorithm.model.head.uses_features, []
     for start in range(0, 32, 4):
         tokens = np.array([40 + start, *cycle_text(40 + start, 60)], np.uint32)

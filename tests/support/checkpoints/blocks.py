@@ -10,6 +10,8 @@ import numpy as np
 from tests.support.checkpoints.heads import DIM, HEADS, INNER, KV_HEADS, Tensors, target_facts, write_head
 from tests.support.checkpoints.perfect import CYCLE
 
+# Of DFlash 2.
+SECOND = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 6}
 MASK = 4  # no text has this token
 _SHARP = 8.0  # weight of the norms of queries and keys
 
@@ -40,6 +42,17 @@ def dflash(target: Path, seed: int = 0, *, layers: int = 2, states: tuple[int, .
             "post_attention_layernorm": norm(hidden),
         }  # fmt: skip
         tensors |= {f"layers.{i}.{name}.weight": tensor for name, tensor in layer.items()}
+        if taps := config.get("conv_kernel_size"):
+            for part in ("attention_conv", "mlp_conv"):
+                groups = hidden // config["conv_group_size"]
+                tensors[f"layers.{i}.{part}.kernel_projection.weight"] = 0.3 * matrix(2 * taps * groups, hidden)
+                kernel = 0.3 * rng.standard_normal((2, taps, hidden))
+                kernel[:, 0] += 1
+                tensors[f"layers.{i}.{part}.base_kernel"] = kernel.astype(np.float32)
+    if rank := config.get("selector_rank"):
+        tensors["candidate_selector.hidden_projection.weight"] = matrix(rank, hidden)
+        for name in ("predecessor_codebook", "successor_codebook"):
+            tensors[f"candidate_selector.{name}"] = rng.standard_normal((facts["vocab_size"], rank)).astype(np.float32)
     settings = {
         "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": hidden,
         "intermediate_size": INNER, "num_attention_heads": HEADS, "num_key_value_heads": heads, "head_dim": DIM,

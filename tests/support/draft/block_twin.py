@@ -1,5 +1,6 @@
-"""A DFlash drafter in plain PyTorch, written from the published architecture: no cache, all rows at once."""
+"""A DFlash or DFlash 2 drafter in plain PyTorch, written from the published architecture, without a cache."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -28,20 +29,54 @@ class BlockTwin:
 
     def logits(self, root, fused, size):
         """Logits [size - 1, V] of the positions behind the root. fused: [n, H], features of the n tokens before it."""
+        return self.states_and_logits(root, fused, size)[1]
+
+    def corrected(self, states, logits, before, count):
+        """Of a position, the `count` likeliest tokens by its logits [V], and their log-scores behind a token."""
+        top = np.argsort(-logits)[:count]
+        log_p = (logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max())[top]
+        name = "candidate_selector."
+        hidden = self.tensors[f"{name}hidden_projection.weight"].numpy() @ states
+        previous, following = (self.tensors[f"{name}{kind}_codebook"].numpy() for kind in ("predecessor", "successor"))
+        scores = log_p + following[top] @ (previous[before] * hidden)
+        return top, scores - np.log(np.exp(scores).sum() + 1 - np.exp(log_p).sum())
+
+    def states_and_logits(self, root, fused, size):
+        """As `logits`, behind the states [size - 1, H] that they are made from."""
         count = len(fused)
         known = self.norm(torch.tensor(fused).double(), "hidden_norm")
         ids = torch.tensor([root] + [self.own["mask_token_id"]] * (size - 1))
         x = self.embed[ids] * self.own.get("input_embedding_scale", 1.0)
         positions = torch.arange(count + size)
         for i in range(self.config["num_hidden_layers"]):
-            inner = self.norm(x, f"layers.{i}.input_layernorm")
-            x = x + self.attention(i, inner, known, positions)
-            inner = self.norm(x, f"layers.{i}.post_attention_layernorm")
-            gate, up = (self.linear(inner, f"layers.{i}.mlp.{name}_proj") for name in ("gate", "up"))
-            x = x + self.linear(F.silu(gate) * up, f"layers.{i}.mlp.down_proj")
-        logits = F.linear(self.norm(x, "norm"), self.head)[1:] * self.own.get("output_multiplier", 1.0)
+            layer = f"layers.{i}."
+            inner, last = self.convolved(self.norm(x, f"{layer}input_layernorm"), f"{layer}attention_conv")
+            x = x + last(self.attention(i, inner, known, positions))
+            inner, last = self.convolved(self.norm(x, f"{layer}post_attention_layernorm"), f"{layer}mlp_conv")
+            gate, up = (self.linear(inner, f"{layer}mlp.{name}_proj") for name in ("gate", "up"))
+            x = x + last(self.linear(F.silu(gate) * up, f"{layer}mlp.down_proj"))
+        states = self.norm(x, "norm")[1:]
+        logits = F.linear(states, self.head) * self.own.get("output_multiplier", 1.0)
         cap = self.own.get("final_logit_softcapping")
-        return (torch.tanh(logits / cap) * cap if cap else logits).numpy()
+        return states.numpy(), (torch.tanh(logits / cap) * cap if cap else logits).numpy()
+
+    def convolved(self, x, name):
+        """DFlash 2: x behind the first convolution of a part, and the second one. Row t sees rows t, t - 1, ..."""
+        if f"{name}.base_kernel" not in self.tensors:
+            return x, lambda y: y
+        base, group = self.tensors[f"{name}.base_kernel"], self.own["conv_group_size"]
+        taps = base.shape[1]
+        changing = self.linear(x, f"{name}.kernel_projection").view(len(x), 2, taps, -1)
+
+        def convolve(y, which):
+            out = torch.zeros_like(y)
+            for t in range(len(y)):
+                for tap in range(min(taps, t + 1)):
+                    kernel = base[which, tap] + changing[t, which, tap].repeat_interleave(group)
+                    out[t] += kernel * y[t - tap]
+            return out
+
+        return convolve(x, 0), lambda y: convolve(y, 1)
 
     def attention(self, i, inner, known, positions):
         config, layer = self.config, f"layers.{i}.self_attn."

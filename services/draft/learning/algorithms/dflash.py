@@ -48,7 +48,8 @@ class Dflash(Algorithm):
         raw = target_config(target)
         count = shape.layers or _LAYERS
         factor, softcap = target_logits(target)
-        own = {"mask_token_id": _mask_token(target), "target_layer_ids": list(self.aux_layers)}
+        mask = _mask_token(target)
+        own: dict[str, Any] = {"mask_token_id": mask, "target_layer_ids": list(self.aux_layers)}
         own |= {"output_multiplier": factor} if factor != 1 else {}
         own |= {} if softcap is None else {"final_logit_softcapping": softcap}
         config = llama_config(raw, "DFlashDraftModel", self._hidden, shape.inner or raw["intermediate_size"], count)
@@ -70,7 +71,7 @@ class Dflash(Algorithm):
             hidden_size=self._hidden,
             layers=(layer,) * count,
             context=self.config["max_position_embeddings"],
-            head=BlockHead(epsilon, shape.block, own["mask_token_id"], (False,) * count),
+            head=BlockHead(epsilon, shape.block, mask, (False,) * count),
             eos_token_ids=target.eos_token_ids,
             softcap=softcap,
             factor=factor,

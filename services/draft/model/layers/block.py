@@ -7,7 +7,10 @@
 
 Context rows stay in the prefix KV, those of the block in the scratch until the next pass.
 
-Legend of shapes: S sessions, F context rows, B positions of a block, H hidden size.
+In DFlash 2 a short convolution along the block stands before and behind attention and the feed-forward part. Its kernel
+is learnt by channel, plus a part that the position itself projects for each group of channels.
+
+Legend of shapes: S sessions, F context rows, B positions of a block, H hidden size, T taps and G groups of a kernel.
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ from services.draft.model.layers.attention import first_seen, project
 from services.draft.model.layers.backend import attention
 from services.draft.model.layers.config import Attention, Layer
 from services.draft.model.layers.decoder import Forward, embed, layer_input, layer_output
-from services.draft.model.layers.heads import BlockHead, Inputs
+from services.draft.model.layers.feed_forward import feed_forward
+from services.draft.model.layers.heads import BlockHead, Inputs, rms_norm
 from services.draft.model.layers.kv_cache import Pools, move_and_write
-from services.draft.model.matrices.products import linear
+from services.draft.model.matrices.products import linear, product
 
 
 class BlockRows(NamedTuple):
@@ -71,7 +75,7 @@ def block_states(forward: Forward, block: BlockRows) -> tuple[jax.Array, Pools]:
     for index, (layer, causal) in enumerate(zip(forward.config.layers, head.causal, strict=True)):
         own, pool = forward.params["layers"][index], forward.pools.layers[index]
         context = _up_to_itself(block.context) if causal else block.context
-        x, filled = _block_layer(layer, forward.paging, own, known, x, pool, places, context)
+        x, filled = _block_layer(layer, forward.paging, head.group, own, known, x, pool, places, context)
         written.append(filled)
     return head.finish(forward.params, x)[0], Pools(written)
 
@@ -101,10 +105,11 @@ def _fill(
     return q, move_and_write(pool, places.moves, places.slots.reshape(-1), rows, paging.backend)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _block_layer(
     layer: Layer,
     paging: Paging,
+    group: int,
     own: dict[str, jax.Array],
     known: jax.Array,
     x: jax.Array,
@@ -119,8 +124,41 @@ def _block_layer(
     """
     assert isinstance(layer.attention, Attention)
     inner, residual = layer_input(layer, own, x, None)
+    kernel = None
+    if group:
+        inner, kernel = _convolved(own, "attention_conv", inner, group)
     q, filled = _fill(layer, paging, own, jnp.concatenate([known, inner], axis=1), pool, places)
     count = x.shape[1]
     since = first_seen(layer.attention, places.positions[:, -count:])
     seen = attention(q[:, -count:], filled, context, paging, since=since)
-    return layer_output(layer, own, residual, linear(seen.reshape(*x.shape[:2], -1), own, "output")), filled
+    output = linear(seen.reshape(*x.shape[:2], -1), own, "output")
+    if kernel is None:
+        return layer_output(layer, own, residual, output), filled
+    x = residual + _convolve(output, *kernel)
+    inner, kernel = _convolved(own, "mlp_conv", rms_norm(x, own["mlp_norm"], layer.epsilon), group)
+    return x + _convolve(feed_forward(layer.mlp, own, inner), *kernel), filled
+
+
+class _Kernel(NamedTuple):
+    """A convolution along a block. base: [T, H]; changing: [S, B, T, H], added to it by position."""
+
+    base: jax.Array
+    changing: jax.Array
+
+
+def _convolved(own: dict[str, jax.Array], name: str, x: jax.Array, group: int) -> tuple[jax.Array, _Kernel]:
+    """Rows behind the first convolution of a part of the layer, and the kernel of the second one. x: [S, B, H].
+
+    own: `name` [H, 2 * T * G] and `name`_base [2, T, H]
+    """
+    base = own[f"{name}_base"]
+    changing = product(x, own[name]).reshape(*x.shape[:2], 2, base.shape[1], -1)
+    changing = jnp.repeat(changing, group, axis=-1)
+    return _convolve(x, base[0], changing[:, :, 0]), _Kernel(base[1], changing[:, :, 1])
+
+
+def _convolve(x: jax.Array, base: jax.Array, changing: jax.Array) -> jax.Array:
+    """The sum over taps of the row that many positions before, times the kernel. x: [S, B, H]."""
+    taps = range(len(base))
+    before = [jnp.pad(x, ((0, 0), (tap, 0), (0, 0)))[:, : x.shape[1]] for tap in taps]
+    return sum(((base[tap] + changing[:, :, tap]) * before[tap] for tap in taps), jnp.zeros_like(x))

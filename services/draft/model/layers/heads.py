@@ -160,12 +160,16 @@ class BlockHead(Head):
     mask_token: whose embedding stands at the positions to predict
     causal:     by layer, whether a position attends only to those before it
     scale:      of embeddings
+    selector:   candidates of a position whose scores depend on the token before it; 0 without (programs/block.py)
+    group:      channels that share the changing part of a kernel, in layers with convolutions; 0 without (block.py)
     """
 
     size: int
     mask_token: int
     causal: tuple[bool, ...]
     scale: float = 1.0
+    selector: int = 0
+    group: int = 0
 
     uses_features = True
 

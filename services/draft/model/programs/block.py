@@ -2,17 +2,30 @@
 
 The inputs are those of a commit's rows. The block follows from them: its root is the token of the last row, one
 position further, and its rows take the first slots of the scratch.
+
+A selector (DFlash 2) corrects the score of a candidate by the token before it, with an embedding of each:
+
+    score(token | before) + sum(previous[before] * project(state) * next[token])
+
+Legend of shapes: S sessions, P predicted positions, N candidates of a position, K children of a node, r rank.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from outrider.speculation.sampling import GREEDY_BELOW
 from services.draft.kernels.base import Context
 from services.draft.model.layers.block import BlockRows
 from services.draft.model.layers.heads import BlockHead
+from services.draft.model.matrices.products import lookup, product
+from services.draft.model.params import Params
+from services.draft.model.programs.sampling import Sampling
 from services.draft.sessions.batch import Block, StepInputs
+
+_LEAST = 1e-9  # probability of all tokens but the candidates
 
 
 def block_rows(block: Block, head: BlockHead, inputs: StepInputs) -> BlockRows:
@@ -35,3 +48,28 @@ def block_rows(block: Block, head: BlockHead, inputs: StepInputs) -> BlockRows:
 def block_keys(inputs: StepInputs) -> jax.Array:
     """Noise keys of the predicted positions, [S, B - 1, 2]."""
     return jnp.concatenate([inputs.keys[:, :1], inputs.level_keys], axis=1)
+
+
+def selected(
+    params: Params, states: jax.Array, root: jax.Array, ids: jax.Array, log_scores: jax.Array, sampling: Sampling,
+    children: int,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The best children of every candidate, by a selector. states: [S, P, H]; root: [S]; ids, log_scores: [S, P, N].
+
+    Returns two arrays [S, P, N + N * K]: the ids, and for each candidate of the position before the places of its
+    children among them, best first; zeros, and their log-scores. The first position has the root before it, alone.
+    """
+    before = jnp.concatenate([jnp.broadcast_to(root[:, None, None], ids[:, :1].shape), ids[:, :-1]], axis=1)
+    hidden = product(states, params["selector"]).astype(jnp.float32)
+    previous = lookup(params["selector_previous"], before).astype(jnp.float32) * hidden[:, :, None]
+    correction = jnp.einsum("spar,spnr->span", previous, lookup(params["selector_next"], ids).astype(jnp.float32))
+    divisor = jnp.where(sampling.temperature >= GREEDY_BELOW, sampling.temperature, 1.0)
+    scores = log_scores[:, :, None] + correction / divisor[:, None, None, None]
+    others = jnp.log(jnp.maximum(1.0 - jnp.exp(log_scores).sum(axis=-1), _LEAST))[:, :, None, None]
+    total = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1, keepdims=True), others)  # other tokens are not corrected
+    best, places = lax.top_k(scores - total, children)
+    flat = (*ids.shape[:2], -1)
+    return (
+        jnp.concatenate([ids, places.reshape(flat)], axis=-1),
+        jnp.concatenate([jnp.zeros_like(log_scores), best.reshape(flat)], axis=-1),
+    )

@@ -21,7 +21,7 @@ from services.draft.model.layers.stacked import stacked_states
 from services.draft.model.parallel.mesh import MeshPlacement
 from services.draft.model.params import Params
 from services.draft.model.programs.best_first import grow_best_first
-from services.draft.model.programs.block import block_keys, block_rows
+from services.draft.model.programs.block import block_keys, block_rows, selected
 from services.draft.model.programs.rounds import grow_rounds
 from services.draft.model.programs.sampling import Sampling, candidates
 from services.draft.model.programs.whole_tree import grow_tree
@@ -107,7 +107,12 @@ def _block(
     assert isinstance(constants.config.head, BlockHead)
     rows = block_rows(block, constants.config.head, inputs)
     x, pools = block_states(forward_of(constants, params, pools, inputs), rows)
-    return _candidates(constants, params, x[:, 1:], inputs, block_keys(inputs)), pools
+    count, keys = constants.config.head.selector, block_keys(inputs)
+    if not count:
+        return _candidates(constants, params, x[:, 1:], inputs, keys), pools
+    found = _candidates(constants._replace(children=count), params, x[:, 1:], inputs, keys)
+    sampling = Sampling(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, keys)
+    return selected(params, x[:, 1:], rows.tokens[:, 0], *found, sampling, min(constants.children, count)), pools
 
 
 def _grown(
