@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -13,11 +14,12 @@ from pathlib import Path
 
 from tests.support.gateway.services import until
 
-OBJECT_STORE = 80 << 20  # bytes, the smallest that Ray takes
+_OBJECT_STORE = 80 << 20  # bytes, about the least that Ray takes
+_WRAPPER = "parent_death.py"  # in the command line of a process that is about to become a service
 
 
 class RayCluster:
-    """A head without resources for actors, and nodes. Each node is a raylet with processes of its own."""
+    """A head without room for replicas, and nodes. Each node is a raylet with processes of its own."""
 
     def __init__(self):
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray writes one into the home folder
@@ -27,11 +29,13 @@ class RayCluster:
 
         self.folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # paths of sockets must be short
         head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": str(self.folder)}
-        self.cluster = Cluster(initialize_head=True, head_node_args=head | {"object_store_memory": OBJECT_STORE})
+        self.cluster = Cluster(initialize_head=True, head_node_args=head | {"object_store_memory": _OBJECT_STORE})
         self.nodes = {}
 
-    def add(self, name, cpus):
-        self.nodes[name] = self.cluster.add_node(num_cpus=cpus, object_store_memory=OBJECT_STORE)
+    def add(self, *names, cpus=4):
+        for name in names:
+            self.nodes[name] = self.cluster.add_node(wait=False, num_cpus=cpus, object_store_memory=_OBJECT_STORE)
+        self.cluster.wait_for_nodes()
 
     def kill(self, name):
         """End a node at once, with all its processes, as when its machine loses power."""
@@ -50,39 +54,42 @@ class RayCluster:
         self.cluster.shutdown()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def outrider(self, *words, seconds=120, code=0):
-        """Run `outrider ray`. Returns its output."""
-        command = [sys.executable, "-m", "outrider", "ray", *words, "--address", self.cluster.address]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout + done.stderr
+    def outrider(self, verb, *flags, seconds=240, code=0, **environment):
+        """Run `outrider ray`. Returns its standard output and its standard error."""
+        command = [sys.executable, "-m", "outrider", "ray", verb, *flags, "--address", self.cluster.address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=os.environ | environment)
+        assert code is None or done.returncode == code, done.stdout + done.stderr
+        return done.stdout, done.stderr
 
     def status(self, name="outrider"):
         """The state of a pool."""
-        command = [sys.executable, "-m", "outrider", "ray", "status", "--json", "--name", name]
-        done = subprocess.run([*command, "--address", self.cluster.address], capture_output=True, text=True, timeout=60)
-        assert done.stdout, done.stderr
-        return json.loads(done.stdout)
+        shown, errors = self.outrider("status", "--json", "--name", name, code=None)
+        assert shown, errors
+        return json.loads(shown)
+
+    def states(self, name="outrider", kind="target"):
+        """State by unit and process of a kind."""
+        return {
+            (one["unit"], one["process"]): one["state"] for one in self.status(name)["units"] if one["kind"] == kind
+        }
 
 
 def command_lines():
     """The command lines of all processes, by pid."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
+        with contextlib.suppress(OSError):
             found[int(path.parent.name)] = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
     return found
 
 
-def pid_of(kind, address):
-    """The process of a service that listens on an address."""
-    wanted = f"outrider {kind} "
+def pid_of(kind, words):
+    """The process of a service whose command line has these words."""
 
-    def found():
-        lines = command_lines().items()
-        fitting = (pid for pid, line in lines if wanted in line and address in line and "parent_death" not in line)
-        return next(fitting, None)
+    def find():
+        for pid, line in command_lines().items():
+            if f"outrider {kind} " in line and words in line and _WRAPPER not in line:
+                return pid
+        return None
 
-    return until(found)
+    return until(find)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from outrider.clusters.ray.report import addresses, changes, state_table
@@ -24,28 +25,40 @@ usage: outrider ray VERB [FLAGS]        (outrider ray VERB --help shows the most
 """
 
 _POLL_SECONDS = 0.5
+_HEAD_RESOURCE = "node:__internal_head__"  # which Ray gives to the head alone
 _ANSWER_SECONDS = 30.0
 _STOP_SECONDS = 120.0
 
 
 def main(argv: Sequence[str]) -> int:
     """Run a verb. Returns the exit code. Raises OutriderError."""
+    result: list[str] = []
+    with contextlib.redirect_stdout(sys.stderr):  # Ray prints messages of its own
+        code = _run(argv, result.append)
+    for text in result:
+        sys.stdout.write(text + "\n")
+    return code
+
+
+def _run(argv: Sequence[str], write: Callable[[str], None]) -> int:
+    """Run a verb. write: takes its result."""
     verb, flags = (argv[0], argv[1:]) if argv else ("--help", [])
     if verb in ("-h", "--help", "help"):
-        write_line(USAGE.rstrip())
+        write(USAGE.rstrip())
         return 0 if argv else 2
     if verb == "up":
         config, notes = read_flags(RayUpConfig, flags, "outrider ray up")
         return up(config, notes)
     if verb == "status":
-        return status(read_flags(RayStatusConfig, flags, "outrider ray status")[0])
+        return status(read_flags(RayStatusConfig, flags, "outrider ray status")[0], write)
     if verb == "down":
         return down(read_flags(RayDownConfig, flags, "outrider ray down")[0])
     raise ConfigError(f'`outrider ray` has no verb "{verb}"; choose one of up, status, down')
 
 
-def connect(options: RayClusterOptions) -> None:
-    """Connect to the cluster. Raises ConfigError without Ray, or without a cluster."""
+@contextlib.contextmanager
+def connected(options: RayClusterOptions) -> Iterator[None]:
+    """A connection to the cluster. Raises ConfigError without Ray, or without a cluster."""
     try:
         import ray
     except ModuleNotFoundError:
@@ -55,8 +68,6 @@ def connect(options: RayClusterOptions) -> None:
         ) from None
     from outrider.clusters.ray.platform import NAMESPACE
 
-    if ray.is_initialized():
-        return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's future default; avoids its warning
     address = options.address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
@@ -67,6 +78,10 @@ def connect(options: RayClusterOptions) -> None:
             f"no Ray cluster can be reached {where}: {str(error).splitlines()[0]}; start one with `ray start --head`, "
             "and name it with --address or RAY_ADDRESS"
         ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()  # it prints messages until then
 
 
 def up(config: RayUpConfig, notes: Sequence[str] = ()) -> int:
@@ -74,7 +89,11 @@ def up(config: RayUpConfig, notes: Sequence[str] = ()) -> int:
     setup_logging("ray", config.log_level, config.log_format)
     for note in notes:
         write_line(note)
-    connect(config)
+    with connected(config):
+        return _up(config)
+
+
+def _up(config: RayUpConfig) -> int:
     import ray
 
     from outrider.clusters.ray.actor import ControllerActor
@@ -88,8 +107,18 @@ def up(config: RayUpConfig, notes: Sequence[str] = ()) -> int:
         )
     controller: Any = ray.remote(ControllerActor).options(
         name=f"{config.name}/{CONTROLLER}", lifetime="detached", max_restarts=-1, num_cpus=0,
+        scheduling_strategy=_at_the_head(),
     ).remote(plan)  # fmt: skip
     return _wait(controller, config)
+
+
+def _at_the_head() -> Any:
+    """On the cluster's head if it can run actors: a cluster that loses its head is lost as a whole."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    heads = [one["NodeID"] for one in ray.nodes() if one["Alive"] and _HEAD_RESOURCE in one["Resources"]]
+    return NodeAffinitySchedulingStrategy(heads[0], soft=True) if heads else "DEFAULT"
 
 
 def _wait(controller: Any, config: RayUpConfig) -> int:
@@ -117,26 +146,26 @@ def _wait(controller: Any, config: RayUpConfig) -> int:
         time.sleep(_POLL_SECONDS)
 
 
-def status(config: RayStatusConfig) -> int:
-    """Show a pool. The exit code is 0 if it serves, 1 if not."""
-    connect(config)
-    pool = _ask(_controller(config.name), "describe", _ANSWER_SECONDS)
-    sys.stdout.write((json.dumps(pool, indent=2) if config.json else state_table(pool)) + "\n")
+def status(config: RayStatusConfig, write: Callable[[str], None]) -> int:
+    """Show a pool. write: takes the text. The exit code is 0 if it serves, 1 if not."""
+    with connected(config):
+        pool = _ask(_controller(config.name), "describe", _ANSWER_SECONDS)
+    write(json.dumps(pool, indent=2) if config.json else state_table(pool))
     return 0 if pool["serves"] else 1
 
 
 def down(config: RayDownConfig) -> int:
     """End a pool. Raises ConfigError if there is none."""
-    connect(config)
-    from outrider.clusters.ray.platform import actors_of
+    with connected(config):
+        from outrider.clusters.ray.platform import actors_of
 
-    if not actors_of(config.name):
-        raise ConfigError(f"the cluster has no pool {config.name}; --name names another one")
-    try:
-        controller = _controller(config.name)
-    except ConfigError:  # it was lost for good, or killed
-        controller = None
-    _end(controller, config.name)
+        if not actors_of(config.name):
+            raise ConfigError(f"the cluster has no pool {config.name}; --name names another one")
+        try:
+            controller = _controller(config.name)
+        except ConfigError:  # it was lost for good, or killed
+            controller = None
+        _end(controller, config.name)
     write_line(f"the pool {config.name} has ended")
     return 0
 

@@ -44,14 +44,23 @@ class Member:
             return "leaving"
         if self.unplaced:
             return "pending"
-        found = [None if one is None else one.state for one in self.statuses] or [None]
-        return next((state or "lost" for state in ("failed", None, "idle", "starting") if state in found), "ready")
+        found = [self._missing if one is None else one.state for one in self.statuses] or [self._missing]
+        return next((state for state in ("failed", "lost", "idle", "starting") if state in found), "ready")
+
+    @property
+    def _missing(self) -> str:
+        """The state of a process whose actor does not answer."""
+        return "lost" if self.address else "starting"
 
     @property
     def reason(self) -> str:
         """Why it is not ready."""
         reasons = [one.reason for one in self.statuses if one is not None and one.reason]
         return self.unplaced or self.problem or "; ".join(dict.fromkeys(reasons))
+
+    @property
+    def _missing_reason(self) -> str:
+        return self.unplaced or (self.problem if self.address else "")
 
     @property
     def running(self) -> list[HostHandle]:
@@ -84,12 +93,12 @@ class Member:
                 "unit": self.unit.name,
                 "kind": str(self.unit.kind),
                 "process": index,
-                "state": self.state if of_unit or status is None else status.state,
+                "state": self.state if of_unit else self._missing if status is None else status.state,
                 "node": status.node if status is not None else "",
                 "address": address,
                 "sessions": sessions.get(address, 0),
                 "restarts": status.restarts if status is not None else 0,
-                "reason": (status.reason if status is not None else "") or self.unplaced or self.problem,
+                "reason": status.reason if status is not None and status.reason else self._missing_reason,
             }
 
 

@@ -13,9 +13,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 from outrider.clusters.scaling import Bounds, Rules
-from outrider.config import FED_ALGORITHMS, DraftConfig, GatewayConfig, GatewayOptions, ServeConfig, TargetConfig
+from outrider.config import (
+    FED_ALGORITHMS,
+    MODEL_ALGORITHMS,
+    DraftConfig,
+    GatewayConfig,
+    GatewayOptions,
+    ServeConfig,
+    TargetConfig,
+)
 from outrider.config.callers import ADMIN_KEYS_VARIABLE, KEYS_VARIABLE
 from outrider.config.ray import RayUpConfig
 from outrider.drafts import resolve_drafter
@@ -152,8 +161,9 @@ def _check(config: RayUpConfig) -> None:
 def _resolved(config: RayUpConfig, gpus: int) -> ServeConfig:
     """The services' flags with the drafter that AUTO means, for devices that Ray chooses. Raises ConfigError."""
     target = replace(config.target, device="cuda" if gpus else "cpu")
-    kind = "cuda" if config.draft_gpus else "tpu" if config.draft_tpus else "cpu"
-    draft = replace(resolve_drafter(config.draft, target.model_path), draft_device=kind)
+    draft = resolve_drafter(config.draft, target.model_path)
+    if draft.speculative_algorithm in MODEL_ALGORITHMS:
+        draft = replace(draft, draft_device="cuda" if config.draft_gpus else "tpu" if config.draft_tpus else "cpu")
     serve = ServeConfig(
         shared=config.shared, target=target, draft=draft, gateway=_with_some_port(config.gateway),
         service_token_file=config.service_token_file, log_level=config.log_level, log_format=config.log_format,
@@ -172,7 +182,7 @@ def _with_some_port(gateway: GatewayOptions) -> GatewayOptions:
     return replace(gateway, **ports)
 
 
-def _observed(config: RayUpConfig) -> dict[str, str | None]:
+def _observed(config: RayUpConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in ("log_level", "log_format", "otlp_traces_endpoint")}
 
 
