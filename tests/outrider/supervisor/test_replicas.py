@@ -120,7 +120,8 @@ def test_cores_are_divided_among_replicas(cores, replicas, shares):
 
 def test_every_process_has_its_own_address_cores_and_name(monkeypatch, tmp_path):
     take_gpus(monkeypatch, tmp_path)
-    flags = ("--target-replicas", "2", "--draft-replicas", "3", "--online-output", "/learned")
+    learning = ("--speculative-algorithm", "EAGLE3", "--online", "--online-output", "/learned")
+    flags = ("--target-replicas", "2", "--draft-replicas", "3", *learning)
     made = plan(*flags, "--listen-draft", "unix:/run/draft.sock").made
     children = make_children(made, Display())
     names = ["target-1", "target-2", "draft-1", "draft-2", "draft-3", "gateway"]
