@@ -80,8 +80,8 @@ class ServeConfig(
     """Start the target service, the draft service and the gateway on this machine and restart them when they end."""
 
     common: ClassVar[tuple[str, ...]] = (
-        "model_path", "dtype", "quantization", "tp_size", "target_replicas", "speculative_algorithm",
-        "speculative_draft_model_path", "host", "port", "api_key", "max_running_requests",
+        "model_path", "dtype", "quantization", "tp_size", "speculative_algorithm", "speculative_draft_model_path",
+        "host", "port", "api_key", "max_running_requests",
     )  # fmt: skip
 
     shared: tyro.conf.OmitArgPrefixes[SharedOptions] = field(default_factory=SharedOptions)
