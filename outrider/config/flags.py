@@ -48,6 +48,7 @@ TOPICS = (
     "request limits",
     "load balancing",
     "API",
+    "replicas",
     "cores",
     "observability",
 )
