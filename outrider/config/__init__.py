@@ -23,6 +23,7 @@ from outrider.config.draft import (
 )
 from outrider.config.flags import flag_classes, parse_flags, read_flags
 from outrider.config.gateway import GatewayConfig, GatewayOptions, ReasoningParser, StreamTransport, ToolCallParser
+from outrider.config.ray import RayDownConfig, RayStatusConfig, RayUpConfig
 from outrider.config.serve import DoctorConfig, DoctorOptions, ServeConfig
 from outrider.config.target import (
     KVCacheDType,
@@ -57,6 +58,9 @@ __all__ = [
     "LoadFormat",
     "ProcessConfig",
     "Quantization",
+    "RayDownConfig",
+    "RayStatusConfig",
+    "RayUpConfig",
     "ReasoningParser",
     "SchedulePolicy",
     "ServeConfig",

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from outrider.config.common import DType, RequireDraftOptions, ServiceConfig, SharedOptions
+from outrider.config.common import DType, MachineShareOptions, RequireDraftOptions, ServiceConfig, SharedOptions
 from outrider.config.token import ServicePortOptions
 
 Algorithm = Literal["AUTO", "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "DFLASH", "NONE"]
@@ -69,10 +69,11 @@ class DraftModelOptions:
     precompile_bs_paddings: tuple[int, ...] | None = None
     """Batch sizes that the draft model's steps are compiled for at start-up; 1 is added. Default: 1, 4, 16 and 64, up
     to --max-running-requests."""
-    draft_device: str = "auto"
-    """Device of the draft model: auto, cpu, cuda, cuda:1, tpu, ..."""
+    draft_device: Annotated[str, tyro.conf.arg(aliases=["--draft-devices"])] = "auto"
+    """Device of the draft model: auto, cpu, cuda, cuda:1, tpu, ...; with --draft-tp-size or --draft-replicas the first
+    of several, or a list with one for each part of each replica: cuda:2,cuda:3."""
     draft_tp_size: int = 1
-    """Tensor-parallel devices of the draft model, counted from --draft-device on."""
+    """Tensor-parallel devices of the draft model: from --draft-device on, or those that it lists."""
     draft_attention_backend: DraftAttentionBackend = "auto"
     """Kernels of the draft model: plain (XLA operations), cpu (compiled C++, matrix products included), pallas
     (attention on GPUs and TPUs). auto: the fastest available."""
@@ -201,7 +202,7 @@ class NetworkCoreOptions:
 @dataclass(frozen=True)
 class DraftConfig(
     NetworkCoreOptions, DraftListenOptions, DraftTargetOptions, RequireDraftOptions, DraftOptions, SharedOptions,
-    ServicePortOptions, ServiceConfig,
+    ServicePortOptions, MachineShareOptions, ServiceConfig,
 ):  # fmt: skip
     """The draft service: proposes tokens ahead of the target (JAX)."""
 

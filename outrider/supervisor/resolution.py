@@ -2,7 +2,7 @@
 
 1. a device that only one of the services has: --device tpu
 2. the drafter, and self-speculation beside it (drafter_choice.py); the default model has no MTP layers, but a head
-3. a GPU of its own for the draft, if the target leaves one
+3. devices of all replicas; a GPU of its own for the draft, if the targets leave one (replicas.py)
 4. variables of SGLang in the environment
 5. a tree with more nodes than its levels have
 6. flags that the drafter does not use
@@ -22,7 +22,7 @@ from outrider.placement.devices import has_gpu
 from outrider.placement.tree_shapes import tree_shape
 from outrider.speculation.shape import block_shape
 from outrider.supervisor.drafter_choice import choose_drafters
-from outrider.supervisor.memory import own_device
+from outrider.supervisor.replicas import with_devices
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def resolve_config(config: ServeConfig, logged: set[str] | None = None) -> Serve
     logged: the warnings of earlier calls, which are not logged again; those of this call are added
     """
     notes: list[str] = []
-    config = _with_own_gpu(choose_drafters(_with_bundled_head(_with_devices(config, notes), notes)))
+    config = with_devices(choose_drafters(_with_bundled_head(_with_known_device(config, notes), notes)))
     config = _with_block(config)
     algorithm, topk = config.draft.speculative_algorithm, config.shared.speculative_eagle_topk
     notes += environment_notes(os.environ, algorithm, topk)
@@ -78,7 +78,7 @@ def target_on_cpu(config: ServeConfig) -> bool:
     return kind == "cpu" or (kind == "auto" and not has_gpu())
 
 
-def _with_devices(config: ServeConfig, notes: list[str]) -> ServeConfig:
+def _with_known_device(config: ServeConfig, notes: list[str]) -> ServeConfig:
     """`--device tpu` means the draft service: JAX computes on TPUs, PyTorch on CUDA devices and CPUs."""
     if config.target.device.partition(":")[0] != "tpu":
         return config
@@ -90,15 +90,6 @@ def _with_devices(config: ServeConfig, notes: list[str]) -> ServeConfig:
         "`outrider target` and `outrider gateway` there and `outrider draft --draft-device tpu` here"
     )
     return here
-
-
-def _with_own_gpu(config: ServeConfig) -> ServeConfig:
-    """With the draft on GPUs that the target does not use, where there are some and no flag names its device."""
-    device = own_device(config.target, config.draft)
-    if device is None:
-        return config
-    log.info("the draft service uses %s, which the target leaves free; --draft-device names another device", device)
-    return replace(config, draft=replace(config.draft, draft_device=device))
 
 
 def _with_bundled_head(config: ServeConfig, notes: list[str]) -> ServeConfig:

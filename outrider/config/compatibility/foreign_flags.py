@@ -68,6 +68,11 @@ FOREIGN_FLAGS = (
         _MOE_DISPATCH,
     ),
     ForeignFlag(
+        "--load-balance-method",
+        1,
+        "the gateway chooses the target of a session by cached prefix and load",
+    ),
+    ForeignFlag(
         "--precompile-token-paddings",
         None,
         "the draft service computes prompts in chunks of one compiled size, 256 tokens, or 64 on a CPU; the target "

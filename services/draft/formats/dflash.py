@@ -101,7 +101,7 @@ class _Reader:
                 return self._load(opened, config, shapes, dtype)
 
         features = FeatureSpec(states, norm_epsilon=self.raw.get("rms_norm_eps", 1e-6))
-        return DraftCheckpoint(config, load, features, save({_FUSION: matrix}), shares=True)
+        return DraftCheckpoint(config, load, features, save({_FUSION: matrix}), shared=self.target.shared())
 
     def _check_options(self) -> None:
         found = [key for key in _UNKNOWN if self.raw.get(key)]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, MODEL_ALGORITHMS, DraftConfig, check_minimum
 from outrider.errors import ConfigError
+from outrider.placement.replicas import check_draft_devices
 from outrider.speculation.shape import TreeShape, block_shape, explicit_shape
 from services.draft.ngrams.base import NgramOptions
 from services.draft.ngrams.corpus import files_of
@@ -36,6 +37,7 @@ def check(config: DraftConfig) -> None:
             f"--speculative-algorithm {algorithm} needs --model-path, the target's checkpoint, for its "
             "embedding and head"
         )
+    check_draft_devices(config.draft_device, config.draft_tp_size)
     shape = tree_shape(config)
     if shape is not None:
         _check_shape(shape, algorithm)
