@@ -296,12 +296,14 @@ def test_full_disk_is_reported(models, monkeypatch, number, kind):
         app.train(TrainConfig(model_path=str(models / "target"), output="there"))
 
 
-def test_run_resumes_with_its_first_answers(tmp_path):
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "DFLASH"])
+def test_run_resumes_with_its_first_answers(tmp_path, algorithm):
     """Another run may have added answers."""
     target = target_of(tmp_path / "target")
     rng = np.random.default_rng(0)
     records = [random_record(rng, 24, 4, held_out=i % 4 == 0) for i in range(12)]
     flags = {"draft_vocab_size": 64, "intermediate_size": 64, "batch_tokens": 60, "unroll": 2, "epochs": 1.0}
+    flags |= {"algorithm": algorithm, "block_size": 3, "num_layers": 1, "aux_layers": (1, 3, 4)}
     store = store_of(tmp_path / "answers", records[:8])
     facts = []
     for _ in range(2):
@@ -312,6 +314,7 @@ def test_run_resumes_with_its_first_answers(tmp_path):
             store.add(job, [record])
     assert facts[0] == facts[1]
     assert len(learning.reader) == 8
+    assert len(learning.curve.losses[0]) == 2, "tokens that a row predicts"
     (tmp_path / "fewer").mkdir()
     with pytest.raises(ConfigError, match="with other records"):
         learning.run(store_of(tmp_path / "fewer", records[:6]), tmp_path / "checkpoint", {})

@@ -239,6 +239,10 @@ def test_blocks_are_those_of_the_draft_service(tmp_path, target):
     served = draft.load(jnp.float32)
     for name in ("norm", "context_norm"):
         np.testing.assert_array_equal(served[name], params[name])
+    state, sharper = (
+        algorithm.model.head.finish(p, jnp.ones(48))[0] for p in (params, algorithm.sharpened(params, 1.2))
+    )
+    np.testing.assert_allclose(sharper, 1.2 * state, rtol=1e-6)
     records, batch = pack_of(tmp_path / "answers")
     states, shared = states_of(batch), shared_of(target, ids)
     feature = algorithm.feature(params, states)
