@@ -27,6 +27,7 @@ finish() {
   exit "$status"
 }
 trap finish EXIT
+trap 'exit 1' INT TERM
 
 # states SERVICE: health and restarts of each container
 states() { compose ps -q "$1" | xargs docker inspect --format '{{.State.Health.Status}} {{.RestartCount}}' | sort; }
