@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
+from outrider.config.access.tls import ServiceTlsOptions
+from outrider.config.access.token import ServiceTokenOptions
 from outrider.config.common import DEFAULT_MODEL, ProcessConfig
-from outrider.config.tls import ServiceTlsOptions
-from outrider.config.token import ServiceTokenOptions
 
 TrainedAlgorithm = Literal["DFLASH", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE"]
 

@@ -22,10 +22,10 @@ from services.draft.model.programs.program import Constants, forward_of
 from services.draft.sessions.batch import Block, InputLayout, SessionWork, StepBuffer, StepShape, build_inputs
 from tests.support.checkpoints.blocks import SECOND, dflash
 from tests.support.checkpoints.heads import write_head
-from tests.support.draft.block_twin import BlockTwin
 from tests.support.draft.helpers import GREEDY, commit_of, feature_engine, request, settle
 from tests.support.draft.stepping import PAGE, Stepper
 from tests.support.draft.trees import check_same_tree, tree_of
+from tests.support.draft.twins.blocks import BlockTwin
 from tests.support.tiny import VOCAB, write_model
 
 RNG = np.random.default_rng(5)

@@ -25,9 +25,9 @@ from services.draft.learning.objective import Objective
 from services.draft.learning.unroll import unroll
 from services.draft.learning.unroll_block import unroll_block
 from services.draft.model.layers.decoder import head as head_logits
-from tests.support.draft.block_twin import BlockTwin
 from tests.support.draft.stepping import Stepper
 from tests.support.draft.training import HIDDEN, head_of, random_record, shared_of, store_of, target_of
+from tests.support.draft.twins.blocks import BlockTwin
 from tests.support.tiny import VOCAB
 
 UNROLL_STEPS = 4

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from outrider import PROTOCOL_VERSION
-from outrider.config.callers import ADMIN_KEYS_VARIABLE
+from outrider.config.access.callers import ADMIN_KEYS_VARIABLE
 from outrider.service_token import token_check
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message
