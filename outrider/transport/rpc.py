@@ -76,7 +76,10 @@ class _Health(HealthServicer):  # type: ignore[misc]
     async def Watch(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Send the status whenever it changes. The number of these calls is limited, because they need no key."""
+        """Send the status whenever it changes. The number of these calls without a key is limited."""
+        if self._guard.knows(context.invocation_metadata()):  # each gateway of a target watches it
+            await super().Watch(request, context)
+            return
         if self._watches >= MAX_WATCHES:
             await abort(context, Overloaded(f"{self._watches} callers watch this port's health, which is the limit"))
         self._watches += 1
