@@ -98,7 +98,7 @@ class SessionTable:
             self._timers[session.id] = loop.call_later(self._resume_timeout, self._timed_out, session)
 
     def leave_target(self, target: TargetLink, *, wait: bool) -> None:
-        """Open the sessions of a target that leaves its pool on others, with the text that their clients have.
+        """Open the sessions of a target that leaves its pool, or stops, on others, with the text that their clients have.
 
         wait: a session that no other target can take yet stays where it is; otherwise it waits for another target
         """
@@ -154,12 +154,12 @@ class SessionTable:
     # --- targets come and go ---
 
     def target_up(self) -> None:
-        """A target is up: waiting sessions are opened there, and those of targets that drain."""
+        """A target is up: waiting sessions are opened there, and those of targets that drain or stop."""
         self._no_target_since = None
         for session in self.on_target(None):
             self.open_on_target(session, again=True)
         for target in self.placement.targets:
-            if target.draining and target.up:
+            if target.departing and target.up:
                 self.leave_target(target, wait=True)
 
     def target_absent(self) -> None:

@@ -107,7 +107,7 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
     with tracing_to(config.otlp_traces_endpoint, "target") as tracing:
         return await serve_engine(
             build, config.listen, verify_request_from_pb, verify_response_to_pb, register, tls=tls, token=token,
-            watch=watch,
+            drain=config.drain_timeout, watch=watch,
         )  # fmt: skip
 
 

@@ -148,7 +148,7 @@ class Service:
         self.engine = self.kind.engine_class(self.delay)
         loop = EngineLoop(lambda _: None)
         hub = StreamHub(loop, *self.kind.coders)
-        server = GrpcServer(check=token_check(self.token))
+        server = self.server = GrpcServer(check=token_check(self.token))
         self.kind(hub, model_info(**self.facts), **self.options).register(server.server)
         await server.start(self.address, (self.kind.name,), self.tls)
         await hub.acceptor.open(self.address)
