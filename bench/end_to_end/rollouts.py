@@ -108,8 +108,8 @@ def main(argv: list[str]) -> None:
 def _notes(args: argparse.Namespace) -> list[str]:
     return [
         f"{Path(args.model).name}, {args.dtype}, its default draft; {args.steps} steps of {args.prompts_per_step} "
-        f"prompts of {args.prompts.name}, {args.count} answers to each of at most {args.max_tokens} tokens, temperature 1; "
-        "the reward is the share of capital letters",
+        f"prompts of {args.prompts.name}, {args.count} answers to each of at most {args.max_tokens} tokens, "
+        "temperature 1; the reward is the share of capital letters",
         f"online: --online with a share of {args.share:g} of the time, learning rate {args.draft_rate:g}; "
         f"both: {' '.join(args.flags)}",
         "online, frozen: accept length of a step's rollouts (tokens per verification, bonus included), with and "
