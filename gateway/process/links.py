@@ -98,6 +98,8 @@ class Links:
             self._joined(member)
         self._control = control
         self._first_drafts = list(self._orchestrator.drafts)
+        for draft in self._first_drafts:
+            control.prepare(draft)
 
     def start_drafts(self) -> None:
         """Connect to the drafts that `serve` found and that have not left since."""

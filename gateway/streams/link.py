@@ -21,7 +21,7 @@ import grpc
 
 from gateway.streams.availability import READY, Availability, ReplicaState, after
 from gateway.streams.connection import PLAIN, Connection
-from gateway.streams.serving import check_serving, wait_serving
+from gateway.streams.serving import check_serving, serving_changes, wait_serving
 from gateway.streams.step_time import StepTime
 from gateway.streams.traffic import Count, Direction, Traffic
 from outrider import PROTOCOL_VERSION
@@ -82,8 +82,8 @@ class Link(ABC, Generic[Info, Frame]):
     """A stream to one replica. `up` is true from handshake to loss.
 
     session_count: sessions that are open there, counted by the placement
-    draining: it was removed from its pool and gets no new sessions. stopping: it reports that it does not serve although
-        its stream is open, because it stops or its engine hangs. rank: its place in the pool, by order of the flags
+    draining: it was removed from its pool and gets no new sessions. stopping: it reports that it does not serve,
+        although its stream is open, because it stops or its engine hangs. rank: its place in the pool, by flag order
     load: the engine's last report. step_time: an average over the reports
     info: facts from the handshake. refusal: why the replica does not fit
     channel: while it is up or about to be. on_change: called after `up` or `availability` changed
@@ -339,18 +339,15 @@ class Link(ABC, Generic[Info, Frame]):
 
     async def _watch_health(self, channel: grpc.aio.Channel) -> None:
         """Follow what the replica reports of its health while its stream is open."""
-        stub: Any = HealthStub(channel)
         try:
-            async for answer in stub.Watch(health_pb2.HealthCheckRequest()):
-                stopping = answer.status != health_pb2.HealthCheckResponse.SERVING
-                if stopping != self.stopping:
-                    self.stopping = stopping
-                    log.info(
-                        "the %s at %s %s", self.service, self.address,
-                        "does not serve any more; its sessions move" if stopping else "serves again",
-                    )  # fmt: skip
-                    self.on_stopping()
-                    self.on_change()
+            async for serves in serving_changes(channel):
+                if serves != self.stopping:
+                    continue
+                self.stopping = not serves
+                change = "serves again" if serves else "does not serve any more; its sessions move"
+                log.info("the %s at %s %s", self.service, self.address, change)
+                self.on_stopping()
+                self.on_change()
         except grpc.aio.AioRpcError as error:  # its sessions move when its stream ends
             log.debug("the health of the %s at %s is not watched: %s", self.service, self.address, error.details())
 
