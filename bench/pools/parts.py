@@ -21,7 +21,6 @@ Row = dict[str, Any]
 SPEEDS = (1.0, 2.0, 4.0)  # steps of unequal targets, over the shortest
 _SHARE_WARM_UP = 4.0  # seconds until a gateway has measured how long steps take
 _SAMPLES = 0.1  # seconds between two looks at where the sessions are
-_OF_TARGET, _TO_DRAFT = ("target", "received"), ("draft", "sent")
 
 
 @dataclass(frozen=True)
@@ -119,13 +118,13 @@ def _of_window(seen: Window, sessions: int, sizes: Sizes) -> Row:
 
 def _raw(seen: Window) -> Row:
     """What the reckoning needs."""
-    of_features = seen.traffic.size["features", "received"]
+    of_features = seen.traffic.bytes_of("features", "received")
     return {
         "frames/s": sum(count for (stream, _), count in seen.traffic.frames.items() if stream != "features")
         / seen.seconds,
         "commits/s": seen.traffic.commits / seen.seconds,
-        "commit bytes/s": (seen.traffic.size[_OF_TARGET] - of_features) / seen.seconds,
-        "proposal bytes/s": seen.traffic.size["draft", "received"] / seen.seconds,
+        "commit bytes/s": (seen.traffic.bytes_of("target", "received") - of_features) / seen.seconds,
+        "proposal bytes/s": seen.traffic.bytes_of("draft", "received") / seen.seconds,
         "feature bytes/s": of_features / seen.seconds,
     }
 

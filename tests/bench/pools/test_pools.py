@@ -109,9 +109,10 @@ def test_traffic_is_read_from_metrics():
         'outrider_stream_bytes_total{stream="features",direction="received",transport="grpc"} 1e+06\n'
         "# HELP outrider_verification_steps_total Commits\noutrider_verification_steps_total 21.0\n"
     )
-    found = traffic_of(page).plus(traffic_of(page)).since(Traffic(commits=2.0))
-    assert (found.frames["target", "sent"], found.size["features", "received"]) == (14, 2_000_000)
-    assert found.commits == 40.0
+    found = traffic_of(page).plus(traffic_of(page)).since(Traffic({("target", "sent"): 4.0}, commits=2.0))
+    assert (found.frames["target", "sent"], found.bytes_of("features", "received")) == (10, 2_000_000)
+    assert (found.commits, found.bytes_of("draft", "sent")) == (40.0, 0.0)
+    assert found.scaled(0.5) == Traffic({("target", "sent"): 5.0}, {("features", "received"): 1e6}, 20.0)
 
 
 def test_without_a_share_nothing_is_limited():

@@ -84,11 +84,11 @@ def _services(folder: Path) -> Services:
     target = write_tokenizer(write_slower_twin(folder / "target", draft, _WIDTH))
     # An explicit tree: draft tokens are verified although they might not be profitable here.
     tree = ["--speculative-num-steps", "4", "--speculative-num-draft-tokens", "5", "--speculative-eagle-topk", "1"]
-    common = ["--max-running-requests", "32", "--max-total-tokens", "16384", "--log-level", "warning", *tree]
+    common = ["--max-running-requests", "32", "--log-level", "warning", *tree]
+    verifier = ["--model-path", str(target), "--self-speculation", "off", "--max-total-tokens", "16384"]
     drafter = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(draft)]
-    return Services(
-        ["target", "--model-path", str(target), "--self-speculation", "off", *common], ["draft", *drafter, *common]
-    )
+    drafter += ["--draft-max-total-tokens", "16384"]
+    return Services(["target", *verifier, *common], ["draft", *drafter, *common])
 
 
 def _simulated() -> Services:

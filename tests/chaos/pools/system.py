@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -154,6 +155,9 @@ class PoolSystem:
         """Until a condition of `workers` holds. Raises BenchError after some seconds."""
         end, found = time.monotonic() + seconds, {}
         while True:
+            for node, process in self._processes.items():
+                if process.poll() not in (None, -signal.SIGKILL):
+                    raise BenchError(f"the process of {node} ended with code {process.returncode}")
             with contextlib.suppress(OSError, aiohttp.ClientError, TimeoutError):
                 found = await self.workers()
                 if holds(found):
