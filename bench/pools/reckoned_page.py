@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench.harness.report import Report
-from bench.pools.reckoning import UTILIZATION, Costs, Plan, costs_of, reckon
+from bench.pools.reckoning import UTILIZATION, Costs, Plan, busy, costs_of, frames, reckon
 
 _ROW_BYTES = 8192  # of hidden states of a token: 4096 numbers of 16 bits, behind the fusion
 _MB = 1e6
@@ -37,6 +37,20 @@ def row_of(costs: Costs, plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def check_of(costs: Costs, window: Mapping[str, Any]) -> dict[str, Any]:
+    """A row that compares the formulas with a measured window of one gateway."""
+    each = window["sessions"] / window["targets"]
+    step, draft_step = window["step, ms"] / 1e3, window["draft's step, ms"] / 1e3
+    # A window whose commits came later than the engines' steps allow had longer steps.
+    step = max(step, window["sessions"] / max(1.0, window["commits/s"]))
+    plan = Plan(window["targets"], window["drafts"], each, step, window["accept length"], draft_step=draft_step)
+    return {
+        "targets": window["targets"], "drafts": window["drafts"], "sessions": window["sessions"],
+        "frames/s": f"{window['frames/s']:,.0f}", "reckoned": f"{frames(plan, 1):,.0f}",
+        "gateway cores": window["gateway cores"], "reckoned cores": busy(costs, plan, 1),
+    }  # fmt: skip
+
+
 def write_reckoned(measured: Mapping[str, Any]) -> None:
     """Write the page. measured: the figures of docs/benchmarks/pools.json."""
     costs = costs_of(measured["rows"], measured["features"])
@@ -55,7 +69,8 @@ def write_reckoned(measured: Mapping[str, Any]) -> None:
         "prompts and HTTP included as measured",
         "Out: from a replica to all gateways, in: from all gateways to it; proposals go to the target, commits and "
         "hidden states to the draft. A gateway's streams: what it receives, and what it sends",
-        "Groups: parts of the pools with gateways of their own. Without them each gateway receives a frame of every "
-        "step of every target on which it has sessions, and more gateways divide only the commits among them",
+        "Groups: parts of the pools with gateways of their own. Without them the sessions of a step are spread over "
+        "many drafts, and each frame between a gateway and a draft has few of them. Drafts take steps of 5 ms",
     ]
+    report.more = [("The formulas on the measured windows", [check_of(costs, row) for row in measured["rows"]])]
     report.write()

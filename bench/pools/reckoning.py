@@ -1,9 +1,13 @@
 """From measured costs to a plan of large pools: bytes per second of each link, and the gateways that are needed.
 
 A gateway's processor time is divided into two parts by least squares over the measured windows: what a frame costs, and
-what a commit of a session costs. Both matter, because every gateway receives a frame of each step of each target on
-which it has sessions. So more gateways divide the commits, but not the frames; groups of gateways with a part of the
-targets each divide both.
+what a commit of a session costs. Frames of one step are as many as its sessions are spread over drafts:
+
+    target ──1──► gateway ──E──► drafts        E: different drafts of the sessions that the gateway has on the target
+    target ◄──E── gateway ◄──e── drafts        e: as many, or fewer where a draft's step answers several targets' steps
+
+So large pools cost many frames with few sessions in each, and groups of gateways with a part of the pools each cost
+fewer.
 """
 
 from __future__ import annotations
@@ -37,18 +41,19 @@ class Costs:
 class Plan:
     """Pools to reckon.
 
-    sessions: running ones of each target. step: seconds of a target's step. accept_length: tokens of a commit.
-    row_bytes: hidden states of a token; 0 for a drafter that reads none. groups: parts of the pools, each with gateways
-    of its own
+    sessions: running ones of each target. step, draft_step: seconds of an engine's step. accept_length: tokens of a
+    commit. row_bytes: hidden states of a token; 0 for a drafter that reads none. groups: parts of the pools, each with
+    gateways of its own
     """
 
     targets: int
     drafts: int
-    sessions: int
+    sessions: float
     step: float
     accept_length: float
     row_bytes: int = 0
     groups: int = 1
+    draft_step: float = 0.005
 
     @property
     def commits(self) -> float:
@@ -101,14 +106,19 @@ def reckon(costs: Costs, plan: Plan, utilization: float = UTILIZATION) -> Reckon
 
 def busy(costs: Costs, plan: Plan, gateways: int) -> float:
     """Share of a core that each gateway uses. gateways: of all groups together."""
-    of_group = gateways / plan.groups
-    targets = plan.targets / plan.groups
-    # A step's commits are a frame from the target and one to a draft, and the proposals two more, if a session of the
-    # gateway is on the target.
-    with_sessions = min(1.0, plan.sessions / of_group)
-    frames = 4 * targets * with_sessions / plan.step
-    commits = targets * plan.commits / of_group
-    return frames * costs.frame + commits * (costs.commit + plan.accept_length * plan.row_bytes * costs.feature_byte)
+    commits = plan.targets * plan.commits / gateways
+    states = plan.accept_length * plan.row_bytes * costs.feature_byte
+    return frames(plan, gateways) * costs.frame + commits * (costs.commit + states)
+
+
+def frames(plan: Plan, gateways: int) -> float:
+    """Frames per second that each gateway sends and receives. gateways: of all groups together."""
+    sessions = plan.sessions * plan.groups / gateways  # that a gateway has on a target
+    targets, drafts = plan.targets / plan.groups, plan.drafts / plan.groups
+    steps = targets / plan.step
+    spread = drafts * (1 - (1 - 1 / drafts) ** sessions) if drafts > 1 else min(1.0, sessions)
+    from_drafts = min(steps * spread, drafts / plan.draft_step)
+    return steps * (min(1.0, sessions) + 2 * spread) + from_drafts
 
 
 def costs_of(windows: Sequence[Mapping[str, Any]], with_features: Sequence[Mapping[str, Any]] = ()) -> Costs:

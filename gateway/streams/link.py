@@ -21,6 +21,7 @@ import grpc
 
 from gateway.streams.availability import READY, Availability, ReplicaState, after
 from gateway.streams.connection import PLAIN, Connection
+from gateway.streams.frames import FrameSignal
 from gateway.streams.serving import check_serving, serving_changes, wait_serving
 from gateway.streams.step_time import StepTime
 from gateway.streams.traffic import Count, Direction, Traffic
@@ -36,46 +37,12 @@ log = logging.getLogger(__name__)
 _MIN_WAIT, _MAX_WAIT = 0.1, 2.0  # seconds between attempts
 _STARTING_WAIT = 1.0  # seconds between attempts while the replica starts up and its health says so
 _JITTER = 0.2  # of a wait, so that gateways do not reconnect all at once
-_MAX_DELAY = 0.5  # seconds for which messages that are not urgent are gathered
 _STABLE_AFTER = 2.0  # seconds after which a stream counts as working
 CALL_TIMEOUT = 10.0  # seconds for each call of a handshake
 
 Info = TypeVar("Info")
 Frame = TypeVar("Frame")  # incoming frames
 Metadata = Sequence[tuple[str, str]]
-
-
-class FrameSignal:
-    """Wakes the writer of a stream, at once or after a delay in which more messages may arrive."""
-
-    def __init__(self) -> None:
-        self._set = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def is_set(self) -> bool:
-        """True if a frame is due now."""
-        return self._set.is_set()
-
-    def set(self) -> None:
-        """A message is waiting."""
-        self._set.set()
-
-    def set_later(self) -> None:
-        """A message is waiting that is not urgent."""
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_MAX_DELAY, self.set)
-
-    def clear(self) -> None:
-        """The frame is about to be taken."""
-        self._set.clear()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def wait(self) -> Awaitable[Any]:
-        """Completes when a frame is due."""
-        return self._set.wait()
 
 
 class Link(ABC, Generic[Info, Frame]):
