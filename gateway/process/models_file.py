@@ -24,14 +24,14 @@ from outrider.errors import ConfigError
 
 # Flags that a table may have; those of the command line hold for the models whose tables have none.
 _FLAGS = frozenset({
-    "target", "draft", "served_model_name", "model_path", "tool_call_parser", "reasoning_parser", "sampling_defaults",
-    "per_request_spec_decode_metrics", "request_timeout", "cache_threshold",
+    "target", "draft", "draft_report", "served_model_name", "model_path", "tool_call_parser", "reasoning_parser",
+    "sampling_defaults", "per_request_spec_decode_metrics", "request_timeout", "cache_threshold",
     "balance_abs_threshold", "balance_rel_threshold", "discovery_interval", "stream_transport", "service_token",
     "service_token_file", "service_ssl_ca_certs", "service_ssl_certfile", "service_ssl_keyfile",
     "service_ssl_server_name",
 })  # fmt: skip
 # Flags of the command line that say what belongs into tables.
-_OF_TABLES = ("target", "draft", "served_model_name", "model_path")
+_OF_TABLES = ("target", "draft", "draft_report", "served_model_name", "model_path")
 
 
 def model_configs(config: GatewayConfig) -> list[GatewayConfig]:
