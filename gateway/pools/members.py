@@ -90,8 +90,12 @@ Left = Callable[[Member, bool], None]
 class Members:
     """The members of both pools. Lives in one event loop."""
 
-    def __init__(self, targets: Iterable[Named] = (), drafts: Iterable[Named] = ()) -> None:
-        """targets, drafts: what the flags name, in their order. Addresses among them are members from now on."""
+    def __init__(self, targets: Iterable[Named] = (), drafts: Iterable[Named] = (), model: str = "") -> None:
+        """targets, drafts: what the flags name, in their order. Addresses among them are members from now on.
+
+        model: whose pools these are, for the log; empty for the only model
+        """
+        self._pool = f"the pool of {model}" if model else "its pool"
         self._named = {
             service: {one: frozenset([one.text] if one.kind is Kind.ADDRESS else []) for one in names}
             for service, names in ((Service.TARGET, targets), (Service.DRAFT, drafts))
@@ -158,14 +162,15 @@ class Members:
         for member in self.of(service):
             if member.address not in wanted:
                 del self._members[service, member.address]
-                log.info("the %s at %s leaves its pool", service, member.address)
+                log.info("the %s at %s leaves %s", service, member.address, self._pool)
                 self.on_leave(member, drain)
         for member in wanted.values():
             new = (service, member.address) not in self._members
             self._members[service, member.address] = member
             if new:
                 named = ", ".join(source for source in member.sources if source != member.address)
-                log.info("the %s at %s joins its pool%s", service, member.address, f" ({named})" if named else "")
+                names = f" ({named})" if named else ""
+                log.info("the %s at %s joins %s%s", service, member.address, self._pool, names)
                 self.on_join(member)
 
     def _all_named(self, service: Service) -> frozenset[str]:

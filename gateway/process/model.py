@@ -67,7 +67,7 @@ class ModelRunner:
         metrics = Metrics()
         routing = Routing(config.cache_threshold, config.balance_abs_threshold, config.balance_rel_threshold)
         self._orchestrator = Orchestrator([], [], metrics, routing=routing, model=scope)
-        members = Members(map(parse, config.target), map(parse, config.draft))
+        members = Members(map(parse, config.target), map(parse, config.draft), scope)
         discovery = Discovery(members, config.discovery_interval)
         connection = Connection(config.service_tls(), config.stream_transport, config.service_token())
         path = display_name(config.model_path) if config.model_path is not None else ""
