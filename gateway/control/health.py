@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gateway.orchestration.generator import Generator
+from gateway.admission.admission import Admission
+from gateway.orchestration.orchestrator import Orchestrator
 from gateway.streams.availability import Availability, ReplicaState
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
@@ -21,29 +22,33 @@ _MAX_REPORT = 2000  # characters of a supervisor's report
 
 @dataclass(frozen=True)
 class Health:
-    """What the health routes report. draft_reports: files with the reason of a draft process that ended, by address."""
+    """What the health routes report of a model's pools.
 
-    generator: Generator
+    draft_reports: files with the reason of a draft process that ended, by address
+    """
+
+    orchestrator: Orchestrator
+    admission: Admission
     draft_reports: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def ready(self) -> bool:
         """True if requests can be served, with a draft or without."""
-        targets = self.generator.orchestrator.targets
-        return any(target.open_to_sessions for target in targets) and not self.generator.admission.draining
+        targets = self.orchestrator.targets
+        return any(target.open_to_sessions for target in targets) and not self.admission.draining
 
     def state(self) -> dict[str, Any]:
         """The full state: ok, degraded, or unavailable; each service with its reason.
 
         degraded: without a configured draft, or while a target awaits weights. awaited_weights: their label
         """
-        orchestrator = self.generator.orchestrator
+        orchestrator = self.orchestrator
         targets, drafts = self.services(orchestrator.targets), self.services(orchestrator.drafts)
         missing = _missing(targets, "target", "no target service is up") if targets else ["target: the pool is empty"]
         if self.ready:
             missing += [f"target: {one['reason']}" for one in targets if one["state"] == ReplicaState.AWAITING_WEIGHTS]
         missing += _missing(drafts, "draft", "no draft service is up; text is decoded plainly")
-        if self.generator.admission.draining:
+        if self.admission.draining:
             missing.append(_DRAINING)
         status = UNAVAILABLE if not self.ready else DEGRADED if missing else OK
         body: dict[str, Any] = {"status": status}

@@ -24,8 +24,11 @@ MAX_FAILURES = 4  # failures of a session on a service after which the session i
 class SessionTable:
     """The open sessions, by id. Lives in one event loop."""
 
-    def __init__(self, placement: Placement, metrics: Metrics, *, resume_timeout: float) -> None:
-        """resume_timeout: seconds for which sessions wait for a target to come back."""
+    def __init__(self, placement: Placement, metrics: Metrics, *, resume_timeout: float, model: str = "") -> None:
+        """resume_timeout: seconds for which sessions wait for a target to come back. model: for errors, as in
+        Orchestrator.
+        """
+        self._model = model
         self.by_id: dict[int, Session] = {}
         self.placement = placement
         self.watches = DraftWatches()
@@ -201,7 +204,8 @@ class SessionTable:
         return self._no_target_since is not None and self._seconds_away() >= self._resume_timeout
 
     def _empty_pool(self) -> Unavailable:
-        message = "the gateway has no target: its pool is empty; add one with POST /workers, or retry later"
+        owner = f"the model `{self._model}`" if self._model else "the gateway"
+        message = f"{owner} has no target: its pool is empty; add one with POST /workers, or retry later"
         return Unavailable(message, retry_after=bounded(self._seconds_away()))
 
     def _seconds_away(self) -> float:
@@ -211,5 +215,6 @@ class SessionTable:
         return asyncio.get_running_loop().time() - self._no_target_since
 
     def _no_target(self) -> Unavailable:
-        message = f"no target service came back in {self._resume_timeout:.0f} s; retry later"
+        of_model = f" of the model `{self._model}`" if self._model else ""
+        message = f"no target service{of_model} came back in {self._resume_timeout:.0f} s; retry later"
         return Unavailable(message, retry_after=bounded(self._seconds_away()))

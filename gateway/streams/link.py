@@ -18,11 +18,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2
-from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from gateway.streams.availability import READY, Availability, ReplicaState, after
 from gateway.streams.connection import PLAIN, Connection
+from gateway.streams.serving import check_serving, wait_serving
 from gateway.streams.step_time import StepTime
 from gateway.streams.traffic import Count, Direction, Traffic
 from outrider import PROTOCOL_VERSION
@@ -35,7 +34,7 @@ from outrider.wire.v1 import common_pb2
 log = logging.getLogger(__name__)
 
 _MIN_WAIT, _MAX_WAIT = 0.1, 2.0  # seconds between attempts
-_STARTING_WAIT = 0.2  # seconds between attempts while the replica starts up: nothing else delays the first request
+_STARTING_WAIT = 1.0  # seconds between attempts while the replica starts up and its health says so
 _JITTER = 0.2  # of a wait, so that gateways do not reconnect all at once
 _MAX_DELAY = 0.5  # seconds for which messages that are not urgent are gathered
 _STABLE_AFTER = 2.0  # seconds after which a stream counts as working
@@ -244,7 +243,7 @@ class Link(ABC, Generic[Info, Frame]):
                 async with self.open_channel() as channel:
                     self.channel = channel
                     self.info = await self._checked_handshake(channel)
-                    await _check_serving(channel)
+                    await check_serving(channel, CALL_TIMEOUT)
                     await self.prepare(channel)
                     self.refusal = None
                     opened = time.monotonic()
@@ -274,7 +273,15 @@ class Link(ABC, Generic[Info, Frame]):
                 longest = _STARTING_WAIT
             # Attempts slow down while streams end soon after they open.
             wait = _MIN_WAIT if time.monotonic() - opened > _STABLE_AFTER else min(2 * wait, longest)
-            await asyncio.sleep(wait * random.uniform(1 - _JITTER, 1 + _JITTER))
+            await self._between_attempts(wait * random.uniform(1 - _JITTER, 1 + _JITTER))
+
+    async def _between_attempts(self, seconds: float) -> None:
+        """Wait before the next attempt; a replica that starts up is used as soon as it serves."""
+        if self._absence.state is ReplicaState.STARTING:
+            async with self.open_channel() as channel:
+                await wait_serving(channel, seconds)
+        else:
+            await asyncio.sleep(seconds)
 
     def _absent(self, absence: Availability) -> None:
         """The replica is not used, for this reason."""
@@ -362,14 +369,6 @@ class Link(ABC, Generic[Info, Frame]):
 
 async def _ignore(_: Any) -> None:
     """The default handler of frames."""
-
-
-async def _check_serving(channel: grpc.aio.Channel) -> None:
-    """Raise Unavailable until the service's health is SERVING, which follows its warm-up."""
-    stub: Any = HealthStub(channel)
-    answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=CALL_TIMEOUT)
-    if answer.status != health_pb2.HealthCheckResponse.SERVING:
-        raise Unavailable("it is warming up")
 
 
 async def collect_files(parts: AsyncIterator[Any]) -> dict[str, bytes]:

@@ -30,6 +30,7 @@ Field = tuple[str, Any, Any]  # name, type and default, as make_dataclass takes 
 
 # Order of the groups of `--help-all`.
 TOPICS = (
+    "Ray",
     "model",
     "training data",
     "optimization",

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
+from outrider.config.access.token import ServicePortOptions
 from outrider.config.common import (
     DEFAULT_MODEL,
     DType,
@@ -16,7 +17,6 @@ from outrider.config.common import (
     check_minimum,
 )
 from outrider.config.ranks import check_ranks
-from outrider.config.token import ServicePortOptions
 from outrider.errors import ConfigError
 
 # Minimum of each number, by field.

@@ -31,6 +31,12 @@ _MOE_RUNNERS = (
 _MOE_DISPATCH = ("none", "deepep", "mooncake", "flashinfer", "ascend_fuseep", "mori", "nixl")
 
 FOREIGN_FLAGS = (
+    *(
+        ForeignFlag(
+            name, 1, "a block drafter attends to the whole text, except in layers whose checkpoint has a window"
+        )
+        for name in ("--speculative-draft-window-size", "--speculative-dflash-draft-window-size")
+    ),
     ForeignFlag(
         "--speculative-attention-mode",
         1,

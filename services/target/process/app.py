@@ -79,6 +79,7 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
 
         STARTUP.done("libraries")
         folder = folder_of(config)
+        servicers[0].offer_tokenizer(folder)
         if (record := read_record(folder)) is not None:  # a draft service beside this one may need the weights
             convert_when_asked(record.file)
         STARTUP.done("checkpoint")
