@@ -94,7 +94,7 @@ class SessionTable:
             self._timers[session.id] = loop.call_later(self._resume_timeout, self._timed_out, session)
 
     def leave_target(self, target: TargetLink, *, wait: bool) -> None:
-        """Open the sessions of a target that leaves its pool, or stops, on others, with the text that their clients have.
+        """Open the sessions of a target that leaves its pool, or stops, on others, with the text of their clients.
 
         wait: a session that no other target can take yet stays where it is; otherwise it waits for another target
         """

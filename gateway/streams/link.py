@@ -83,8 +83,8 @@ class Link(ABC, Generic[Info, Frame]):
     """A stream to one replica. `up` is true from handshake to loss.
 
     session_count: sessions that are open there, counted by the placement
-    draining: it was removed from its pool and gets no new sessions. stopping: it reports that it does not serve although
-        its stream is open, because it stops or its engine hangs. rank: its place in the pool, by order of the flags
+    draining: it was removed from its pool and gets no new sessions. rank: its place in the pool, by order of the flags
+    stopping: it reports that it does not serve although its stream is open, because it stops or its engine hangs
     load: the engine's last report. step_time: an average over the reports
     info: facts from the handshake. refusal: why the replica does not fit
     channel: while it is up or about to be. on_change: called after `up` or `availability` changed

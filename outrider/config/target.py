@@ -227,8 +227,8 @@ class DrainOptions:
     topic: ClassVar[str] = "scheduling"
 
     drain_timeout: float = 5.0
-    """Time that sessions have when the target is stopped, in seconds. Gateways move them to other targets at once; those
-    that no other target can take go on here until then."""
+    """Time that sessions have when the target is stopped, in seconds. Gateways move them to other targets at once;
+    those that no other target can take go on here until then."""
 
 
 @dataclass(frozen=True)
