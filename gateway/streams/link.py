@@ -18,11 +18,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2
-from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from gateway.streams.availability import READY, Availability, ReplicaState, after
 from gateway.streams.connection import PLAIN, Connection
+from gateway.streams.replica_health import check_serving, follow_health
 from gateway.streams.step_time import StepTime
 from gateway.streams.traffic import Count, Direction, Traffic
 from outrider import PROTOCOL_VERSION
@@ -253,7 +252,7 @@ class Link(ABC, Generic[Info, Frame]):
                 async with self.open_channel() as channel:
                     self.channel = channel
                     self.info = await self._checked_handshake(channel)
-                    await _check_serving(channel)
+                    await check_serving(channel, CALL_TIMEOUT)
                     await self.prepare(channel)
                     self.refusal = None
                     opened = time.monotonic()
@@ -317,7 +316,7 @@ class Link(ABC, Generic[Info, Frame]):
         self._settled.set()
         self.on_up()
         self.on_change()
-        tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._watch_health(channel))]
+        tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(follow_health(channel, self._serves))]
         try:
             while (content := await call.read()) is not grpc.aio.EOF:
                 frame = message_of(self.frame, content)
@@ -330,22 +329,14 @@ class Link(ABC, Generic[Info, Frame]):
             # Their errors are dropped; a cancellation of this task must not be, or the task would run forever.
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _watch_health(self, channel: grpc.aio.Channel) -> None:
-        """Follow what the replica reports of its health while its stream is open."""
-        stub: Any = HealthStub(channel)
-        try:
-            async for answer in stub.Watch(health_pb2.HealthCheckRequest()):
-                stopping = answer.status != health_pb2.HealthCheckResponse.SERVING
-                if stopping != self.stopping:
-                    self.stopping = stopping
-                    log.info(
-                        "the %s at %s %s", self.service, self.address,
-                        "does not serve any more; its sessions move" if stopping else "serves again",
-                    )  # fmt: skip
-                    self.on_stopping()
-                    self.on_change()
-        except grpc.aio.AioRpcError as error:  # its sessions move when its stream ends
-            log.debug("the health of the %s at %s is not watched: %s", self.service, self.address, error.details())
+    def _serves(self, serving: bool) -> None:
+        """The replica reports of its health, while its stream is open, whether it serves."""
+        if serving is self.stopping:
+            self.stopping = not serving
+            what = "serves again" if serving else "does not serve any more; its sessions move"
+            log.info("the %s at %s %s", self.service, self.address, what)
+            self.on_stopping()
+            self.on_change()
 
     async def start_call(self, channel: grpc.aio.Channel) -> Any:
         """Open the stream, whose frames are bytes. Raises ConfigError if they must use a socket and there is none."""
@@ -389,14 +380,6 @@ class Link(ABC, Generic[Info, Frame]):
 
 async def _ignore(_: Any) -> None:
     """The default handler of frames."""
-
-
-async def _check_serving(channel: grpc.aio.Channel) -> None:
-    """Raise Unavailable until the service's health is SERVING, which follows its warm-up."""
-    stub: Any = HealthStub(channel)
-    answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=CALL_TIMEOUT)
-    if answer.status != health_pb2.HealthCheckResponse.SERVING:
-        raise Unavailable("it is warming up")
 
 
 async def collect_files(parts: AsyncIterator[Any]) -> dict[str, bytes]:

@@ -64,10 +64,10 @@ class Near(TargetLink):
 
 @pytest.fixture(autouse=True)
 def serving(monkeypatch):
-    async def check(channel):
+    async def check(channel, seconds):
         pass
 
-    monkeypatch.setattr(links, "_check_serving", check)
+    monkeypatch.setattr(links, "check_serving", check)
 
 
 @pytest.mark.parametrize("turns", range(8))
