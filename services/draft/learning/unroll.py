@@ -61,7 +61,7 @@ def unroll(
     counts: trained rows of each pack in each step, the first ones; non-increasing
     """
     rows = batch.rows[:, : counts[0]]
-    sees = _sees(batch, rows)
+    sees = visible_places(batch, rows)
     handed, state, kv_cache = _prefix(model, params, embed, feature, batch, rows, sees)
     yield UnrollStep(state, rows + model.head.uses_features)
     assert handed is not None or len(counts) == 1, "a feature-based head passes a state on"
@@ -75,7 +75,7 @@ def unroll(
         for i, (layer, own) in enumerate(zip(model.layers, params["layers"], strict=True)):
             next_to = beside if layer.beside else None
             inner, residual = layer_input(layer, own, x, next_to)
-            q, kv = _project(layer, own, inner, position)
+            q, kv = project_heads(layer, own, inner, position)
             kv_cache[i] = kv_cache[i].further(kv, count)
             seen = linear(attend(q, kv_cache[i], sees, isinstance(own["qkv"], MixedPrecisionWeight)), own, "output")
             x = layer_output(layer, own, residual, seen)
@@ -83,7 +83,7 @@ def unroll(
         yield UnrollStep(state, place + 1)
 
 
-def _sees(batch: Batch, rows: jax.Array) -> jax.Array:
+def visible_places(batch: Batch, rows: jax.Array) -> jax.Array:
     """The places of the prefix that rows attend to: those of their record up to their own. rows: [B, R].
 
     Returns [B, R, L] bool.
@@ -116,12 +116,15 @@ def _prefix(
     for i, (layer, own) in enumerate(zip(model.layers, params["layers"], strict=True)):
         last = i == len(model.layers) - 1
         inner, residual = layer_input(layer, own, x, beside if layer.beside else None)
-        q, kv = _project(layer, own, inner, batch.positions)
+        q, kv = project_heads(layer, own, inner, batch.positions)
         kv_cache.append(UnrollKV(kv))
         if last:
             q, residual = jnp.take_along_axis(q, rows[:, None, None, :, None], axis=3), take(residual, rows)
         seen = attend(
-            q, kv_cache[-1], sees if last else _sees(batch, everywhere), isinstance(own["qkv"], MixedPrecisionWeight)
+            q,
+            kv_cache[-1],
+            sees if last else visible_places(batch, everywhere),
+            isinstance(own["qkv"], MixedPrecisionWeight),
         )
         x = layer_output(layer, own, residual, linear(seen, own, "output"))
     state, handed = model.head.finish(params, x)
@@ -133,10 +136,10 @@ def take(x: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, rows[:, :, None], axis=1, mode="clip")
 
 
-def _project(
+def project_heads(
     layer: Layer, params: dict[str, Any], inner: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries [B, G, heads / G, N, D], and keys and values [B, 2, G, N, D]."""
+    """Of N rows, queries [B, G, heads / G, N, D], and keys and values [B, 2, G, N, D]."""
     a = layer.attention
     assert isinstance(a, Attention), "only grouped-query attention is trained"
     assert not a.gated

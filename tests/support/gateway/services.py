@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from outrider import PROTOCOL_VERSION
-from outrider.config.callers import ADMIN_KEYS_VARIABLE
+from outrider.config.access.callers import ADMIN_KEYS_VARIABLE
 from outrider.service_token import token_check
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message
@@ -179,12 +179,14 @@ class Gateway:
     admin = {"authorization": f"Bearer {ADMIN}"}  # noqa: RUF012
 
     def __init__(self, folder: Path, targets, drafts=(), *, self_test=False, verify=None, admin_key=ADMIN, **flags):
-        """verify: SSLContext of the client, for a gateway with a certificate. admin_key: in its environment."""
+        """targets: None for those of a file of models. verify: SSLContext of the client, for a gateway with a
+        certificate. admin_key: in its environment.
+        """
         self.port, self.grpc_port = free_port(), free_port()
         self.url = f"{'http' if verify is None else 'https'}://127.0.0.1:{self.port}"
         self.log = folder / f"gateway-{self.port}.log"
         settings = {"port": self.port, "grpc-port": self.grpc_port} | flags
-        self.command = [sys.executable, "-m", "gateway", "--target", *targets]
+        self.command = [sys.executable, "-m", "gateway", *(["--target", *targets] if targets is not None else [])]
         self.command += ["--draft", *drafts] if drafts else []
         self.command += [] if self_test else ["--disable-draft-self-test"]
         for name, value in settings.items():
