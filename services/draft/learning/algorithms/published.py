@@ -153,7 +153,8 @@ _JOINED = {
 def joined_tensors(layer: Layer, own: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Published matrices and biases of a layer, which the service has joined, [out, in]. own: its parameters."""
     a = layer.attention
-    ends = np.cumsum([a.heads * a.head_dim, a.kv_heads * a.head_dim]) if isinstance(a, Attention) else []
+    sizes = [a.heads * a.head_dim, a.kv_heads * a.head_dim] if isinstance(a, Attention) else []
+    ends = np.cumsum(sizes)
     tensors: dict[str, Any] = {}
     for name, parts in _JOINED.items():
         for kind, ending in (("weight", ""), ("bias", "_bias")):
