@@ -39,8 +39,8 @@ class PublishedMtp(PublishedHead):
         layer = self.model.layers[0]
         if isinstance(layer.mlp, Experts):  # for gradients, a loop of fixed length
             self.model = replace(self.model, layers=(replace(layer, mlp=replace(layer.mlp, all_computed=True)),))
-        attention = self.model.layers[0].attention
-        if getattr(attention, "value_dim", None) not in (None, getattr(attention, "head_dim", None)):
+        a = layer.attention
+        if isinstance(a, Attention) and (a.value_dim not in (None, a.head_dim) or a.value_scale != 1):
             raise ConfigError(
                 f"{folder} has an MTP layer whose values are narrower than its keys; such are not trained"
             )
