@@ -27,6 +27,7 @@ BENCHMARKS = {
     "serve": ("bench.serve.run", "load generator for any OpenAI-style server: throughput and latency"),
     "peers": ("bench.peers.run", "Outrider beside other inference systems, on equal weights and prompts"),
     "scale": ("bench.scale.run", "speedup of speculation by context, sessions, acceptance, draft and network latency"),
+    "pools": ("bench.pools.run", "pools of replicas with simulated engines: throughput, joins and losses, gateways"),
     "accept": ("bench.end_to_end.accept", "accept length of drafters by prompt category"),
     "online": ("bench.end_to_end.online", "accept length of a drafter that trains online, by round"),
     "rollouts": ("bench.end_to_end.rollouts", "a loop of rollouts and training: reward, accept length, time"),

@@ -20,18 +20,20 @@ import uvloop
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from outrider import PROTOCOL_VERSION
+from outrider.serving.features import FeatureSpec
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, StepOutput
 from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.proposal import Commit, FinishReason, Proposal, extend_hash, path_hash
 from outrider.transport.rpc import serve_engine
 from outrider.wire import codec
+from outrider.wire.features import feature_spec_to_pb
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 VOCAB = 4096
 NODES = 4  # draft tokens of a proposal
-_PARENTS = np.arange(-1, NODES - 1, dtype=np.int32)
-_SCORES = np.full(NODES, -0.2, dtype=np.float32)
+_SCORE = -0.2  # of a draft token, as a log-probability
+_MAX_SESSIONS = 1024
 
 
 class CountingSequence:
@@ -121,7 +123,14 @@ class LockstepTarget(LockstepEngine):
 
 
 class LockstepDraft(LockstepEngine):
-    """Proposes a chain of NODES draft tokens per commit."""
+    """Proposes a chain of draft tokens per commit."""
+
+    def __init__(self, seconds: float = 0.0, nodes: int = NODES) -> None:
+        """seconds: of a step. nodes: draft tokens of a chain."""
+        super().__init__(seconds)
+        self._nodes = nodes
+        self._parents = np.arange(-1, nodes - 1, dtype=np.int32)
+        self._scores = np.full(nodes, _SCORE, dtype=np.float32)
 
     def on_open(self, session_id: int) -> None:
         """The first proposal needs no commit."""
@@ -148,9 +157,9 @@ class LockstepDraft(LockstepEngine):
         proposals = []
         for session_id in self.ready:
             session = self.sessions[session_id]
-            tokens = (np.arange(session.last + 1, session.last + 1 + NODES) % VOCAB).astype(np.uint32)
+            tokens = (np.arange(session.last + 1, session.last + 1 + self._nodes) % VOCAB).astype(np.uint32)
             proposals.append(
-                Proposal(session_id, session.length, session.hash, tokens, _PARENTS, _SCORES, session.length)
+                Proposal(session_id, session.length, session.hash, tokens, self._parents, self._scores, session.length)
             )
         self.ready.clear()
         return StepOutput(proposals=proposals, load=self.load())
@@ -179,10 +188,16 @@ class _Target(target_pb2_grpc.TargetServiceServicer):
             protocol_version=PROTOCOL_VERSION,
             model=_model(),
             max_session_tokens=1 << 20,
-            max_running_sessions=1024,
+            max_running_sessions=_MAX_SESSIONS,
             max_draft_tokens=8,
             page_size=16,
         )
+
+    async def ConfigureFeatures(self, request_iterator: Any, context: Any) -> Any:  # noqa: ARG002, N802
+        """Take any specification: the rows have the size that the engine was started with."""
+        async for _ in request_iterator:
+            pass
+        return target_pb2.ConfigureFeaturesResponse()
 
     async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: ARG002, N802
         """The tokenizer."""
@@ -194,26 +209,49 @@ class _Target(target_pb2_grpc.TargetServiceServicer):
 
 
 class _Draft(draft_pb2_grpc.DraftServiceServicer):
-    def __init__(self, hub: Any, name: str) -> None:
+    def __init__(self, hub: Any, name: str, features: FeatureSpec | None) -> None:
         self._hub = hub
         self._name = name
+        self._features = feature_spec_to_pb(features, b"") if features is not None else None
 
     async def GetDraftInfo(self, request: Any, context: Any) -> draft_pb2.GetDraftInfoResponse:  # noqa: ARG002, N802
         """Facts."""
         return draft_pb2.GetDraftInfoResponse(
-            protocol_version=PROTOCOL_VERSION, drafters=[self._name], max_running_sessions=1024
+            protocol_version=PROTOCOL_VERSION,
+            drafters=[self._name],
+            max_running_sessions=_MAX_SESSIONS,
+            features=self._features,
         )
+
+    async def GetFusion(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: ARG002, N802
+        """No fusion layer: the target sends its states as they are."""
+        for part in ():
+            yield part
 
     async def Propose(self, request_iterator: Any, context: Any) -> None:  # noqa: ARG002, N802
         """The stream."""
         await self._hub.answer(context, draft_pb2.ProposeRequest)
 
 
-def serve_draft(engine: Callable[[], Engine], address: str, name: str) -> int:
-    """Serve an engine as a draft service until a signal. name: of its drafter. Returns the exit code."""
+def serve_target(engine: Callable[[], Engine], address: str) -> int:
+    """Serve an engine as a target service until a signal. Returns the exit code."""
 
     def register(server: Any, hub: Any, _: Any) -> list[str]:
-        draft_pb2_grpc.add_DraftServiceServicer_to_server(_Draft(hub, name), server.server)
+        target_pb2_grpc.add_TargetServiceServicer_to_server(_Target(hub), server.server)
+        return ["outrider.wire.v1.TargetService"]
+
+    coders: tuple[Any, Any] = (codec.verify_request_from_pb, codec.verify_response_to_pb)
+    return uvloop.run(serve_engine(engine, address, *coders, register))
+
+
+def serve_draft(engine: Callable[[], Engine], address: str, name: str, features: FeatureSpec | None = None) -> int:
+    """Serve an engine as a draft service until a signal. Returns the exit code.
+
+    name: of its drafter. features: hidden states that it reads
+    """
+
+    def register(server: Any, hub: Any, _: Any) -> list[str]:
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(_Draft(hub, name, features), server.server)
         return ["outrider.wire.v1.DraftService"]
 
     coders: tuple[Any, Any] = (codec.propose_request_from_pb, codec.propose_response_to_pb)
@@ -224,13 +262,7 @@ def main(role: str, address: str, seconds: float) -> int:
     """Serve until a signal. seconds: of a step. Returns the exit code."""
     if role == "draft":
         return serve_draft(partial(LockstepDraft, seconds), address, "COUNTING")
-
-    def register(server: Any, hub: Any, _: Any) -> list[str]:
-        target_pb2_grpc.add_TargetServiceServicer_to_server(_Target(hub), server.server)
-        return ["outrider.wire.v1.TargetService"]
-
-    coders: tuple[Any, Any] = (codec.verify_request_from_pb, codec.verify_response_to_pb)
-    return uvloop.run(serve_engine(partial(LockstepTarget, seconds), address, *coders, register))
+    return serve_target(partial(LockstepTarget, seconds), address)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,24 @@ class Links:
 
     changed: set after the state of a link, or a pool, has changed
     on_late: starts the work that a replica needs which joins while the gateway serves
+    on_early_files: as of TargetLink
     """
 
-    def __init__(self, discovery: Discovery, orchestrator: Orchestrator, connection: Connection) -> None:
+    def __init__(
+        self,
+        discovery: Discovery,
+        orchestrator: Orchestrator,
+        connection: Connection,
+        *,
+        changed: asyncio.Event | None = None,
+        strict: bool = True,
+        model_path: str = "",
+    ) -> None:
+        """changed: shared with the links of other models. strict: a target that a flag names must fit when the gateway
+        starts. model_path: checkpoint that targets must serve; empty for any
+        """
+        self._strict = strict
+        self._model_path = model_path
         self._discovery, self._members = discovery, discovery.members
         self._orchestrator = orchestrator
         self._connection = connection
@@ -43,8 +58,9 @@ class Links:
         self._leaving: dict[AnyLink, asyncio.Task[None]] = {}
         self._late: set[asyncio.Task[None]] = set()
         self._were_up: set[AnyLink] = set()
-        self.changed = asyncio.Event()
+        self.changed = changed or asyncio.Event()
         self.on_late: Callable[[AnyLink], Coroutine[Any, Any, None]] = _nothing
+        self.on_early_files: Callable[[dict[str, bytes]], None] = lambda _: None
 
     def start(self) -> None:
         """Find replicas, and connect to targets. Drafts wait until `serve`: they must fit the first target's model."""
@@ -59,10 +75,15 @@ class Links:
         names = self._members.names(Service.TARGET)
         return bool(names) and all(named.kind is Kind.ADDRESS for named in names)
 
+    @property
+    def any_target(self) -> bool:
+        """True if the pool of targets has a member."""
+        return bool(self._members.of(Service.TARGET))
+
     def is_named(self, link: AnyLink) -> bool:
         """True if a flag names exactly this address, so that it must fit when the gateway starts."""
         member = self._members.find(Service(link.service), link.address)
-        return member is not None and member.named
+        return self._strict and member is not None and member.named
 
     def expect(self, first: TargetLink) -> None:
         """From now on all targets must fit this one. Raises ConfigError for one that a flag names and that does not."""
@@ -112,6 +133,8 @@ class Links:
         if isinstance(link, TargetLink):
             if self._weights is not None:
                 self._expect(link, self._weights)
+            else:
+                link.on_early_files = self.on_early_files
             link.start()
         if self._control is not None:
             self._control.prepare(link)
@@ -151,7 +174,9 @@ class Links:
     def _link_to(self, member: Member) -> AnyLink | None:
         connection = self._connection.named(member.host) if member.host else self._connection
         if member.service is Service.TARGET:
-            return TargetLink(member.address, connection)
+            target = TargetLink(member.address, connection)
+            target.model_path = self._model_path
+            return target
         return DraftLink(member.address, self._model, connection) if self._model is not None else None
 
     def _expect(self, link: TargetLink, weights: PoolWeights) -> None:

@@ -16,6 +16,7 @@ from outrider.errors import ConfigError
 from outrider.wire.v1 import common_pb2
 from services.draft.formats.base import DraftCheckpoint
 from services.draft.formats.decoders import read_decoder
+from services.draft.formats.dflash import read_dflash
 from services.draft.formats.eagle import read_eagle
 from services.draft.formats.eagle3 import read_eagle3
 from services.draft.formats.mtp import holds_mtp, read_mtp
@@ -27,7 +28,7 @@ from services.draft.model.weights.dummy import has_weights
 log = logging.getLogger(__name__)
 
 _HEADS: dict[str, Callable[[Path, TargetCheckpoint, LoadFormat], DraftCheckpoint]] = {
-    "EAGLE": read_eagle, "NEXTN": read_eagle, "EAGLE3": read_eagle3,
+    "EAGLE": read_eagle, "NEXTN": read_eagle, "EAGLE3": read_eagle3, "DFLASH": read_dflash,
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureFormat
 from outrider.speculation.shape import TreeShape
 from outrider.wire.v1 import common_pb2
+from services.draft.drafters.block import BlockDrafter
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.drafters.model import ModelDrafter
 from services.draft.drafters.on_demand import OnDemandDrafter
@@ -28,6 +29,7 @@ from services.draft.formats.base import DraftCheckpoint
 from services.draft.formats.target import read_target
 from services.draft.kernels.base import Paging
 from services.draft.kernels.cpu.panels import PanelMaker
+from services.draft.model.layers.heads import BlockHead
 from services.draft.model.layers.pallas_backend import with_cache_for
 from services.draft.model.matrices.packed import pack_params
 from services.draft.model.matrices.quantized import INT4
@@ -124,7 +126,8 @@ def _drafter(
         features = online.head.states.in_format(number_format)
         share = online.options.share
         return OnlineDrafter(name, runner, prefix, max_running, chunk, features, online.learner(), online.buffer, share)
-    kind = StackedDrafter if draft.config.stacked else FeatureDrafter
+    block = isinstance(draft.config.head, BlockHead)
+    kind = BlockDrafter if block else StackedDrafter if draft.config.stacked else FeatureDrafter
     features = draft.features.in_format(number_format)
     return kind(name, runner, prefix, max_running, chunk, features, draft.fusion)
 

@@ -109,11 +109,17 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._engine: TargetEngine | None = None
         self._control: Control | None = None
         self.facts: Facts | None = None
+        self._folder: Path | None = None
+
+    def offer_tokenizer(self, folder: Path) -> None:
+        """Answer calls for the tokenizer's files, while the model is being loaded from the folder."""
+        self._folder = folder
 
     def serve(self, facts: Facts, engine: TargetEngine, control: Control) -> None:
         """Start answering, now that the model is loaded."""
         facts.info.max_update_bytes = control.max_update_bytes
         self.facts, self._engine, self._control = facts, engine, control
+        self._folder = facts.folder
 
     def register(self, server: GrpcServer) -> tuple[str, ...]:
         """Add the service to a server. Returns its full name."""
@@ -122,7 +128,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     def _loaded(self) -> Facts:
         if self.facts is None:
-            raise Unavailable("the target is loading its model; retry in a moment")
+            raise Unavailable("the target is loading its model; retry in a moment", retry_after=1)
         return self.facts
 
     def _running(self) -> tuple[TargetEngine, Control]:
@@ -150,7 +156,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """The tokenizer's existing files, in parts."""
         del request
         async with statuses(context):
-            folder = self._loaded().folder
+            if (folder := self._folder) is None:
+                folder = self._loaded().folder
             for name in (*TOKENIZER_FILES, *checkpoint.chat_template_files(folder)):
                 path = folder / name
                 if not path.is_file():

@@ -334,12 +334,14 @@ def test_full_disk_is_reported(models, monkeypatch, number, kind):
         app.train(TrainConfig(model_path=str(models / "target"), output="there"))
 
 
-def test_run_resumes_with_its_first_answers(tmp_path):
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "DFLASH"])
+def test_run_resumes_with_its_first_answers(tmp_path, algorithm):
     """Another run may have added answers."""
     target = target_of(tmp_path / "target")
     rng = np.random.default_rng(0)
     records = [random_record(rng, 24, 4, held_out=i % 4 == 0) for i in range(12)]
     flags = {"draft_vocab_size": 64, "intermediate_size": 64, "batch_tokens": 60, "unroll": 2, "epochs": 1.0}
+    flags |= {"algorithm": algorithm, "block_size": 3, "num_layers": 1, "aux_layers": (1, 3, 4)}
     store = store_of(tmp_path / "answers", records[:8])
     facts = []
     for _ in range(2):
@@ -350,6 +352,7 @@ def test_run_resumes_with_its_first_answers(tmp_path):
             store.add(job, [record])
     assert facts[0] == facts[1]
     assert len(learning.reader) == 8
+    assert len(learning.curve.losses[0]) == 2, "tokens that a row predicts"
     (tmp_path / "fewer").mkdir()
     with pytest.raises(ConfigError, match="with other records"):
         learning.run(store_of(tmp_path / "fewer", records[:6]), tmp_path / "checkpoint", {})
@@ -376,23 +379,25 @@ def test_a_checkpoint_of_another_head_is_refused(tmp_path):
         other.load(tmp_path / "checkpoint")
 
 
-@pytest.mark.parametrize("name", ["EAGLE", "NEXTN", "STANDALONE"])
+@pytest.mark.parametrize("name", ["EAGLE", "NEXTN", "STANDALONE", "DFLASH"])
 def test_other_algorithms_are_trained_and_replayed(perfect, tmp_path, name):
     """The published draft predicts the cycle that the target generates."""
     folder = perfect[0]
     target, ids = read_target(folder), np.arange(VOCAB)
     hidden = 32 if name == "STANDALONE" else None
-    algorithm = algorithm_of(name, target, DraftShape(inner=64, hidden=hidden, vocab=VOCAB))
+    layers = 1 if name == "DFLASH" else None
+    algorithm = algorithm_of(name, target, DraftShape(layers, hidden, inner=64, vocab=VOCAB, block=6))
     uses_features, records = algorithm.model.head.uses_features, []
     for start in range(0, 32, 4):
         tokens = np.array([40 + start, *cycle_text(40 + start, 60)], np.uint32)
-        records.append(Record(tokens, states_of_cycle(folder, tokens), 5, 5, 0.0, 7))
-    reader, unroll_steps = store_of(tmp_path / "answers", records).read(), 3 if uses_features else 1
+        states = np.tile(states_of_cycle(folder, tokens).view(np.uint16), (1, len(algorithm.states.layers) + 1))
+        records.append(Record(tokens, states.view(np.uint8), 5, 5, 0.0, 7))
+    reader, unroll_steps = store_of(tmp_path / "answers", records).read(), algorithm.depth or 3
     batches = Batches(reader, range(8), 512, unroll_steps, 1, uses_features)
     tensors = target.embedding_and_head(np.asarray)
     shared = TargetWeights(tensors["embed"], tensors["head"], draft_ids(ids, VOCAB))
     objective = Objective(algorithm, unroll_steps, 1.0, mixed_precision=False)
-    params = algorithm.first_params(target, ids, np.ones(1, np.float32), seed=0)
+    params = algorithm.first_params(target, ids, np.ones(len(algorithm.states.layers) + 1, np.float32), seed=0)
     trainer, stream = Trainer(objective, Schedule(60, 1e-2, 0.1, 0.0, 1), shared, params), batches.since(0)
     for _ in range(60):
         trainer.take_step(stream)

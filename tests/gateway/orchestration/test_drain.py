@@ -142,6 +142,30 @@ async def test_the_last_target_drains_until_its_sessions_end_or_another_comes():
     assert pools.open().target is late
 
 
+async def test_sessions_of_a_target_that_stops_go_on_elsewhere_and_come_back_if_it_does():
+    """A target reports that it does not serve because it stops, or because its engine hangs."""
+    pools = Pools(2)
+    stops, stays = pools.targets
+    session = pools.open()
+    await commit(stops, session, [3])
+    sent(stops)
+    stops.stopping = True
+    stops.on_stopping()
+    assert session.target is stays
+    assert sent(stops) == ([], [session.id])
+    await commit(stays, session, [4])
+    assert (stops.availability.state, pools.open().target) == (ReplicaState.DRAINING, stays)
+    assert session.failures.losses == 0
+    stays.stopping = True
+    stays.on_stopping()
+    assert session.target is stays  # no other target serves
+    late = pools.open()  # the pool is not empty, so requests wait
+    assert late.target is None
+    stops.stopping = False
+    stops.on_stopping()
+    assert session.target is late.target is stops
+
+
 async def test_a_target_may_leave_at_once_and_its_sessions_wait():
     pools = Pools(1)
     (target,) = pools.targets

@@ -53,7 +53,7 @@ def attend(
         return _attend_latent(description, paging, layer, x, pool, step)
     q, kv, gate = project(layer, description, x, step.positions, epsilon)
     filled = move_and_write(pool, step.moves, step.slots.reshape(-1), kv.reshape(-1, *kv.shape[2:]), paging.backend)
-    since = _first_seen(description, step.positions)
+    since = first_seen(description, step.positions)
     seen = attention(
         q, filled, step.context, paging, since=since, sinks=layer.get("sinks"), softcap=description.softcap
     )
@@ -62,7 +62,7 @@ def attend(
     return linear(seen.reshape(*x.shape[:2], -1), layer, "output"), filled
 
 
-def _first_seen(description: Attention, positions: jax.Array) -> jax.Array | None:
+def first_seen(description: Attention, positions: jax.Array) -> jax.Array | None:
     """The first row of the prefix KV that each row attends to, [S, Q]; None without a limit."""
     if description.window is None:
         return jnp.full_like(positions, description.first) if description.first else None

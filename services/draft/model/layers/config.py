@@ -180,7 +180,7 @@ class ModelConfig:
     def cache_numbers(self) -> int:
         """Elements that the caches keep for a token."""
         kept = sum(math.prod(layer.attention.kv_shape) for layer in self.layers)
-        states = int(self.head.uses_features) + self.chain_links
+        states = int(self.head.keeps_states) + self.chain_links
         return kept + states * self.hidden_size
 
     @property

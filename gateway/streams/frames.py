@@ -1,0 +1,85 @@
+"""Outgoing frames: when one is due, and batches, joined and split by session as bytes, without an object per token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+from outrider.speculation.proposal import Proposal
+from outrider.wire import codec
+from outrider.wire.v1 import common_pb2
+
+Batch = TypeVar("Batch", common_pb2.ProposalBatch, common_pb2.CommitBatch, common_pb2.FeatureBatch)
+Key = TypeVar("Key", bound=Hashable)
+
+# Bytes of opens per frame: a service that comes back gets many sessions at once, and frames have a size limit.
+_OPEN_BYTES = 16 << 20
+_MAX_DELAY = 0.5  # seconds for which messages that are not urgent are gathered
+
+_FIELDS: dict[type, tuple[str, ...]] = {
+    kind: tuple(field.name for field in kind.DESCRIPTOR.fields)
+    for kind in (common_pb2.ProposalBatch, common_pb2.CommitBatch, common_pb2.FeatureBatch)
+}
+
+
+class FrameSignal:
+    """Wakes the writer of a stream, at once or after a delay in which more messages may arrive."""
+
+    def __init__(self) -> None:
+        self._set = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """True if a frame is due now."""
+        return self._set.is_set()
+
+    def set(self) -> None:
+        """A message is waiting."""
+        self._set.set()
+
+    def set_later(self) -> None:
+        """A message is waiting that is not urgent."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_MAX_DELAY, self.set)
+
+    def clear(self) -> None:
+        """The frame is about to be taken."""
+        self._set.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def wait(self) -> Awaitable[Any]:
+        """Completes when a frame is due."""
+        return self._set.wait()
+
+
+def join(batches: Sequence[Batch]) -> Batch | None:
+    """One batch with the entries of all, in order. Every field is an array, so its bytes are concatenated."""
+    if len(batches) <= 1:
+        return batches[0] if batches else None
+    fields = _FIELDS[type(batches[0])]
+    return type(batches[0])(**{name: b"".join(getattr(batch, name) for batch in batches) for name in fields})
+
+
+def cut_opens(opens: list[common_pb2.OpenSession]) -> tuple[list[common_pb2.OpenSession], list[common_pb2.OpenSession]]:
+    """The sessions to open in the next frame, at least one, and those that do not fit into it."""
+    size = 0
+    for count, request in enumerate(opens):
+        size += request.ByteSize()
+        if count and size > _OPEN_BYTES:
+            return opens[:count], opens[count:]
+    return opens, []
+
+
+def split_proposals(
+    batch: common_pb2.ProposalBatch, owner: Callable[[int], Key | None]
+) -> dict[Key, common_pb2.ProposalBatch]:
+    """The proposals of a batch by their session's owner; those without an owner are dropped. Raises InvalidRequest."""
+    groups: dict[Key, list[Proposal]] = {}
+    for proposal in codec.proposals_from_pb(batch):
+        if (key := owner(proposal.session_id)) is not None:
+            groups.setdefault(key, []).append(proposal)
+    return {key: codec.proposals_to_pb(proposals) for key, proposals in groups.items()}
