@@ -24,6 +24,7 @@ from gateway.api.requests.weights import (
     JoinBody,
     LabelBody,
     UpdateBody,
+    parts_of,
     tensor_body,
 )
 from gateway.control.control import UpdateResult
@@ -44,7 +45,7 @@ def install(app: FastAPI, admin: Sequence[Any], named: Any) -> None:
         """As a safetensors file: options are query parameters. As JSON: they are fields."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() == _SAFETENSORS:
             options = _options(request)
-            return _updated(await model.control.update_from_tensors(request.stream(), options.update()))
+            return _updated(await model.control.update_from_tensors(parts_of(request), options.update()))
         body = await tensor_body(request, model.control.max_update_bytes)
         return _updated(await model.control.update_from_tensors(body.pickle(), body.pickled_update(), pickled=True))
 

@@ -329,8 +329,8 @@ class Collector:
         conversation, tokenizer = job.conversation, self._client.tokenizer
         if conversation.rollout is not None:
             if (replayed := await replay(conversation.rollout, self._limits.length, self._write)) is not None:
-                held_out, prompt = is_held_out(conversation.name, self._held_out), conversation.rollout.prompt
-                yield Record(*replayed, prompt, prompt, job.temperature, job.seed, held_out)
+                held_out, first = is_held_out(conversation.name, self._held_out), conversation.rollout.prompt
+                yield Record(*replayed, first, first, job.temperature, job.seed, held_out)
             return
         if conversation.text:
             async for record in self._answer(job, tokenizer.encode(conversation.text)):
