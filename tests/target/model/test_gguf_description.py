@@ -33,9 +33,10 @@ def contents(folder):
     for file in sorted(folder.iterdir()):
         text = file.read_text()
         found[file.name] = json.loads(text) if file.suffix == ".json" else text
-    for name, beside in (("config", "transformers_version"), ("generation_config", "transformers_version"),
-                         ("tokenizer_config", "add_prefix_space")):  # fmt: skip
-        found[f"{name}.json"].pop(beside, None)
+    for name in ("config.json", "generation_config.json"):
+        found[name].pop("transformers_version", None)
+    for setting in ("add_prefix_space", "local_files_only"):  # null for Qwen, and as transformers was called
+        found["tokenizer_config.json"].pop(setting, None)
     return found
 
 
