@@ -11,6 +11,7 @@ import grpc
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from outrider.errors import ConfigError, InvalidRequest, OutriderError, Unavailable, from_grpc_code
+from outrider.wire.v1 import common_pb2
 
 _SILENCE = 60.0  # seconds in which a client that sends a body must send more
 _PART_BYTES = 1 << 20
@@ -63,3 +64,16 @@ async def put_in_all(
         put = asyncio.create_task(queue.put(part))
         await asyncio.wait({put, task}, return_when=asyncio.FIRST_COMPLETED)
         put.cancel()
+
+
+def served_weights(
+    targets: Sequence[TargetLink], found: Sequence[common_pb2.WeightFacts | None]
+) -> common_pb2.WeightFacts | None:
+    """The weights that all targets must have from now on: those of a target that missed no update. None if unknown.
+
+    found: weights of each target. A target that missed an update and gets a part of the next one has mixed weights.
+    If all targets have, the first one without any of its original tensors decides.
+    """
+    pairs = [(target, facts) for target, facts in zip(targets, found, strict=True) if facts is not None]
+    complete = [facts for target, facts in pairs if target.expects(facts.fingerprint_before)]
+    return next(iter(complete or [facts for _, facts in pairs if facts.whole]), None)

@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from gateway.control.calls import call_replica, cut, put_in_all, raise_first
+from gateway.control.calls import call_replica, cut, put_in_all, raise_first, served_weights
 from gateway.control.draft_weights import DraftFollower, Goal
 from gateway.control.server_info import Facts
 from gateway.orchestration.orchestrator import Orchestrator
@@ -122,9 +122,7 @@ class Control:
         Conflict while others are being sent, because the targets keep all of them in memory.
         """
         update.shared_tensors.extend(self._follower.shared_tensors)
-        with self._facts.peers.try_lock("tensors") as free:
-            if not free:
-                raise Conflict("tensors of another update are being received; send these once it has ended")
+        with self._one_upload():
             kind = target_pb2.TENSOR_FORMAT_PICKLE if pickled else target_pb2.TENSOR_FORMAT_UNSPECIFIED
             result = await self._send_tensors(
                 parts, target_pb2.UpdateWeightsFromTensorRequest(update=update, format=kind)
@@ -165,9 +163,7 @@ class Control:
         while others are being sent.
         """
         request.update.shared_tensors.extend(self._follower.shared_tensors)
-        with self._facts.peers.try_lock("tensors") as free:
-            if not free:
-                raise Conflict("tensors of another update are being received; send these once it has ended")
+        with self._one_upload():
             async with self._update_lock():
                 targets = self._some_targets()
                 calls = [
@@ -208,6 +204,14 @@ class Control:
             for task in tasks:
                 task.cancel()
 
+    @contextlib.contextmanager
+    def _one_upload(self) -> Iterator[None]:
+        """Exclude other tensors on any worker. Raises Conflict."""
+        with self._facts.peers.try_lock("tensors") as free:
+            if not free:
+                raise Conflict("tensors of another update are being received; send these once it has ended")
+            yield
+
     @contextlib.asynccontextmanager
     async def _update_lock(self) -> AsyncIterator[None]:
         """Exclude other weight updates, in this worker and in others."""
@@ -219,7 +223,7 @@ class Control:
     ) -> UpdateResult:
         """Record each target's weights, here and in other workers. Raises the first error."""
         found = [None if isinstance(result, BaseException) else result.weights for result in results]
-        due = self._served_weights(targets, found)
+        due = served_weights(targets, found)
         here = [facts is not None and due is not None and facts.fingerprint == due.fingerprint for facts in found]
         if due is not None:
             update_facts = {
@@ -273,19 +277,6 @@ class Control:
     def awaiting(self) -> list[str]:
         """Addresses of the targets that lack the served weights, and are unused until they are sent again."""
         return [target.address for target in self._targets if target.awaited_version is not None]
-
-    @staticmethod
-    def _served_weights(
-        targets: Sequence[TargetLink], found: Sequence[common_pb2.WeightFacts | None]
-    ) -> common_pb2.WeightFacts | None:
-        """The weights that all targets must have from now on: those of a target that missed no update. None if unknown.
-
-        found: weights of each target. A target that missed an update and gets a part of the next one has mixed weights.
-        If all targets have, the first one without any of its original tensors decides.
-        """
-        pairs = [(target, facts) for target, facts in zip(targets, found, strict=True) if facts is not None]
-        complete = [facts for target, facts in pairs if target.expects(facts.fingerprint_before)]
-        return next(iter(complete or [facts for _, facts in pairs if facts.whole]), None)
 
     async def flush_target_states(self) -> None:
         """Make drafts drop cached prefixes computed from the old weights' states."""
