@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -99,9 +99,7 @@ class WeightUpdates:
         Conflict while others are being sent, because the targets keep all of them in memory.
         """
         update.shared_tensors.extend(self._follower.shared_tensors)
-        with self._facts.peers.try_lock("tensors") as free:
-            if not free:
-                raise Conflict("tensors of another update are being received; send these once it has ended")
+        with self._one_upload():
             kind = target_pb2.TENSOR_FORMAT_PICKLE if pickled else target_pb2.TENSOR_FORMAT_UNSPECIFIED
             result = await self._send_tensors(
                 parts, target_pb2.UpdateWeightsFromTensorRequest(update=update, format=kind)
@@ -142,9 +140,7 @@ class WeightUpdates:
         while others are being sent.
         """
         request.update.shared_tensors.extend(self._follower.shared_tensors)
-        with self._facts.peers.try_lock("tensors") as free:
-            if not free:
-                raise Conflict("tensors of another update are being received; send these once it has ended")
+        with self._one_upload():
             async with self.lock():
                 targets = self._services.some_targets()
                 calls = [
@@ -187,6 +183,14 @@ class WeightUpdates:
         finally:
             for task in tasks:
                 task.cancel()
+
+    @contextlib.contextmanager
+    def _one_upload(self) -> Iterator[None]:
+        """Exclude other tensors on any worker. Raises Conflict."""
+        with self._facts.peers.try_lock("tensors") as free:
+            if not free:
+                raise Conflict("tensors of another update are being received; send these once it has ended")
+            yield
 
     @contextlib.asynccontextmanager
     async def lock(self) -> AsyncIterator[None]:
