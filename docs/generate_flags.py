@@ -15,7 +15,17 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from outrider.config import DoctorOptions, DraftConfig, GatewayConfig, ServeConfig, TargetConfig, TrainConfig
+from outrider.config import (
+    DoctorOptions,
+    DraftConfig,
+    GatewayConfig,
+    RayDownConfig,
+    RayStatusConfig,
+    RayUpConfig,
+    ServeConfig,
+    TargetConfig,
+    TrainConfig,
+)
 from outrider.config.compatibility.foreign_flags import FOREIGN_FLAGS, FOREIGN_KERNELS, ForeignFlag
 from outrider.config.compatibility.spellings import ALIASES, PREFIX
 
@@ -27,6 +37,9 @@ COMMANDS = {
     "gateway": GatewayConfig,
     "train": TrainConfig,
     "doctor": DoctorOptions,
+    "ray up": RayUpConfig,
+    "ray status": RayStatusConfig,
+    "ray down": RayDownConfig,
 }
 HEAD = """\
 # Flags

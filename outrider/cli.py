@@ -30,6 +30,7 @@ Speculative decoding for large language models, as services.
   gateway       start the gateway: OpenAI-style REST and gRPC for clients
   train         train a draft model for a target on answers that the target generates
   bench         benchmark: load on any server, drafters side by side, steps against their floors
+  ray           targets, drafts and gateways on a Ray cluster: ray up, ray status, ray down
   doctor        report what each service would run on here, why, and what to do about problems
   healthcheck   check the health of a service; the exit code is 0 if it is healthy, 1 if not
   token         write the token of the services into a file, unless it exists
@@ -103,6 +104,7 @@ def _open_standard_streams() -> None:
 def _dispatch(argv: list[str]) -> int:
     verbs: dict[str, Callable[[list[str]], int]] = {
         "serve": _serve,
+        "ray": _ray,
         "doctor": _doctor,
         "healthcheck": _healthcheck,
         "token": _token,
@@ -148,6 +150,12 @@ def _serve(flags: list[str]) -> int:
     from outrider.supervisor.app import serve
 
     return serve(config, notes)
+
+
+def _ray(flags: list[str]) -> int:
+    from outrider.clusters.ray.commands import main as ray
+
+    return ray(flags)
 
 
 def _doctor(flags: list[str]) -> int:

@@ -33,7 +33,6 @@ _FINISH_REASONS: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_ABORT: "abort",
 }
-_INFO = gateway_pb2.GetGatewayInfoRequest()
 _CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
 
 
@@ -41,7 +40,7 @@ class Options(TypedDict, total=False):
     """Options of a generation; options that are left out have the gateway's default."""
 
     model: str
-    """Name of the model; "default" is the served one."""
+    """Name of the model; "default" is the served one, of several the first."""
     max_tokens: int
     """Maximum number of new tokens; by default the rest of the context."""
     min_tokens: int
@@ -166,7 +165,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class GatewayInfo:
-    """Facts about the served model. max_session_tokens: maximum length of prompt and answer together."""
+    """Facts about a served model. max_session_tokens: maximum length of prompt and answer together.
+
+    served_models: names of all models of the gateway; the first one serves requests without a name
+    """
 
     software_version: str
     served_model_name: str
@@ -174,6 +176,7 @@ class GatewayInfo:
     vocab_size: int
     drafters: list[str]
     max_session_tokens: int
+    served_models: list[str] = field(default_factory=list)
 
 
 class Client:
@@ -200,12 +203,11 @@ class Client:
         """Close the connection and cancel running generations."""
         self._channel.close()
 
-    def info(self, timeout: float | None = 10.0) -> GatewayInfo:
-        """Facts about the served model. timeout: seconds. Raises OutriderError."""
+    def info(self, timeout: float | None = 10.0, *, model: str = "") -> GatewayInfo:
+        """Facts about a served model. timeout: seconds. model: by default the first one. Raises OutriderError."""
+        request = gateway_pb2.GetGatewayInfoRequest(model=model)
         try:
-            return _info(
-                self._stub.GetGatewayInfo(gateway_pb2.GetGatewayInfoRequest(), timeout=timeout, metadata=self._metadata)
-            )
+            return _info(self._stub.GetGatewayInfo(request, timeout=timeout, metadata=self._metadata))
         except grpc.RpcError as error:
             raise _outrider_error(error) from error
 
@@ -250,14 +252,11 @@ class AsyncClient:
         """Close the connection and cancel running generations."""
         await self._channel.close()
 
-    async def info(self, timeout: float | None = 10.0) -> GatewayInfo:  # noqa: ASYNC109
-        """Facts about the served model. timeout: seconds. Raises OutriderError."""
+    async def info(self, timeout: float | None = 10.0, *, model: str = "") -> GatewayInfo:  # noqa: ASYNC109
+        """Facts about a served model. timeout: seconds. model: by default the first one. Raises OutriderError."""
+        request = gateway_pb2.GetGatewayInfoRequest(model=model)
         try:
-            return _info(
-                await self._stub.GetGatewayInfo(
-                    gateway_pb2.GetGatewayInfoRequest(), timeout=timeout, metadata=self._metadata
-                )
-            )
+            return _info(await self._stub.GetGatewayInfo(request, timeout=timeout, metadata=self._metadata))
         except grpc.aio.AioRpcError as error:
             raise _outrider_error(error) from error
 
@@ -382,6 +381,7 @@ def _info(message: gateway_pb2.GetGatewayInfoResponse) -> GatewayInfo:
         message.model.vocab_size,
         list(message.drafters),
         message.max_session_tokens,
+        list(message.served_models),
     )
 
 

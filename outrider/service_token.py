@@ -54,6 +54,11 @@ def _checked(token: str, source: str) -> str:
     return token
 
 
+def new_token() -> str:
+    """A random token."""
+    return secrets.token_urlsafe(_TOKEN_BYTES)
+
+
 def make_token_file(path: Path, environ: Mapping[str, str] = os.environ) -> None:
     """Write the token of the environment, or a new one unless the file exists. Only this user can read the file.
 
@@ -63,7 +68,7 @@ def make_token_file(path: Path, environ: Mapping[str, str] = os.environ) -> None
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-            file.write((given or secrets.token_urlsafe(_TOKEN_BYTES)) + "\n")
+            file.write((given or new_token()) + "\n")
             os.fsync(file.fileno())
         try:
             if given is not None:

@@ -22,7 +22,7 @@ import httpx
 from bench.harness.errors import BenchError
 from bench.harness.processes import start
 from bench.pools.quota import limited
-from outrider.config.callers import ADMIN_KEYS_VARIABLE
+from outrider.config.access.callers import ADMIN_KEYS_VARIABLE
 from outrider.supervisor.health import is_healthy
 
 _ADMIN_KEY = secrets.token_hex(16)

@@ -12,36 +12,33 @@ from gateway.api.middleware import KeyCheck
 from gateway.api.requests import http
 from gateway.api.routes import completions, docs, generate, health, info, page, responses, tokens, workers
 from gateway.api.routes import control as control_routes
-from gateway.api.routes.conversations import Conversations
-from gateway.control.control import Control
-from gateway.control.replicas import Replicas
-from gateway.control.server_info import Facts
-from gateway.orchestration.generator import Generator
+from gateway.api.routes.conversations import AllConversations
+from gateway.control.models import Models
 
 
-def build(generator: Generator, facts: Facts, control: Control, replicas: Replicas, keys: Keys) -> FastAPI:
-    """The app with all routes. facts: about the gateway, for routes that return them. keys: of administrators."""
+def build(models: Models, keys: Keys) -> FastAPI:
+    """The app with all routes. keys: of administrators."""
     app = _empty()
-    conversations = Conversations(generator.tokenizer, facts.config)
-    completions.install(app, generator, facts, conversations)
-    responses.install(app, generator, facts, conversations)
-    generate.install(app, generator)
-    info.install(app, generator, facts)
-    health.install(app, generator, facts.health(generator))
-    tokens.install(app, generator, conversations)
+    conversations = AllConversations(models)
+    completions.install(app, models, conversations)
+    responses.install(app, models, conversations)
+    generate.install(app, models)
+    info.install(app, models)
+    health.install(app, models)
+    tokens.install(app, models, conversations)
     page.install(app)
     docs.install(app)
-    control_routes.install(app, control, generator, facts, keys)
-    workers.install(app, replicas, keys)
+    control_routes.install(app, models, keys)
+    workers.install(app, models, keys)
     return app
 
 
 class Starting:
     """The app until a target is up: the routes that add and remove replicas, and another app for all other paths."""
 
-    def __init__(self, rest: ASGIApp, replicas: Replicas, keys: Keys) -> None:
+    def __init__(self, rest: ASGIApp, models: Models, keys: Keys) -> None:
         app = _empty()
-        workers.install(app, replicas, keys)
+        workers.install(app, models, keys)
         self._workers = KeyCheck(app, keys)
         self._rest = rest
 

@@ -16,9 +16,10 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from gateway.control.calls import call_replica, cut, put_in_all, raise_first
+from gateway.control.draft_weights import DraftFollower, Goal
 from gateway.control.server_info import Facts
 from gateway.orchestration.orchestrator import Orchestrator
-from gateway.streams.draft import SHARE_TIMEOUT, DraftLink
+from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from outrider.errors import Conflict, InvalidRequest, OutriderError, Unavailable
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
@@ -59,7 +60,10 @@ class Control:
         self._updating = asyncio.Lock()
         self._paused = False  # as a client asked for it last
         self._flushed = False  # as a client asked for it
-        self._target_folder = ""  # of the weights that an update read last
+        known = facts.target
+        self._follower = DraftFollower(
+            orchestrator, Goal(known.weights_folder, known.shared_fingerprint, known.weight_version)
+        )
         links: list[TargetLink | DraftLink] = [*orchestrator.targets, *orchestrator.drafts]
         for link in links:
             self.prepare(link)
@@ -67,7 +71,7 @@ class Control:
     def prepare(self, link: TargetLink | DraftLink) -> None:
         """Make a replica, before it is used, take part in pauses, flushes and weight updates so far."""
         if isinstance(link, DraftLink):
-            link.target_folder = self._target_folder
+            self._follower.prepare(link)
             if self._flushed:  # it may have been in the pool before
                 link.flush_later(draft_pb2.FlushDraftRequest())
             return
@@ -117,6 +121,7 @@ class Control:
         """Load tensors sent as one safetensors file, or as a pickle. Raises InvalidRequest if they do not fit, and
         Conflict while others are being sent, because the targets keep all of them in memory.
         """
+        update.shared_tensors.extend(self._follower.shared_tensors)
         with self._facts.peers.try_lock("tensors") as free:
             if not free:
                 raise Conflict("tensors of another update are being received; send these once it has ended")
@@ -159,6 +164,7 @@ class Control:
         """Load tensors that a trainer broadcasts. Raises InvalidRequest if they do not fit or arrive, and Conflict
         while others are being sent.
         """
+        request.update.shared_tensors.extend(self._follower.shared_tensors)
         with self._facts.peers.try_lock("tensors") as free:
             if not free:
                 raise Conflict("tensors of another update are being received; send these once it has ended")
@@ -218,6 +224,7 @@ class Control:
         if due is not None:
             update_facts = {
                 "version": due.weight_version, "fingerprint": due.fingerprint, "folder": due.folder,
+                "shared": due.shared_fingerprint,
                 "here": [target.address for target, whole in zip(targets, here, strict=True) if whole],
             }  # fmt: skip
             self.adopt_weights(update_facts)
@@ -229,7 +236,7 @@ class Control:
                     target.address,
                 )
         if any(found) and not update.keep_cache:
-            await self.flush_target_states(due.folder if due is not None else "")
+            await self.flush_target_states()
         try:
             raise_first(results)
         except OutriderError as error:
@@ -280,24 +287,24 @@ class Control:
         complete = [facts for target, facts in pairs if target.expects(facts.fingerprint_before)]
         return next(iter(complete or [facts for _, facts in pairs if facts.whole]), None)
 
-    async def flush_target_states(self, folder: str) -> None:
-        """Make drafts drop cached prefixes computed from the old weights' states, and load the shared new weights."""
-        self._target_folder = folder or self._target_folder
-        for draft in self._orchestrator.drafts:
-            draft.target_folder = self._target_folder
-        for result in await self.flush_drafts(draft_pb2.FlushDraftRequest(only_fed=True, target_folder=folder)):
+    async def flush_target_states(self) -> None:
+        """Make drafts drop cached prefixes computed from the old weights' states."""
+        for result in await self.flush_drafts(draft_pb2.FlushDraftRequest(only_fed=True)):
             if isinstance(result, OutriderError):  # costs accept length, not correctness
                 log.warning("a draft keeps prefixes of the old weights: %s", result.message)
 
     def adopt_weights(self, update: Mapping[str, Any]) -> None:
-        """Record new weights. update: `version`, `fingerprint`, `folder` that they came from, and `here`: addresses of
-        the targets that have them.
+        """Record new weights, and let drafts follow.
+
+        update: `version`, `fingerprint`, `folder` that they came from, `shared`: fingerprint of those that drafts
+        share, and `here`: addresses of the targets that have them
         """
         model = self._facts.target.model
         model.fingerprint, self._facts.target.weight_version = update["fingerprint"], update["version"]
         for target in self._targets:
             here = target.address in update["here"]
             target.weights_changed(update["fingerprint"], update["version"], update["folder"], here=here)
+        self._follower.aim(Goal(update["folder"], update["shared"], update["version"]))
 
     # --- cache and pauses ---
 
@@ -314,7 +321,7 @@ class Control:
         """Results of the call on each draft that is up; the others get it when they reconnect."""
 
         def flush(stub: Any) -> Any:
-            return stub.FlushDraft(request, timeout=SHARE_TIMEOUT if request.target_folder else _CALL_TIMEOUT)
+            return stub.FlushDraft(request, timeout=_CALL_TIMEOUT)
 
         calls: list[Coroutine[Any, Any, Any]] = []
         for draft in list(self._orchestrator.drafts):

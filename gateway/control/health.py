@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gateway.orchestration.generator import Generator
+from gateway.admission.admission import Admission
+from gateway.orchestration.orchestrator import Orchestrator
 from gateway.streams.availability import Availability, ReplicaState
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
@@ -21,29 +22,33 @@ _MAX_REPORT = 2000  # characters of a supervisor's report
 
 @dataclass(frozen=True)
 class Health:
-    """What the health routes report. draft_report: file with the reason of a draft process that ended, or None."""
+    """What the health routes report of a model's pools.
 
-    generator: Generator
-    draft_report: Path | None = None
+    draft_reports: files with the reason of a draft process that ended, by address
+    """
+
+    orchestrator: Orchestrator
+    admission: Admission
+    draft_reports: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def ready(self) -> bool:
         """True if requests can be served, with a draft or without."""
-        targets = self.generator.orchestrator.targets
-        return any(target.open_to_sessions for target in targets) and not self.generator.admission.draining
+        targets = self.orchestrator.targets
+        return any(target.open_to_sessions for target in targets) and not self.admission.draining
 
     def state(self) -> dict[str, Any]:
         """The full state: ok, degraded, or unavailable; each service with its reason.
 
         degraded: without a configured draft, or while a target awaits weights. awaited_weights: their label
         """
-        orchestrator = self.generator.orchestrator
+        orchestrator = self.orchestrator
         targets, drafts = self.services(orchestrator.targets), self.services(orchestrator.drafts)
         missing = _missing(targets, "target", "no target service is up") if targets else ["target: the pool is empty"]
         if self.ready:
             missing += [f"target: {one['reason']}" for one in targets if one["state"] == ReplicaState.AWAITING_WEIGHTS]
         missing += _missing(drafts, "draft", "no draft service is up; text is decoded plainly")
-        if self.generator.admission.draining:
+        if self.admission.draining:
             missing.append(_DRAINING)
         status = UNAVAILABLE if not self.ready else DEGRADED if missing else OK
         body: dict[str, Any] = {"status": status}
@@ -62,10 +67,11 @@ class Health:
     def availability(self, link: TargetLink | DraftLink) -> Availability:
         """Whether a replica is used. The reason of a process that ended is the one that its supervisor reports."""
         found = link.availability
-        if self.draft_report is None or link.service != "draft" or found.state is not ReplicaState.UNREACHABLE:
+        report = self.draft_reports.get(link.address) if link.service == "draft" else None
+        if report is None or found.state is not ReplicaState.UNREACHABLE:
             return found
         with contextlib.suppress(OSError):
-            return Availability(found.state, self.draft_report.read_text(encoding="utf-8")[:_MAX_REPORT])
+            return Availability(found.state, report.read_text(encoding="utf-8")[:_MAX_REPORT])
         return found
 
 

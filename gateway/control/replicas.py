@@ -1,4 +1,4 @@
-"""The replicas of both pools, as control routes show and change them, in all workers of the gateway.
+"""The replicas of a model's two pools, as control routes show and change them, in all workers of the gateway.
 
 Each worker has streams of its own, and moves its own sessions. A decision reaches the other workers at once; a worker
 that starts later, or that was too busy to answer, asks the others for what was decided.
@@ -28,7 +28,9 @@ _WAITING = Availability(ReplicaState.UNREACHABLE, "it is connected once a target
 class Replicas:
     """Lists, adds and removes replicas."""
 
-    def __init__(self, discovery: Discovery, orchestrator: Orchestrator, peers: Peers) -> None:
+    def __init__(self, discovery: Discovery, orchestrator: Orchestrator, peers: Peers, model: str = "") -> None:
+        """model: whose pools these are; empty for the only model."""
+        self._model = model
         self._members = discovery.members
         self._discovery = discovery
         self._orchestrator = orchestrator
@@ -71,7 +73,7 @@ class Replicas:
         address = link.address if link is not None else member.address if member is not None else ""
         load = link.load if link is not None and link.up else None
         return {
-            "id": id_of(service, address),
+            "id": id_of(service, address, self._model),
             "service": service,
             "address": address,
             "sources": list(member.sources) if member is not None else [],
@@ -82,6 +84,7 @@ class Replicas:
             "running_sessions": load.running_sessions if load is not None else 0,
             "waiting_sessions": load.waiting_sessions if load is not None else 0,
             "step_seconds": round(link.step_time.seconds, 6) if link is not None else 0.0,
+            "weights": link.weights._asdict() if isinstance(link, DraftLink) and link.weights is not None else None,
             "model": link.info.model.model_path if link is not None and link.info is not None else None,
         }
 
@@ -102,7 +105,7 @@ class Replicas:
         except ConfigError as error:
             raise InvalidRequest(error.message, param="url") from None
         await self._decide(service, address, added=True)
-        return id_of(service, address), address
+        return id_of(service, address, self._model), address
 
     async def remove(self, name: str, *, drain: bool) -> dict[str, Any]:
         """Remove a replica. Raises NotFound.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -23,7 +22,7 @@ from outrider.wire.v1 import target_pb2
 
 @dataclass(frozen=True)
 class Facts:
-    """Flags, the served model with its tokenizer's files, and the other workers."""
+    """Flags of a model, the model with its tokenizer's files, and the other workers."""
 
     config: GatewayConfig
     target: target_pb2.GetTargetInfoResponse
@@ -44,8 +43,7 @@ class Facts:
 
     def health(self, generator: Generator) -> Health:
         """The state of the gateway and its services."""
-        report = self.config.draft_report
-        return Health(generator, Path(report) if report is not None else None)
+        return Health(generator.orchestrator, generator.admission, self.config.draft_reports())
 
     def server_info(self, generator: Generator) -> dict[str, Any]:
         """Flags, services and speculation statistics; keys that SGLang has keep SGLang's names."""
@@ -107,4 +105,5 @@ def _service(link: TargetLink | DraftLink, health: Health) -> dict[str, Any]:
     found = health.availability(link)
     stream = {"stream_transport": link.transport} if link.up else {}
     state = {"state": found.state, "reason": found.reason or None}
-    return {"address": link.address, "up": link.up, **state, **stream, **info}
+    weights = {"weights": link.weights._asdict()} if isinstance(link, DraftLink) and link.weights is not None else {}
+    return {"address": link.address, "up": link.up, **state, **stream, **weights, **info}

@@ -1,4 +1,4 @@
-"""Requests between workers: the answers of a worker, and aborts in all workers."""
+"""Requests between workers about one model: the answers of a worker, and aborts in all workers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from gateway.workers.peers import Answers, Peers
 
 
 def answers_for(generator: Generator, control: Control) -> Answers:
-    """Handlers by request: metrics of this worker, aborts, new weights, pauses."""
+    """Handlers by request: aborts, new weights, pauses of one model."""
     return {
-        "metrics": lambda _: generator.metrics.render().decode(),
         "abort": lambda asked: generator.abort(*asked),
         "abort_all": lambda _: generator.abort_all(),
         "weights": control.adopt_weights,
         "targets_up": lambda _: control.targets_up(),
         "pause": control.adopt_pause,
-        "running": lambda _: generator.admission.running,
+        "running": lambda _: generator.running,
     }
 
 

@@ -17,7 +17,7 @@ from outrider.tracing import Tracing
 
 @dataclass(frozen=True)
 class Backend:
-    """The parts of the gateway behind the facades' calls."""
+    """The parts of the gateway behind the facades' calls: those of one model, because their messages name none."""
 
     generator: Generator
     facts: Facts

@@ -11,13 +11,13 @@ import outrider
 from gateway.admission.admission import Keys, check_size
 from gateway.admission.caller import peer_network
 from gateway.admission.retry_after import time_away
-from gateway.control.server_info import Facts
+from gateway.control.models import Models, Serving
 from gateway.grpc.sending import Sender
 from gateway.orchestration.generation import Part
-from gateway.orchestration.generator import Generator
 from gateway.sessions.request import GenerationRequest, StopOptions, TextOptions
 from gateway.telemetry.spans import spanning_call
 from gateway.text.encoding import MAX_PIECES, encode, encode_chat
+from outrider.config import GatewayConfig
 from outrider.errors import InvalidRequest, Unavailable
 from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.proposal import FinishReason, Logprobs
@@ -37,17 +37,17 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     """Generate and GetGatewayInfo."""
 
     def __init__(self) -> None:
-        self._generator: Generator | None = None
-        self._facts: Facts | None = None
+        self._models: Models | None = None
+        self._config: GatewayConfig
         self._keys: Keys | None = None
         self._since = time.monotonic()
         self._tracing: Tracing | None = None
 
     def serve(
-        self, generator: Generator, facts: Facts, keys: Keys | None = None, tracing: Tracing | None = None
+        self, models: Models, config: GatewayConfig, keys: Keys | None = None, tracing: Tracing | None = None
     ) -> None:
         """Answer calls from now on; before that every call is Unavailable."""
-        self._generator, self._facts, self._keys, self._tracing = generator, facts, keys, tracing
+        self._models, self._config, self._keys, self._tracing = models, config, keys, tracing
 
     def _request_of(self, context: Any) -> AbstractContextManager[None]:
         """Context of a caller's running request. Raises Unauthenticated, TooManyRequests."""
@@ -57,28 +57,29 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         authorization = str(metadata.get("authorization", "")).encode()
         return self._keys.request(self._keys.check(authorization, network=peer_network(context.peer())))
 
-    def _ready(self) -> Generator:
-        if self._generator is None:
+    def _ready(self) -> Models:
+        if self._models is None:
             seconds = time_away(self._since)
             raise Unavailable("the gateway is starting; it waits for a target service", retry_after=seconds)
-        return self._generator
+        return self._models
 
     async def GetGatewayInfo(  # noqa: N802
         self, request: gateway_pb2.GetGatewayInfoRequest, context: Any
     ) -> gateway_pb2.GetGatewayInfoResponse:
-        """Facts about the model that is served."""
-        del request
+        """Facts about a model that is served."""
         async with statuses(context):
-            generator = self._ready()
+            models = self._ready()
             with self._request_of(context):
-                assert self._facts is not None, "facts are set with the generator"
+                model = models.choose(request.model)
+                generator = model.generator
                 drafts = [link.info for link in generator.orchestrator.drafts if link.up and link.info is not None]
                 return gateway_pb2.GetGatewayInfoResponse(
                     software_version=outrider.__version__,
                     served_model_name=generator.name,
-                    model=self._facts.target.model,
+                    model=model.facts.target.model,
                     drafters=sorted({name for info in drafts for name in info.drafters}),
                     max_session_tokens=generator.max_session_tokens,
+                    served_models=models.names,
                 )
         raise AssertionError("abort raises")
 
@@ -89,9 +90,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         async with statuses(context):
             traced = spanning_call(self._tracing, context, _METHOD, request_id, chat=request.HasField("chat"))
             with self._request_of(context), traced as span:
-                generation = self._ready().start(await self._request(request), request_id, span)
-                assert self._facts is not None, "facts are set with the generator"
-                sender = Sender(context, [generation], self._facts.config.slow_reader_timeout)
+                models = self._ready()
+                check_size(request.ByteSize(), self._config.max_body_bytes)
+                model = models.choose(request.model)
+                generation = model.generator.start(await _request(model, request), request_id, span)
+                sender = Sender(context, [generation], self._config.slow_reader_timeout)
                 try:
                     finish = FinishReason.RUNNING
                     while finish is FinishReason.RUNNING:
@@ -101,68 +104,67 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 finally:
                     generation.close()
 
-    async def _request(self, request: gateway_pb2.GenerateRequest) -> GenerationRequest:
-        """The request as a specification. Raises InvalidRequest, ModelNotFound."""
-        assert self._facts is not None, "facts are set with the generator"
-        check_size(request.ByteSize(), self._facts.config.max_body_bytes)
-
-        def given(name: str, default: Any = None) -> Any:
-            return getattr(request, name) if request.HasField(name) else default
-
-        self._ready().check_model(request.model)
-        max_tokens = given("max_tokens")
-        if max_tokens == 0:
-            raise InvalidRequest("max_tokens must be 1 or more", param="max_tokens")
-        sampling = self._ready().defaults.sampling(
-            given("temperature"),
-            given("top_k"),
-            given("top_p"),
-            given("min_p"),
-            given("repetition_penalty"),
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            logit_bias=tuple(request.logit_bias.items()),
-        )
-        stop = StopOptions(
-            max_tokens,
-            min_tokens=given("min_tokens", 0),
-            strings=tuple(request.stop),
-            token_ids=tuple(request.stop_token_ids),
-            ignore_eos=request.ignore_eos,
-        )
-        return GenerationRequest(
-            await self._prompt(request),
-            sampling,
-            stop,
-            TextOptions(new_text=request.HasField("chat")),
-            seed=given("seed"),
-            cache_salt=request.cache_salt,
-            grammar=_grammar(request),
-            logprobs=given("logprobs"),
-            prompt_logprobs=given("prompt_logprobs"),
-            priority=request.priority,
-            max_draft_tokens=given("max_draft_tokens"),
-            draft_sources=draft_sources_from_pb(request.draft_sources),
-        )
-
-    async def _prompt(self, request: gateway_pb2.GenerateRequest) -> list[int]:
-        tokenizer = self._ready().tokenizer
-        match request.WhichOneof("prompt"):
-            case "text":
-                return await encode(tokenizer, request.text)
-            case "token_ids":
-                return list(request.token_ids.ids)
-            case "chat":
-                if len(request.chat.messages) > MAX_PIECES:
-                    raise InvalidRequest(f"at most {MAX_PIECES} messages are allowed", param="chat.messages")
-                messages = [{"role": _ROLES.get(m.role, m.role), "content": m.content} for m in request.chat.messages]
-                if not messages:
-                    raise InvalidRequest("the conversation is empty; send at least one message", param="chat.messages")
-                return await encode_chat(tokenizer, messages)
-        raise InvalidRequest("set one of text, token_ids and chat", param="prompt")
-
 
 _ROLES = {"developer": "system"}  # as in REST
+
+
+async def _request(model: Serving, request: gateway_pb2.GenerateRequest) -> GenerationRequest:
+    """The request as a specification. Raises InvalidRequest."""
+
+    def given(name: str, default: Any = None) -> Any:
+        return getattr(request, name) if request.HasField(name) else default
+
+    max_tokens = given("max_tokens")
+    if max_tokens == 0:
+        raise InvalidRequest("max_tokens must be 1 or more", param="max_tokens")
+    sampling = model.generator.defaults.sampling(
+        given("temperature"),
+        given("top_k"),
+        given("top_p"),
+        given("min_p"),
+        given("repetition_penalty"),
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias=tuple(request.logit_bias.items()),
+    )
+    stop = StopOptions(
+        max_tokens,
+        min_tokens=given("min_tokens", 0),
+        strings=tuple(request.stop),
+        token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+    )
+    return GenerationRequest(
+        await _prompt(model, request),
+        sampling,
+        stop,
+        TextOptions(new_text=request.HasField("chat")),
+        seed=given("seed"),
+        cache_salt=request.cache_salt,
+        grammar=_grammar(request),
+        logprobs=given("logprobs"),
+        prompt_logprobs=given("prompt_logprobs"),
+        priority=request.priority,
+        max_draft_tokens=given("max_draft_tokens"),
+        draft_sources=draft_sources_from_pb(request.draft_sources),
+    )
+
+
+async def _prompt(model: Serving, request: gateway_pb2.GenerateRequest) -> list[int]:
+    tokenizer = model.generator.tokenizer
+    match request.WhichOneof("prompt"):
+        case "text":
+            return await encode(tokenizer, request.text)
+        case "token_ids":
+            return list(request.token_ids.ids)
+        case "chat":
+            if len(request.chat.messages) > MAX_PIECES:
+                raise InvalidRequest(f"at most {MAX_PIECES} messages are allowed", param="chat.messages")
+            messages = [{"role": _ROLES.get(m.role, m.role), "content": m.content} for m in request.chat.messages]
+            if not messages:
+                raise InvalidRequest("the conversation is empty; send at least one message", param="chat.messages")
+            return await encode_chat(tokenizer, messages)
+    raise InvalidRequest("set one of text, token_ids and chat", param="prompt")
 
 
 def _grammar(request: gateway_pb2.GenerateRequest) -> Grammar | None:

@@ -23,7 +23,7 @@ from gateway.text.answer import AnswerText
 from gateway.text.encoding import run_in_thread_if_long
 from gateway.text.stop import MAX_STOP_CHARACTERS, MAX_STOPS
 from gateway.text.tokenizer import ModelTokenizer
-from outrider.errors import ContextTooLong, InvalidRequest, ModelNotFound
+from outrider.errors import ContextTooLong, InvalidRequest
 from outrider.serving.messages import cache_salt_of
 
 MAX_STOP_TOKENS = 1024
@@ -63,9 +63,8 @@ class Generator:
         timeout: float | None = None,
         defaults: SamplingDefaults = OPENAI,
         aliases: Sequence[str] = (),
-        any_model: bool = False,
     ) -> None:
-        """name: of the served model; aliases: its other names; any_model: serve requests that name another model, too.
+        """name: of the served model; aliases: its other names.
 
         max_session_tokens: of prompt and answer, until targets have reported theirs. timeout: of every answer, in
         seconds. defaults: sampling parameters for requests that omit them
@@ -76,7 +75,7 @@ class Generator:
         self.metrics = metrics
         self.name = name
         self.names = (name, *aliases)
-        self._any_model = any_model
+        self.running = 0  # generations
         self.defaults = defaults
         self.vocab_size = vocab_size
         self._timeout = timeout
@@ -148,6 +147,7 @@ class Generator:
         except BaseException:
             self.admission.leave(refused=True)
             raise
+        self.running += 1
         if span is not None:
             generation.span = span
             span.hold()
@@ -204,6 +204,7 @@ class Generator:
 
     def _remove(self, keys: Sequence[tuple[str, str]], generation: Generation) -> None:
         self.admission.leave(refused=generation.refused)
+        self.running -= 1
         for key in keys:
             of_request = self._running[key]
             of_request.discard(generation)
@@ -238,22 +239,9 @@ class Generator:
 
     # --- checks ---
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound unless a request's name is one of the served model's, "default" or absent."""
-        if not (self._any_model or name in (None, "", "default", *self.names)):
-            raise self.not_found(str(name))
-
     def answered_as(self, name: str | None) -> str:
         """The model's name in an answer: that of the request; the first one if it has none, or "default"."""
         return self.name if name is None or name in ("", "default") else name
-
-    def not_found(self, name: str) -> ModelNotFound:
-        """The error for a name that is not served."""
-        served = " or ".join(f"`{one}`" for one in self.names)
-        return ModelNotFound(
-            f"the model `{name}` is not served here; ask for {served}, or start the gateway with --accept-any-model",
-            param="model",
-        )
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raise InvalidRequest for a token id outside the vocabulary. param: field of the request, for the error."""

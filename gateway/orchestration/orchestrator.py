@@ -45,11 +45,15 @@ class Orchestrator:
         *,
         resume_timeout: float = RESUME_TIMEOUT,
         routing: Routing | None = None,
+        model: str = "",
     ) -> None:
-        """resume_timeout: seconds for which sessions wait for a target. routing: how replicas are chosen."""
+        """resume_timeout: seconds for which sessions wait for a target. routing: how replicas are chosen.
+
+        model: that is served, for errors; empty for the only one
+        """
         self.metrics = metrics
         placement = Placement(metrics, routing)
-        self.sessions = SessionTable(placement, metrics, resume_timeout=resume_timeout)
+        self.sessions = SessionTable(placement, metrics, resume_timeout=resume_timeout, model=model)
         self.targets, self.drafts = placement.targets, placement.drafts
         undelivered: list[common_pb2.CommitBatch] = []
         self._target_relay = TargetRelay(self.sessions, undelivered, metrics)

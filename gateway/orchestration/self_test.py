@@ -44,6 +44,8 @@ _CAUSES = {
     "EAGLE": "a head of another model or version, a wrong --speculative-token-map, an `fc` layer read without its bias",
     "EAGLE3": "a head of another model or version, other layers than those whose states it was trained on "
     "(eagle_aux_hidden_state_layer_ids), a `d2t` that holds ids where offsets belong",
+    "DFLASH": "a drafter of another model or version, other layers than those whose states it was trained on "
+    "(target_layer_ids), another mask token (mask_token_id)",
     "NEXTN": "states before a norm where they belong behind it (--speculative-mtp-feature, "
     "--speculative-mtp-own-state), layers of another checkpoint",
 }

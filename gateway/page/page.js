@@ -14,6 +14,19 @@ function headers() {
   return { "content-type": "application/json", ...(key && { authorization: `Bearer ${key}` }) };
 }
 
+// The model of requests: the chosen one of several; the only one has no choice.
+const chosen = () => at("models").value || "default";
+
+function offerModels(names) {
+  const known = [...at("models").options].map((option) => option.value);
+  if (names.length < 2 || names.join() === known.join()) return;
+  const before = chosen();
+  at("models").replaceChildren(...names.map((name) => new Option(name)));
+  if (names.includes(before)) at("models").value = before;
+  at("choice").hidden = false;
+  at("model").hidden = true;
+}
+
 async function checkHealth() {
   const health = at("health");
   try {
@@ -21,10 +34,12 @@ async function checkHealth() {
     if (models.status === 401) askForKey();
     const listed = models.ok ? (await models.json()).data[0].id : "";
     at("model").textContent = listed;
-    const found = await fetch("health");
-    const { status } = await found.json();
-    health.textContent = { ok: "", degraded: "plain decoding: no draft service is up" }[status] ?? "not ready";
-    health.classList.toggle("wrong", !found.ok);
+    const state = await (await fetch("health")).json();
+    offerModels(Object.keys(state.models ?? {}));
+    const { status } = state.models?.[chosen()] ?? state;
+    const words = { ok: "", degraded: "plain decoding: no draft service is up" };
+    health.textContent = words[status] ?? "not ready";
+    health.classList.toggle("wrong", !(status in words));
   } catch {
     health.textContent = "cannot be reached";
     health.classList.add("wrong");
@@ -33,10 +48,11 @@ async function checkHealth() {
 
 // Which draft sources run, from the gateway's own report.
 async function checkSources() {
-  const found = await fetch("get_server_info", { headers: headers() }).catch(() => null);
+  const query = at("models").value ? `?model=${encodeURIComponent(chosen())}` : "";
+  const found = await fetch(`get_server_info${query}`, { headers: headers() }).catch(() => null);
   if (!found?.ok) return;
   const info = await found.json();
-  sources = new Map(Object.entries(SOURCES).filter(([name]) => info.draft_sources[name].running));
+  sources = new Map(Object.entries(SOURCES).filter(([name]) => info.draft_sources?.[name].running));
   const drafters = info.drafts.filter((draft) => draft.up).flatMap((draft) => draft.drafters ?? []);
   if (sources.has("draft")) sources.set("draft", [...new Set(drafters)].join(", "));
   at("sources").textContent = `draft service: ${describe("draft", sources)} · self-speculation: ${describe("self", sources)}`;
@@ -51,7 +67,7 @@ async function answerTo(turn, mode) {
   const { title, speculation } = MODES[mode];
   const answer = new Answer(turn.querySelector(".answers"), title, describe(mode, sources), at("rejected").checked);
   const body = {
-    model: "default",
+    model: chosen(),
     messages,
     stream: true,
     stream_options: { include_usage: true },
@@ -147,8 +163,11 @@ at("clear").addEventListener("click", () => {
   messages.length = 0;
   at("talk").replaceChildren();
 });
+at("models").addEventListener("change", () => {
+  checkHealth();
+  checkSources();
+});
 at("rejected").addEventListener("change", (event) => {
   for (const text of document.querySelectorAll(".text")) text.classList.toggle("with-rejected", event.target.checked);
 });
-checkHealth();
-checkSources();
+checkHealth().then(checkSources);

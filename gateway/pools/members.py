@@ -42,11 +42,6 @@ class Member:
     host: str = ""
     named: bool = False
 
-    @property
-    def id(self) -> str:
-        """A UUID that depends on service and address alone, so that all workers of a gateway agree on it."""
-        return id_of(self.service, self.address)
-
 
 @dataclass(frozen=True)
 class Decision:
@@ -80,9 +75,12 @@ class Decision:
         )  # fmt: skip
 
 
-def id_of(service: str, address: str) -> str:
-    """The id of a replica."""
-    return str(uuid.uuid5(uuid.NAMESPACE_URL, f"outrider:{service}:{address}"))
+def id_of(service: str, address: str, model: str = "") -> str:
+    """The id of a replica: a UUID that depends on these alone, so that all workers of a gateway agree on it.
+
+    model: whose pool it is in; empty for a gateway with one model
+    """
+    return str(uuid.uuid5(uuid.NAMESPACE_URL, f"outrider:{service}:{address}" + (f":{model}" if model else "")))
 
 
 Joined = Callable[[Member], None]

@@ -28,11 +28,26 @@ AnyLink = TargetLink | DraftLink
 class Links:
     """Follows the members of both pools. Lives in one event loop.
 
-    changed: set after the state of a link, or a pool, has changed
+    changed: set after the state of a link, or a pool, has changed, for the wait for the first target
     on_late: starts the work that a replica needs which joins while the gateway serves
+    on_early_files: as of TargetLink
     """
 
-    def __init__(self, discovery: Discovery, orchestrator: Orchestrator, connection: Connection) -> None:
+    def __init__(
+        self,
+        discovery: Discovery,
+        orchestrator: Orchestrator,
+        connection: Connection,
+        *,
+        report: Callable[[], None] = lambda: None,
+        strict: bool = True,
+        model_path: str = "",
+    ) -> None:
+        """report: called after the state of a link, or a pool, has changed. strict: a target that a flag names must fit
+        when the gateway starts. model_path: checkpoint that targets must serve; empty for any
+        """
+        self._strict = strict
+        self._model_path = model_path
         self._discovery, self._members = discovery, discovery.members
         self._orchestrator = orchestrator
         self._connection = connection
@@ -44,7 +59,9 @@ class Links:
         self._late: set[asyncio.Task[None]] = set()
         self._were_up: set[AnyLink] = set()
         self.changed = asyncio.Event()
+        self._report = report
         self.on_late: Callable[[AnyLink], Coroutine[Any, Any, None]] = _nothing
+        self.on_early_files: Callable[[dict[str, bytes]], None] = lambda _: None
 
     def start(self) -> None:
         """Find replicas, and connect to targets. Drafts wait until `serve`: they must fit the first target's model."""
@@ -59,10 +76,15 @@ class Links:
         names = self._members.names(Service.TARGET)
         return bool(names) and all(named.kind is Kind.ADDRESS for named in names)
 
+    @property
+    def any_target(self) -> bool:
+        """True if the pool of targets has a member."""
+        return bool(self._members.of(Service.TARGET))
+
     def is_named(self, link: AnyLink) -> bool:
         """True if a flag names exactly this address, so that it must fit when the gateway starts."""
         member = self._members.find(Service(link.service), link.address)
-        return member is not None and member.named
+        return self._strict and member is not None and member.named
 
     def expect(self, first: TargetLink) -> None:
         """From now on all targets must fit this one. Raises ConfigError for one that a flag names and that does not."""
@@ -77,6 +99,8 @@ class Links:
             self._joined(member)
         self._control = control
         self._first_drafts = list(self._orchestrator.drafts)
+        for draft in self._first_drafts:
+            control.prepare(draft)
 
     def start_drafts(self) -> None:
         """Connect to the drafts that `serve` found and that have not left since."""
@@ -92,6 +116,10 @@ class Links:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _note_change(self) -> None:
+        self.changed.set()
+        self._report()
+
     # --- members ---
 
     def _joined(self, member: Member) -> None:
@@ -106,10 +134,12 @@ class Links:
         link.rank = member.rank
         link.on_change = partial(self._link_changed, link)
         self._orchestrator.attach(link)
-        self.changed.set()
+        self._note_change()
         if isinstance(link, TargetLink):
             if self._weights is not None:
                 self._expect(link, self._weights)
+            else:
+                link.on_early_files = self.on_early_files
             link.start()
         if self._control is not None:
             self._control.prepare(link)
@@ -134,7 +164,7 @@ class Links:
         self._leaving.pop(link, None)
         self._were_up.discard(link)
         await self._orchestrator.detach(link)
-        self.changed.set()
+        self._note_change()
 
     def _keep(self, link: AnyLink) -> None:
         """A replica that drains joins its pool again."""
@@ -142,14 +172,16 @@ class Links:
             task.cancel()
         if isinstance(link, TargetLink):
             self._orchestrator.readmit(link)
-        self.changed.set()
+        self._note_change()
 
     # --- links ---
 
     def _link_to(self, member: Member) -> AnyLink | None:
         connection = self._connection.named(member.host) if member.host else self._connection
         if member.service is Service.TARGET:
-            return TargetLink(member.address, connection)
+            target = TargetLink(member.address, connection)
+            target.model_path = self._model_path
+            return target
         return DraftLink(member.address, self._model, connection) if self._model is not None else None
 
     def _expect(self, link: TargetLink, weights: PoolWeights) -> None:
@@ -166,7 +198,7 @@ class Links:
         elif link in self._were_up:
             self._were_up.discard(link)
             self._discovery.look_now(Service(link.service))
-        self.changed.set()
+        self._note_change()
 
 
 async def _nothing(link: AnyLink) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from gateway.admission.admission import Keys
 from gateway.api.middleware import LOCAL
 from gateway.process.connections import BoundedHttp, Connections, possible_connections
 from gateway.process.slow_readers import end_slow_readers
-from gateway.telemetry.metrics import Metrics
 from outrider.config import GatewayConfig
 from outrider.process.ports import host_and_port, take_port, take_private_socket
 from outrider.tls import ServerTls
@@ -43,13 +42,16 @@ class Listeners:
     """Servers of one process. Use: add services to `grpc.server`, `open`, `set_serving`, `close`."""
 
     def __init__(
-        self, config: GatewayConfig, app: ASGIApp, keys: Keys, metrics: Metrics, *, shared: bool = False
+        self, config: GatewayConfig, app: ASGIApp, keys: Keys, unread: Callable[[], None], *, shared: bool = False
     ) -> None:
-        """app: answers HTTP. keys: of gRPC's callers. shared: other processes listen on the same ports."""
+        """app: answers HTTP. keys: of gRPC's callers. unread: counts answers that are cut because they are not read.
+
+        shared: other processes listen on the same ports
+        """
         self.grpc = _grpc_server(config, keys, shared=shared)
         self._config = config
         self._app = app
-        self._unread = metrics.unread_answers.inc
+        self._unread = unread
         self._shared = shared
         self._health = GrpcServer() if config.health_listen is not None else None
         self._rest: RestServer | None = None

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import grpc
 
-from gateway.streams.batches import cut_opens, join
 from gateway.streams.connection import PLAIN, Connection
 from gateway.streams.features import FUSION_TIMEOUT, Backlog, Features
+from gateway.streams.frames import cut_opens, join
 from gateway.streams.link import CALL_TIMEOUT, Link
 from outrider.checkpoints.vocabulary import Vocabulary, check_same
 from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
 _UNLIMITED = "NGRAM"
-SHARE_TIMEOUT = 600.0  # seconds for a draft to read the target's embedding and head
+SHARE_TIMEOUT = 600.0  # seconds for a draft to take the target's weights that it shares
+
+
+class DraftWeights(NamedTuple):
+    """How far a draft follows the target's weights that it shares. reason: why it is stale."""
+
+    version: str
+    state: Literal["loading", "current", "stale"]
+    reason: str = ""
 
 
 async def _nothing() -> None:
@@ -26,9 +34,9 @@ async def _nothing() -> None:
 class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse]):
     """Sends opens, commits, hidden states and closes; receives proposals.
 
-    target_folder: folder of the target's weights, if an update read them from one
+    weights: the weights that it shares with the target; None before an update, or if it shares none
     features: the hidden states that the draft needs of the target; None if it needs none
-    before_up: called once `features` are known; may raise ConfigError
+    before_up: called once `features` are known; may raise ConfigError. on_ready: called before it is used
     """
 
     service = "draft"
@@ -43,9 +51,10 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         self._target_model = target_model
         self._urgent = True  # the last commits asked for draft tokens
         self._due_flush: draft_pb2.FlushDraftRequest | None = None  # before the draft is used again
-        self.target_folder = ""
+        self.weights: DraftWeights | None = None
         self.features: Features | None = None
         self.before_up: Callable[[], Awaitable[None]] = _nothing
+        self.on_ready: Callable[[DraftLink], None] = lambda _: None
         self.clear()
 
     def clear(self) -> None:
@@ -148,17 +157,17 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         await self._flush(stub)
         return info
 
+    async def prepare(self, channel: grpc.aio.Channel) -> None:
+        """As in Link."""
+        del channel
+        self.on_ready(self)
+
     async def _flush(self, stub: Any) -> None:
-        """Send the flush that is due, and the folder of the shared target weights: the draft may have restarted."""
-        sent = ""
+        """Send the flush that is due."""
         while (due := self._due_flush) is not None:
-            await stub.FlushDraft(due, timeout=SHARE_TIMEOUT)
-            sent = due.target_folder
+            await stub.FlushDraft(due, timeout=CALL_TIMEOUT)
             if self._due_flush is due:
                 self._due_flush = None
-        if self.features is not None and self.target_folder != sent:
-            request = draft_pb2.FlushDraftRequest(only_fed=True, target_folder=self.target_folder)
-            await stub.FlushDraft(request, timeout=SHARE_TIMEOUT)
 
 
 def _vocabulary(model: common_pb2.ModelInfo) -> Vocabulary:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 import grpc
 
 from gateway.streams.availability import Availability, ReplicaState
-from gateway.streams.batches import cut_opens, join
 from gateway.streams.connection import PLAIN, Connection
 from gateway.streams.features import FUSION_TIMEOUT, Features
+from gateway.streams.frames import cut_opens, join
 from gateway.streams.link import CALL_TIMEOUT, Link, collect_files
 from gateway.streams.pool_weights import OtherWeights, PoolWeights
 from outrider.errors import ConfigError
@@ -21,7 +21,7 @@ from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-UpdateLock = Callable[[], AbstractAsyncContextManager[Any]]
+UpdateLock = Callable[[], contextlib.AbstractAsyncContextManager[Any]]
 
 _LOAD_WAIT = 15.0  # seconds between attempts to load weights that could not be loaded
 _LOAD_TIMEOUT = 3600.0  # seconds for a target to read all weights
@@ -35,6 +35,8 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
     paused: what the target must be set to before it is used again: True to pause, False to continue, None for nothing.
         It may have restarted, or have lost no more than its stream.
     flush_due: its cached prefixes are dropped before it is used
+    model_path: the checkpoint that it must serve; empty for any
+    on_early_files: called with the tokenizer's files of a target that still loads its model
     """
 
     service = "target"
@@ -45,14 +47,17 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
     def __init__(self, address: str, connection: Connection = PLAIN) -> None:
         super().__init__(address, connection)
         self.tokenizer_files: dict[str, bytes] = {}
+        self._early_files: dict[str, bytes] = {}
+        self.on_early_files: Callable[[dict[str, bytes]], None] = lambda _: None
         self.features: set[int] = set()
         self._wanted: dict[int, Features] = {}  # that drafts need, by id
         self._pool: PoolWeights | None = None
         self._load_error = ""  # of the last weights that the target could not load
-        self.update_lock: UpdateLock = nullcontext
+        self.update_lock: UpdateLock = contextlib.nullcontext
         self.paused: bool | None = None
         self._pause_reported = False  # by the target, since `set_paused`
         self.flush_due = False
+        self.model_path = ""
         self.clear()
 
     def clear(self) -> None:
@@ -147,13 +152,22 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
     async def handshake(self, channel: grpc.aio.Channel) -> target_pb2.GetTargetInfoResponse:
         """As in Link."""
         stub: Any = target_pb2_grpc.TargetServiceStub(channel)
-        info: target_pb2.GetTargetInfoResponse = await stub.GetTargetInfo(
-            target_pb2.GetTargetInfoRequest(), timeout=CALL_TIMEOUT
-        )
+        try:
+            info: target_pb2.GetTargetInfoResponse = await stub.GetTargetInfo(
+                target_pb2.GetTargetInfoRequest(), timeout=CALL_TIMEOUT
+            )
+        except grpc.aio.AioRpcError:
+            await self._take_early_files(stub)
+            raise
         self._check_version(info.protocol_version)
+        if self.model_path not in ("", info.model.model_path):
+            raise ConfigError(
+                f"the target at {self.address} serves {info.model.model_path}; its pool is for {self.model_path} "
+                "(--model-path); is it the address of another model's target?"
+            )
         if not self.tokenizer_files:
-            parts = stub.GetTokenizer(target_pb2.GetTokenizerRequest(), timeout=CALL_TIMEOUT)
-            self.tokenizer_files = await collect_files(parts)
+            self.tokenizer_files = await self._files_of(stub)
+            self._early_files = {}
         if self._pool is not None:
             try:
                 self._pool.check(self.address, info)
@@ -161,6 +175,20 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
                 info = await self._load_weights(stub, self._pool)
         await self._configure_all(channel)
         return info
+
+    async def _files_of(self, stub: Any) -> dict[str, bytes]:
+        return await collect_files(stub.GetTokenizer(target_pb2.GetTokenizerRequest(), timeout=CALL_TIMEOUT))
+
+    async def _take_early_files(self, stub: Any) -> None:
+        """Fetch the tokenizer's files of a target that still loads its model, so that they can be read meanwhile.
+
+        The handshake fetches them again: another process, with other files, may answer it.
+        """
+        if self.tokenizer_files or self._early_files:
+            return
+        with contextlib.suppress(grpc.aio.AioRpcError):  # it does not know its folder yet, or nothing answers
+            self._early_files = await self._files_of(stub)
+            self.on_early_files(self._early_files)
 
     async def _load_weights(self, stub: Any, pool: PoolWeights) -> target_pb2.GetTargetInfoResponse:
         """Let a target load the weights that it lacks. Returns its facts. Raises OtherWeights if it cannot."""

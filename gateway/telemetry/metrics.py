@@ -141,8 +141,14 @@ class Tally(Collector):
         )
 
 
+def unread_answers(registry: CollectorRegistry) -> Counter:
+    """The count of answers that were cut."""
+    text = "Answers that were cut because their client did not read them."
+    return Counter("outrider_unread_answers", text, registry=registry)
+
+
 class Metrics:
-    """All metrics, in a registry of their own."""
+    """All metrics of a model, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -159,11 +165,7 @@ class Metrics:
         self.running_requests = Gauge(
             "outrider_running_requests", "Generations that are running or queued.", registry=registry
         )
-        self.unread_answers = Counter(
-            "outrider_unread_answers",
-            "Answers that were cut because their client did not read them.",
-            registry=registry,
-        )
+        self.unread_answers = unread_answers(registry)
         self.prompt_tokens = Counter("outrider_prompt_tokens", "Prompt tokens.", registry=registry)
         self.tally = Tally()
         registry.register(self.tally)

@@ -13,6 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import orjson
 
@@ -107,6 +108,10 @@ class Peers:
             else:
                 yield True
 
+    def of_model(self, name: str) -> Peers:
+        """The same workers, with requests and locks of one model. name: empty for the only model."""
+        return _PeersOfModel(self, name, self._folder) if name else self
+
     async def stop(self) -> None:
         """Stop answering."""
         if self._server is not None:
@@ -128,6 +133,35 @@ class Peers:
         except (OSError, TimeoutError, orjson.JSONDecodeError) as error:
             log.info("worker %d gave no answer to %s: %s", index, question, error or "too late")
             return ()
+
+
+class _PeersOfModel(Peers):
+    """Requests and locks of one model, whose names begin with the model's."""
+
+    def __init__(self, peers: Peers, model: str, folder: Path | None) -> None:
+        super().__init__(peers.index, peers.count, folder)
+        self._peers = peers
+        self._prefix = quote(model, safe="") + ":"
+
+    async def serve(self, answers: Answers) -> None:
+        """As in Peers."""
+        await self._peers.serve({self._prefix + question: answer for question, answer in answers.items()})
+
+    async def ask(self, question: str, content: Any = None) -> dict[int, Any]:
+        """As in Peers."""
+        return await self._peers.ask(self._prefix + question, content)
+
+    @contextlib.asynccontextmanager
+    async def lock(self, name: str) -> AsyncIterator[None]:
+        """As in Peers."""
+        async with super().lock(self._prefix + name):
+            yield
+
+    @contextlib.contextmanager
+    def try_lock(self, name: str) -> Iterator[bool]:
+        """As in Peers."""
+        with super().try_lock(self._prefix + name) as free:
+            yield free
 
 
 def open_mark(folder: Path) -> Path:

@@ -17,8 +17,8 @@ _COUNTS = dict.fromkeys(
      "n_embd", "n_positions", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
      "sliding_window", "n_routed_experts", "num_experts", "num_experts_per_tok"), 1 << 31,
 ) | dict.fromkeys(("num_hidden_layers", "n_layer", "num_nextn_predict_layers"), 10_000)  # fmt: skip
-_PARTS = ("text_config", "eagle_config", "transformer_layer_config", "quantization_config", "rope_scaling",
-          "rope_parameters")  # fmt: skip
+_PARTS = ("text_config", "eagle_config", "dflash_config", "transformer_layer_config", "quantization_config",
+          "rope_scaling", "rope_parameters")  # fmt: skip
 
 
 def load_config(folder: Path) -> dict[str, Any]:

@@ -37,6 +37,8 @@ def kind_of_draft(folder: Path) -> Algorithm:
         return "NEXTN"
     with values_of(folder / "config.json"):
         architecture = str((raw.get("architectures") or [""])[0]).lower()
+    if "dflash" in architecture or "dflash_config" in raw:
+        return "DFLASH"
     if "eagle3" in architecture or "draft_vocab_size" in raw or is_speculators(raw):
         return "EAGLE3"
     if "eagle" in architecture or any(_EAGLE.search(name) for name in names):

@@ -7,6 +7,8 @@ depend on where the process runs; `ServeConfig` takes every option once for all 
 Flags that SGLang has keep SGLang's names and meaning. A field's docstring is the flag's help text.
 """
 
+from outrider.config.access.tls import ServiceTlsOptions
+from outrider.config.access.token import ServiceTokenOptions
 from outrider.config.argv import format_cores, parse_cores, to_argv
 from outrider.config.common import AUTO_CORES, DEFAULT_MODEL, DType, ProcessConfig, SharedOptions, check_minimum
 from outrider.config.draft import (
@@ -23,6 +25,7 @@ from outrider.config.draft import (
 )
 from outrider.config.flags import flag_classes, parse_flags, read_flags
 from outrider.config.gateway import GatewayConfig, GatewayOptions, ReasoningParser, StreamTransport, ToolCallParser
+from outrider.config.ray import RayDownConfig, RayStatusConfig, RayUpConfig
 from outrider.config.serve import DoctorConfig, DoctorOptions, ServeConfig
 from outrider.config.target import (
     KVCacheDType,
@@ -32,8 +35,6 @@ from outrider.config.target import (
     TargetOptions,
     check_device,
 )
-from outrider.config.tls import ServiceTlsOptions
-from outrider.config.token import ServiceTokenOptions
 from outrider.config.train import TrainConfig
 
 __all__ = [
@@ -57,6 +58,9 @@ __all__ = [
     "LoadFormat",
     "ProcessConfig",
     "Quantization",
+    "RayDownConfig",
+    "RayStatusConfig",
+    "RayUpConfig",
     "ReasoningParser",
     "SchedulePolicy",
     "ServeConfig",

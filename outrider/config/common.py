@@ -30,6 +30,17 @@ class CpuOptions:
 
 
 @dataclass(frozen=True)
+class MachineShareOptions:
+    """How many replicas of this service share the machine."""
+
+    topic: ClassVar[str] = "replicas"
+
+    machine_replicas: int = 1
+    """With --cores auto: processes of this service that start on this machine, such as containers. Each takes a share
+    of the cores, and of the GPUs that it sees, that no other one has."""
+
+
+@dataclass(frozen=True)
 class LogOptions:
     """Log lines of a process."""
 

@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from outrider.config.common import DType, RequireDraftOptions, ServiceConfig, SharedOptions
-from outrider.config.token import ServicePortOptions
+from outrider.config.access.token import ServicePortOptions
+from outrider.config.common import DType, MachineShareOptions, RequireDraftOptions, ServiceConfig, SharedOptions
 
-Algorithm = Literal["AUTO", "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "NONE"]
+Algorithm = Literal["AUTO", "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "DFLASH", "NONE"]
 MtpState = Literal["auto", "normed", "raw"]
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 FeatureDType = Literal["auto", "bfloat16", "float32", "float8_e4m3"]
@@ -18,8 +18,8 @@ DraftAhead = Literal["auto", "on", "off"]
 DraftAttentionBackend = Literal["auto", "plain", "cpu", "pallas"]
 
 # Drafters with a checkpoint of their own, and those of them that read the target's hidden states.
-MODEL_ALGORITHMS = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
-FED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
+MODEL_ALGORITHMS = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "DFLASH")
+FED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "DFLASH")
 # Drafters that can learn while they serve.
 ONLINE_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
 # Two names of one algorithm, as in SGLang: an EAGLE head, or MTP layers of the target's own checkpoint or another one.
@@ -41,6 +41,9 @@ class DrafterOptions:
     checkpoint."""
     speculative_draft_model_revision: str | None = None
     """Branch, tag or commit of a draft model on the Hugging Face hub, also as REPOSITORY@REVISION. Default: main."""
+    speculative_dflash_block_size: int | None = None
+    """DFLASH: draft chains of this many tokens, the root included, as --speculative-num-draft-tokens does. Default:
+    adaptive trees over the block of the checkpoint's size."""
     speculative_ngram_beside: bool = False
     """Run NGRAM beside a model-based drafter and merge both proposals into one tree."""
     speculative_token_map: str | None = None
@@ -66,10 +69,11 @@ class DraftModelOptions:
     precompile_bs_paddings: tuple[int, ...] | None = None
     """Batch sizes that the draft model's steps are compiled for at start-up; 1 is added. Default: 1, 4, 16 and 64, up
     to --max-running-requests."""
-    draft_device: str = "auto"
-    """Device of the draft model: auto, cpu, cuda, cuda:1, tpu, ..."""
+    draft_device: Annotated[str, tyro.conf.arg(aliases=["--draft-devices"])] = "auto"
+    """Device of the draft model: auto, cpu, cuda, cuda:1, tpu, ...; with --draft-tp-size or --draft-replicas the first
+    of several, or a list with one for each part of each replica: cuda:2,cuda:3."""
     draft_tp_size: int = 1
-    """Tensor-parallel devices of the draft model, counted from --draft-device on."""
+    """Tensor-parallel devices of the draft model: from --draft-device on, or those that it lists."""
     draft_attention_backend: DraftAttentionBackend = "auto"
     """Kernels of the draft model: plain (XLA operations), cpu (compiled C++, matrix products included), pallas
     (attention on GPUs and TPUs). auto: the fastest available."""
@@ -198,7 +202,7 @@ class NetworkCoreOptions:
 @dataclass(frozen=True)
 class DraftConfig(
     NetworkCoreOptions, DraftListenOptions, DraftTargetOptions, RequireDraftOptions, DraftOptions, SharedOptions,
-    ServicePortOptions, ServiceConfig,
+    ServicePortOptions, MachineShareOptions, ServiceConfig,
 ):  # fmt: skip
     """The draft service: proposes tokens ahead of the target (JAX)."""
 

@@ -30,6 +30,7 @@ Field = tuple[str, Any, Any]  # name, type and default, as make_dataclass takes 
 
 # Order of the groups of `--help-all`.
 TOPICS = (
+    "Ray",
     "model",
     "training data",
     "optimization",
@@ -47,6 +48,7 @@ TOPICS = (
     "request limits",
     "load balancing",
     "API",
+    "replicas",
     "cores",
     "observability",
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
-from outrider.config.callers import AccessOptions, ApiKeyOptions
+from outrider.config.access.callers import AccessOptions, ApiKeyOptions
+from outrider.config.access.tls import ServiceTlsOptions, TlsOptions
+from outrider.config.access.token import ServiceTokenOptions
 from outrider.config.common import RequireDraftOptions, ServiceConfig, check_minimum
-from outrider.config.tls import ServiceTlsOptions, TlsOptions
-from outrider.config.token import ServiceTokenOptions
 from outrider.errors import ConfigError
 
 ToolCallParser = Literal["auto", "none", "hermes", "qwen25", "llama3", "deepseekv3"]
@@ -143,6 +144,20 @@ class GatewayOptions(
 
 
 @dataclass(frozen=True)
+class ModelOptions:
+    """The models that the gateway serves."""
+
+    topic: ClassVar[str] = "model"
+
+    models: str | None = None
+    """File of several models behind this gateway (TOML): a table a model, with the model's name as its header and the
+    model's own flags, such as target and draft. Default: one model, from the flags."""
+    model_path: str | None = None
+    """Checkpoint that the targets must serve, as their own --model-path names it; other targets are refused. Default:
+    that of the first target that is up."""
+
+
+@dataclass(frozen=True)
 class ServiceAddressOptions:
     """Services that the gateway connects to."""
 
@@ -156,10 +171,14 @@ class ServiceAddressOptions:
     slot. Default: none, plain decoding."""
     discovery_interval: float = 5.0
     """Seconds between two looks at the DNS names and files among these addresses; a lost replica causes one at once."""
-    draft_report: str | None = None
-    """File in which a supervisor writes why the draft service is down. Default: none."""
+    draft_report: tuple[str, ...] = ()
+    """Files in which a supervisor writes why a draft service is down, one for each of --draft. Default: none."""
     health_listen: str | None = None
     """Address of an additional gRPC port for health checks alone, without TLS. Default: none."""
+
+    def draft_reports(self) -> dict[str, Path]:
+        """The reports of draft services, by address."""
+        return dict(zip(self.draft, map(Path, self.draft_report), strict=False))
 
 
 @dataclass(frozen=True)
@@ -178,12 +197,12 @@ class BalanceOptions:
 
 @dataclass(frozen=True)
 class GatewayConfig(
-    BalanceOptions, RequireDraftOptions, ServiceAddressOptions, GatewayOptions, ServiceTokenOptions, ServiceTlsOptions,
-    ServiceConfig,
+    BalanceOptions, RequireDraftOptions, ModelOptions, ServiceAddressOptions, GatewayOptions, ServiceTokenOptions,
+    ServiceTlsOptions, ServiceConfig,
 ):  # fmt: skip
     """The gateway: REST and gRPC for clients, streams to the services."""
 
     common: ClassVar[tuple[str, ...]] = (
-        "target", "draft", "host", "port", "grpc_port", "gateway_workers", "api_key", "max_pending_requests",
+        "target", "draft", "models", "host", "port", "grpc_port", "gateway_workers", "api_key", "max_pending_requests",
         "served_model_name", "log_level",
     )  # fmt: skip

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from outrider.config.common import LogOptions, RequireDraftOptions, SharedOptions, TracingOptions
+from outrider.config.access.token import ServiceTokenOptions
+from outrider.config.common import LogOptions, RequireDraftOptions, SharedOptions, TracingOptions, check_minimum
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.target import TargetOptions
-from outrider.config.token import ServiceTokenOptions
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,29 @@ class MachineOptions:
     cores: str | None = None
     """CPU cores that the processes divide among themselves, such as "0-3,6". Default: all cores."""
     cores_target: str | None = None
-    """CPU cores of the target service. Default: a share of --cores."""
+    """CPU cores of the target service, which its replicas divide. Default: a share of --cores."""
     cores_draft: str | None = None
-    """CPU cores of the draft service. Default: a share of --cores."""
+    """CPU cores of the draft service, which its replicas divide. Default: a share of --cores."""
     cores_gateway: str | None = None
     """CPU cores of the gateway. Default: a share of --cores."""
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """How many processes of each service run on this machine."""
+
+    topic: ClassVar[str] = "replicas"
+
+    target_replicas: Annotated[int, tyro.conf.arg(aliases=["--data-parallel-size", "--dp-size"])] = 1
+    """Target processes behind the gateway: each has --tp-size devices of its own, or on a CPU its share of
+    --cores-target."""
+    draft_replicas: int = 1
+    """Draft processes: each has --draft-tp-size devices, or on a CPU its share of --cores-draft. Any of them drafts for
+    any target."""
+
+    def check_replicas(self) -> None:
+        """Raise ConfigError for a number out of range."""
+        check_minimum(self, {"target_replicas": 1, "draft_replicas": 1})
 
 
 @dataclass(frozen=True)
@@ -37,9 +55,10 @@ class ServiceListenOptions:
     topic: ClassVar[str] = "network"
 
     listen_target: str | None = None
-    """Address that the target service listens on, host:port or unix:/path. Default: a private Unix domain socket."""
+    """Address that the target service listens on, host:port or unix:/path; its replicas have one port each from there
+    on, or unix:/path-1 and so on. Default: private Unix domain sockets."""
     listen_draft: str | None = None
-    """Address that the draft service listens on, host:port or unix:/path. Default: a private Unix domain socket."""
+    """Address that the draft service listens on, as that of the target. Default: private Unix domain sockets."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +75,7 @@ class DryRunOptions:
 @dataclass(frozen=True)
 class ServeConfig(
     DryRunOptions, RequireDraftOptions, TracingOptions, LogOptions, ServiceTokenOptions, ServiceListenOptions,
-    MachineOptions,
+    MachineOptions, ReplicaOptions,
 ):  # fmt: skip
     """Start the target service, the draft service and the gateway on this machine and restart them when they end."""
 

@@ -7,9 +7,16 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from outrider.config.common import DEFAULT_MODEL, DType, ServiceConfig, SharedOptions, check_minimum
+from outrider.config.access.token import ServicePortOptions
+from outrider.config.common import (
+    DEFAULT_MODEL,
+    DType,
+    MachineShareOptions,
+    ServiceConfig,
+    SharedOptions,
+    check_minimum,
+)
 from outrider.config.ranks import check_ranks
-from outrider.config.token import ServicePortOptions
 from outrider.errors import ConfigError
 
 # Minimum of each number, by field.
@@ -58,9 +65,10 @@ class ModelOptions:
     computes its share of the ranks."""
     dist_init_addr: Annotated[str | None, tyro.conf.arg(aliases=["--nccl-init-addr"])] = None
     """With several machines: host:port of machine 0 where their ranks meet."""
-    device: str = "auto"
-    """Device of the model: auto, cpu, cuda, cuda:1, ...; with --tp-size the first of several, or a list: cuda:2,cuda:3.
-    `serve` reads tpu as: the draft service on the TPU, the target on auto."""
+    device: Annotated[str, tyro.conf.arg(aliases=["--target-devices"])] = "auto"
+    """Device of the model: auto, cpu, cuda, cuda:1, ...; with --tp-size or --target-replicas the first of several, or a
+    list with one for each rank of each replica: cuda:2,cuda:3. `serve` reads tpu as: the draft service on the TPU, the
+    target on auto."""
     context_length: int | None = None
     """Maximum tokens of prompt and answer together. Default: the model's."""
     weight_version: str = "default"
@@ -221,7 +229,26 @@ class TargetListenOptions:
 
 
 @dataclass(frozen=True)
-class TargetConfig(TargetListenOptions, TargetOptions, SharedOptions, ServicePortOptions, ServiceConfig):
+class DrainOptions:
+    """What happens to sessions when the target stops."""
+
+    topic: ClassVar[str] = "scheduling"
+
+    drain_timeout: float = 5.0
+    """Time that sessions have when the target is stopped, in seconds. Gateways move them to other targets at once;
+    those that no other target can take go on here until then."""
+
+
+@dataclass(frozen=True)
+class TargetConfig(
+    TargetListenOptions,
+    DrainOptions,
+    TargetOptions,
+    SharedOptions,
+    ServicePortOptions,
+    MachineShareOptions,
+    ServiceConfig,
+):
     """The target service: verifies proposals with the large model (PyTorch)."""
 
     common: ClassVar[tuple[str, ...]] = (
@@ -236,6 +263,8 @@ class TargetConfig(TargetListenOptions, TargetOptions, SharedOptions, ServicePor
             raise ConfigError(f"--chunked-prefill-size must be 1 or more, or -1 for no cutting, not {chunk}")
         check_minimum(self, _LEAST)
         check_ranks(self)
+        if not self.drain_timeout >= 0:
+            raise ConfigError(f"--drain-timeout must be 0 or more, not {self.drain_timeout}")
         fraction = self.mem_fraction_static
         if fraction is not None and not 0.0 < fraction <= 1.0:
             raise ConfigError(f"--mem-fraction-static must lie in (0, 1], not {fraction}")

@@ -7,11 +7,11 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
+from outrider.config.access.tls import ServiceTlsOptions
+from outrider.config.access.token import ServiceTokenOptions
 from outrider.config.common import DEFAULT_MODEL, ProcessConfig
-from outrider.config.tls import ServiceTlsOptions
-from outrider.config.token import ServiceTokenOptions
 
-TrainedAlgorithm = Literal["EAGLE", "EAGLE3", "NEXTN", "STANDALONE"]
+TrainedAlgorithm = Literal["DFLASH", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE"]
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,11 @@ class TrainedModelOptions:
     model_path: Annotated[str, tyro.conf.arg(aliases=["--model"])] = DEFAULT_MODEL
     """Hugging Face id, local folder or GGUF file of the target; "default" is SmolLM2-135M-Instruct."""
     algorithm: TrainedAlgorithm = "EAGLE3"
-    """Kind of draft model: an EAGLE or EAGLE3 head, an MTP layer (NEXTN), or a small decoder (STANDALONE)."""
+    """Kind of draft model: an EAGLE or EAGLE3 head, an MTP layer (NEXTN), a block drafter (DFLASH), or a small decoder
+    (STANDALONE)."""
     initial: str | None = None
-    """Folder of an EAGLE or EAGLE3 head to continue from, whose shape overrides the flags. Default: random weights."""
+    """Folder of an EAGLE or EAGLE3 head to continue from, or of a checkpoint with an MTP layer (NEXTN), whose shape
+    overrides the flags. Default: random weights."""
     output: str = "draft"
     """Folder for the draft model, in its published format, with a report of the training."""
 
@@ -37,7 +39,8 @@ class DataOptions:
     topic: ClassVar[str] = "training data"
 
     data: tuple[str, ...] = ()
-    """Files of prompts, JSON lines with "prompt", "text", "turns" or "messages". Default: the target writes prompts."""
+    """Files of JSON lines: prompts ("prompt", "text", "turns" or "messages"), or rollouts with token ids. Default: the
+    target writes prompts."""
     data_limit: int | None = None
     """Prompts read from each file. Default: all."""
     answers: str | None = None
@@ -82,7 +85,7 @@ class OptimizerOptions:
     weight_decay: float = 0.01
     """Weight decay of matrices (AdamW)."""
     unroll: int = 6
-    """Draft depth in training: tokens ahead, from the head's own states after the first."""
+    """Draft depth in training: tokens ahead, from the head's own states after the first. DFLASH learns its block."""
     unroll_decay: float = 0.8
     """Fraction of the tokens at each depth that are trained at the next depth."""
     train_device: str = "auto"
@@ -102,17 +105,20 @@ class ShapeOptions:
     topic: ClassVar[str] = "draft model"
 
     draft_vocab_size: int = 8192
-    """EAGLE3: tokens that the head can propose, the most frequent of the answers. EAGLE and NEXTN propose all tokens
-    and learn from these; STANDALONE learns all."""
+    """EAGLE3: tokens that the head can propose, the most frequent of the answers. EAGLE, NEXTN and DFLASH propose all
+    tokens and learn from these; STANDALONE learns all."""
     intermediate_size: int | None = None
     """Width of the feed-forward part. Default: the target's; for STANDALONE 8/3 of --hidden-size."""
     num_layers: int | None = None
-    """Decoder layers. Default: 1, for STANDALONE 4. This project and vLLM load EAGLE3 heads of several layers, SGLang
-    does not."""
+    """Decoder layers. Default: 1, for DFLASH 3, for STANDALONE 4. This project and vLLM load EAGLE3 heads of several
+    layers, SGLang does not."""
     hidden_size: int | None = None
     """STANDALONE: width of the decoder. Default: 256, or the target's if that is less."""
     aux_layers: tuple[int, ...] | None = None
-    """Three target layers whose outputs the head reads, counted from 0. Default: 1, L/2-1 and L-4 of L layers."""
+    """Target layers whose outputs the head reads, counted from 0: three, for DFLASH any number. Default: 1, L/2-1 and
+    L-4 of L layers, for DFLASH five from 1 to L-3."""
+    block_size: int = 8
+    """DFLASH: positions that one pass computes, the root included."""
 
 
 @dataclass(frozen=True)

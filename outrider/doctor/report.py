@@ -67,7 +67,7 @@ def findings(config: DoctorConfig, notes: Sequence[str] = ()) -> Iterator[Findin
     )
     yield from machine.findings(found)
     yield from software.packages(software.requirements(), find)
-    on_gpu = plan is not None and bool(target_gpus(plan.made.target))
+    on_gpu = plan is not None and any(map(target_gpus, plan.made.targets))
     if "torch" in answers:
         yield software.torch(answers["torch"], found, wanted=on_gpu or plan is None, find=find)
     if plan is not None:

@@ -28,9 +28,12 @@ def findings(asked: ServeConfig, plan: Plan, found: Sequence[Gpu], torch: Facts,
     yield _model(made.target.model_path)
     yield from converted()
     yield drafter(asked, plan)
-    yield target_device(made.target, found, torch, plan.processes["target"].cores)
-    if made.draft is not None:
-        yield draft_device(made.draft, made.target, jax, plan.processes["draft"].cores)
+    for name, one in made.services:
+        cores = plan.processes[name].cores
+        if isinstance(one, TargetConfig):
+            yield target_device(one, found, torch, cores, name, auto=asked.target.device == "auto")
+        else:
+            yield draft_device(one, made.targets, jax, cores, name)
     yield ok(SYSTEM, "gateway", f"CPU, cores {plan.processes['gateway'].cores}")
     yield from ports(plan)
     for text in plan.obstacles:
@@ -98,65 +101,68 @@ def _why(asked: ServeConfig, plan: Plan, wanted: str) -> str:
     return f"{where} (AUTO)"
 
 
-def target_device(target: TargetConfig, found: Sequence[Gpu], torch: Facts, cores: str) -> Finding:
-    """Where the target computes, and why."""
+def target_device(
+    target: TargetConfig, found: Sequence[Gpu], torch: Facts, cores: str, name: str, *, auto: bool
+) -> Finding:
+    """Where a target computes, and why. name: of the replica. auto: no flag names its device."""
     used, where = target_gpus(target), f"CPU, cores {cores}"
     if not used:
-        why = "--device cpu" if target.device != "auto" else "there is no NVIDIA GPU (--device auto)"
-        return ok(SYSTEM, "target", f"{where}, because {why}")
+        why = "there is no NVIDIA GPU (--device auto)" if auto else "--device cpu"
+        return ok(SYSTEM, name, f"{where}, because {why}")
     names = ", ".join(f"cuda:{i}" for i in used)
     if missing := [i for i in used if found and i >= len(found)]:
         text = f"{names}: there is no GPU {missing[0]}; this machine has {len(found)}"
-        return problem(SYSTEM, "target", text, "name other devices with --device, or lower --tp-size")
+        return problem(SYSTEM, name, text, "name other devices with --device, or lower --tp-size")
     if not torch.get("available"):
         text = f"PyTorch cannot use {names} (see PyTorch)"
         if target.device == "auto":
-            return note(SYSTEM, "target", f"{where}, because {text}")
-        return problem(SYSTEM, "target", f"--device {target.device}: {text}", "mend PyTorch, or leave --device out")
+            return note(SYSTEM, name, f"{where}, because {text}")
+        return problem(SYSTEM, name, f"--device {target.device}: {text}", "mend PyTorch, or leave --device out")
     models = ", ".join(dict.fromkeys(found[i].name if found else "its memory is not known" for i in used))
-    why = f"--device {target.device}" if target.device != "auto" else "--device auto takes a GPU where there is one"
-    return ok(SYSTEM, "target", f"{names} ({models}), because {why}")
+    why = "--device auto takes a GPU where there is one" if auto else f"--device {target.device}"
+    return ok(SYSTEM, name, f"{names} ({models}), because {why}")
 
 
-def draft_device(draft: DraftConfig, target: TargetConfig, jax: Facts, cores: str) -> Finding:
-    """Where the draft computes, and why."""
+def draft_device(draft: DraftConfig, targets: Sequence[TargetConfig], jax: Facts, cores: str, name: str) -> Finding:
+    """Where a draft computes, and why. name: of the replica."""
     where = f"CPU, cores {cores}"
     if draft.speculative_algorithm not in MODEL_ALGORITHMS:
-        return ok(SYSTEM, "draft", f"{where}, because NGRAM looks tokens up and has no model")
+        return ok(SYSTEM, name, f"{where}, because NGRAM looks tokens up and has no model")
     device, platform = draft.draft_device, jax.get("platform")
     if device == "auto" and platform == "tpu":
-        return ok(SYSTEM, "draft", f"TPU ({jax['devices'][0]}), because JAX finds one (--draft-device auto)")
+        return ok(SYSTEM, name, f"TPU ({jax['devices'][0]}), because JAX finds one (--draft-device auto)")
     if device.partition(":")[0] == "tpu" and platform not in (None, "tpu"):
         return problem(
-            SYSTEM, "draft", f"--draft-device {device}: JAX finds no TPU", "run make -B install ACCELERATOR=tpu"
+            SYSTEM, name, f"--draft-device {device}: JAX finds no TPU", "run make -B install ACCELERATOR=tpu"
         )
     used = draft_gpus(draft)
     if not used:
         why = f"--draft-device {device}" if device != "auto" else "JAX has no GPU and no TPU here (--draft-device auto)"
-        return ok(SYSTEM, "draft", f"{where if device in ('auto', 'cpu') else device}, because {why}")
+        return ok(SYSTEM, name, f"{where if device in ('auto', 'cpu') else device}, because {why}")
     names = ", ".join(f"cuda:{i}" for i in used)
     if platform is not None and platform != "gpu":
         text = f"JAX cannot use {names} (see JAX)"
         if device == "auto":
-            return note(SYSTEM, "draft", f"{where}, because {text}")
-        return problem(SYSTEM, "draft", f"--draft-device {device}: {text}", "mend JAX, or name another --draft-device")
-    if set(used) & set(target_gpus(target)):
-        share = headroom_of(target, draft).bytes / GIB
-        return ok(SYSTEM, "draft", f"{names}, beside the target: {share:.2f} GiB of it are planned for the draft")
-    return ok(SYSTEM, "draft", f"{names}, which the target does not use")
+            return note(SYSTEM, name, f"{where}, because {text}")
+        return problem(SYSTEM, name, f"--draft-device {device}: {text}", "mend JAX, or name another --draft-device")
+    if beside := [target for target in targets if set(used) & set(target_gpus(target))]:
+        share = headroom_of(beside[0], draft).bytes / GIB
+        where = f"{names}, beside {'the target' if len(targets) == 1 else 'a target'}"
+        return ok(SYSTEM, name, f"{where}: {share:.2f} GiB of it are planned for the draft")
+    return ok(SYSTEM, name, f"{names}, which {'the target does not use' if len(targets) == 1 else 'no target uses'}")
 
 
 def ports(plan: Plan) -> Iterator[Finding]:
     """The ports of the gateway, and those of services that others reach."""
-    gateway, draft = plan.made.gateway, plan.made.draft
+    gateway = plan.made.gateway
     used = [text for text in plan.obstacles if text.startswith("port ")]
     for text in used:
         yield problem(SYSTEM, "port", text)
     if not used:
         addresses = (host_and_port(gateway.host, port) for port in (gateway.port, gateway.grpc_port))
         yield ok(SYSTEM, "ports", f"{' (REST) and '.join(addresses)} (gRPC) are free")
-    listening = [("--listen-target", plan.made.target.listen), *([("--listen-draft", draft.listen)] if draft else [])]
-    for flag, address in listening:
+    for name, service in plan.made.services:
+        flag, address = f"--listen-{name.partition('-')[0]}", service.listen
         host, _, port = address.rpartition(":")
         if socket_path(address) is None and port.isdigit():
             try:
@@ -167,13 +173,17 @@ def ports(plan: Plan) -> Iterator[Finding]:
 
 def memory(plan: Plan, found: Sequence[Gpu]) -> Iterator[Finding]:
     """The division of the target's memory, whether it is more than there is, and what other programs take of it."""
-    target, draft = plan.made.target, plan.made.draft
     for name, text in plan.memory.items():
         yield ok(MEMORY, name, text)
+    for target in plan.made.targets:
+        yield from _target_memory(target, found)
+
+
+def _target_memory(target: TargetConfig, found: Sequence[Gpu]) -> Iterator[Finding]:
     used = target_gpus(target)
     if not used:
         return
-    planned = plan_of(target, draft)
+    planned = plan_of(target, None)
     if planned is not None and (beyond := planned.planned - planned.total) > 0:
         yield problem(
             MEMORY, "too much",
@@ -185,7 +195,7 @@ def memory(plan: Plan, found: Sequence[Gpu]) -> Iterator[Finding]:
         return
     who = f"other programs use {taken / GIB:.1f} GiB of the target's GPU"
     try:
-        rest = plan_of(target, draft, taken=taken)
+        rest = plan_of(target, None, taken=taken)
     except ConfigError as error:
         yield problem(MEMORY, "in use", f"{who}: {error.message}", "end them, if they are not part of this system")
         return

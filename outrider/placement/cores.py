@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from outrider.config import FED_ALGORITHMS, MODEL_ALGORITHMS, ServeConfig, parse_cores
 from outrider.errors import ConfigError
@@ -40,24 +41,41 @@ class CorePlan:
         return tuple(sorted({*self.draft, *self.shared}))
 
 
-def plan_cores(cores: Sequence[int], algorithm: str, workers: int = 1) -> CorePlan:
-    """Divide cores among the processes.
+def share_cores(cores: Sequence[int], replicas: int) -> list[tuple[int, ...]]:
+    """The cores of each replica of a service: neighbouring ones that no other replica has, if there are enough.
 
-    Four cores or more: the gateway has one a worker, at most a quarter; a drafter without a model has one, a draft
-    model a quarter; the target has the rest. Three cores: the target has two; draft service and gateway share the
-    third. Two cores: the target has both (measured: 150 tokens/s, against 110 tokens/s on one core); a draft head
-    computes on the second one while the target does not, and its network threads use both, so that proposals do not
-    wait for the end of its computation. A draft model of its own computes on both while the target waits for it. One
-    core: all share it.
+    Numbers of cores differ by one at most. Where there are more replicas than cores, some have the same core.
+    """
+    count = len(cores)
+    if count < replicas:
+        return (
+            [tuple(cores[number % count : number % count + 1]) for number in range(replicas)]
+            if count
+            else [()] * replicas
+        )
+    ends = [count * number // replicas for number in range(replicas + 1)]
+    return [tuple(cores[first:end]) for first, end in pairwise(ends)]
+
+
+def plan_cores(cores: Sequence[int], algorithm: str, workers: int = 1, drafts: int = 1) -> CorePlan:
+    """Divide cores among the processes. The replicas of a service divide its cores (`share_cores`). drafts: replicas.
+
+    Four cores or more: the gateway has one a worker, at most a quarter; drafters without a model have one each, at most
+    a quarter, draft models a quarter; the target has the rest. Three cores: the target has two; draft service and
+    gateway share the third. Two cores: the target has both (measured: 150 tokens/s, against 110 tokens/s on one core);
+    a draft head computes on the second one while the target does not, and its network threads use both, so that
+    proposals do not wait for the end of its computation. A draft model of its own computes on both while the target
+    waits for it. One core: all share it.
     """
     cores = tuple(cores)
     count = len(cores)
     if count >= 4:
-        draft = max(1, count // 4) if algorithm in MODEL_ALGORITHMS else int(algorithm != "NONE")
+        drafts = 0 if algorithm == "NONE" else drafts
+        draft = count // 4 if algorithm in MODEL_ALGORITHMS else min(drafts, count // 4)
         gateway = min(workers, count // 4)
         target = count - gateway - draft
         return CorePlan(cores[:target], cores[target : target + draft], cores[-gateway:])
-    if count == 2 and algorithm in FED_ALGORITHMS:
+    if count == 2 and algorithm in FED_ALGORITHMS and drafts == 1:
         return CorePlan(cores, cores[-1:], cores, _NICENESS, shared=cores)
     if count == 2:
         return CorePlan(cores, cores, cores, _NICENESS)
@@ -68,7 +86,7 @@ def choose_cores(config: ServeConfig) -> CorePlan:
     """The plan for this machine and the user's flags. Raises ConfigError for cores that the process may not use."""
     usable = sorted(os.sched_getaffinity(0))
     cores = _checked(config.cores, usable) or usable
-    plan = plan_cores(cores, config.draft.speculative_algorithm, config.gateway.gateway_workers)
+    plan = plan_cores(cores, config.draft.speculative_algorithm, config.gateway.gateway_workers, config.draft_replicas)
     target = _checked(config.cores_target, usable) or plan.target
     draft = _checked(config.cores_draft, usable) or plan.draft
     gateway = _checked(config.cores_gateway, usable) or plan.gateway

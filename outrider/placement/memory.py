@@ -27,7 +27,7 @@ _LEAST_DRAFT_TOKENS = 8 * 1024
 # rarely fill, and of a draft.
 _CPU_TOKENS = _DRAFT_TOKENS = 64 * 1024
 # Parts of the memory: of a host's free memory for a KV cache, and of a draft's device for its KV cache.
-_CPU_FRACTION, _DRAFT_FRACTION = 0.5, 0.1
+CPU_FRACTION, _DRAFT_FRACTION = 0.5, 0.1
 _JAX_FRACTION = 0.75  # of a device that JAX takes at most
 # A process's CUDA context with its loaded kernels, and the workspaces of matrix libraries and attention.
 CONTEXT_BYTES, _WORKSPACE_BYTES = 512 * MIB, 256 * MIB
@@ -174,14 +174,24 @@ def plan_host(
 
     free: memory of the host that no process uses. fraction: --mem-fraction-static; default a half
     """
-    tokens = min(int((fraction or _CPU_FRACTION) * free) // token_bytes, _CPU_TOKENS)
-    rule = f"{fraction or _CPU_FRACTION:g} of the free memory, at most {_CPU_TOKENS} tokens"
+    tokens = min(int((fraction or CPU_FRACTION) * free) // token_bytes, _CPU_TOKENS)
+    rule = f"{fraction or CPU_FRACTION:g} of the free memory, at most {_CPU_TOKENS} tokens"
     if max_total_tokens is not None:
         tokens, rule = max_total_tokens, f"--max-total-tokens {max_total_tokens}"
     plan = MemoryPlan(free, 0, 0, 0, token_bytes, page_size, tokens // page_size, rule)
     if plan.pages < 1:
         raise ConfigError(_too_small(plan, fraction, max_total_tokens))
     return plan
+
+
+def beside_others(total: int | None, targets: int, drafts: int) -> int:
+    """What other processes of the same system take of a target's GPU: drafts, and targets, which have equal parts.
+
+    total: memory of the GPU, needed for several targets. targets: on that GPU, this one included. drafts: their bytes
+    """
+    if targets < 2 or total is None:
+        return drafts
+    return total - (total - drafts) // targets
 
 
 def _too_small(plan: MemoryPlan, fraction: float | None, max_total_tokens: int | None) -> str:

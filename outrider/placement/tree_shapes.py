@@ -41,12 +41,16 @@ def draft_ahead(draft: DraftOptions, cores: CorePlan, *, target_device: str = "a
 
 
 def _is_head(draft: DrafterOptions) -> bool:
-    """True for a head, whose trees may have any depth; those of MTP layers, which need no draft path, may not."""
-    fed = draft.speculative_algorithm in FED_ALGORITHMS
-    return fed and draft.speculative_draft_model_path is not None
+    """True for a head, whose trees may have any depth and cost time by level.
+
+    The trees of MTP layers, which need no draft path, may not; a block costs one pass, and is never drafted ahead.
+    """
+    head = draft.speculative_algorithm in FED_ALGORITHMS and draft.speculative_algorithm != "DFLASH"
+    return head and draft.speculative_draft_model_path is not None
 
 
 def draft_niceness(flags: SharedOptions, draft: DraftOptions, cores: CorePlan) -> int:
     """Niceness of the draft service. One that drafts ahead on the target's cores must not delay the target."""
     waited_for = draft_tree(flags, draft, cores) is not None or draft.draft_ahead == "off"
+    waited_for = waited_for or draft.speculative_algorithm == "DFLASH"
     return min(cores.niceness, _AWAITED_NICENESS) if waited_for else cores.niceness

@@ -1,8 +1,13 @@
-"""The shape of explicit trees: three flags with SGLang's meaning, all set or none.
+"""The shape of explicit trees: flags with SGLang's meaning. Three are set together or not at all.
 
 --speculative-num-steps S           levels of the tree
 --speculative-eagle-topk K          expanded nodes per level, and children of each of them
 --speculative-num-draft-tokens N    tokens verified per session and step: the root and the N - 1 best candidates
+
+Of a block drafter (DFLASH), one step is a pass over a whole block, so that S is 1, and N is the size of the block:
+
+--speculative-dflash-block-size N   the same as --speculative-num-draft-tokens N
+S above 1, or K above 1             a tree of S levels, or of as many as the block has positions behind the root
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from dataclasses import dataclass, replace
 from outrider.errors import ConfigError
 
 _STEPS, _TOPK, _ROWS = "--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens"
+_SIZE = "--speculative-dflash-block-size"
 
 
 @dataclass(frozen=True)
@@ -72,3 +78,30 @@ def explicit_shape(steps: int | None, topk: int | None, rows: int | None) -> Tre
             raise ConfigError(f"{flag} must be {least} or more, not {value}")
     shape = TreeShape(steps, topk, steps + 1 if topk == 1 else rows)
     return replace(shape, rows=min(shape.rows, shape.candidates + 1))
+
+
+def block_shape(steps: int | None, topk: int | None, rows: int | None, size: int | None) -> TreeShape | None:
+    """The shape that the flags set for a block drafter; None if they set none. size: --speculative-dflash-block-size.
+
+    Raises ConfigError for flags that contradict one another, or do not fix the tree.
+    """
+    for flag, value, least in ((_STEPS, steps, 1), (_TOPK, topk, 1), (_ROWS, rows, 2), (_SIZE, size, 2)):
+        if value is not None and value < least:
+            raise ConfigError(f"{flag} must be {least} or more, not {value}")
+    breadth, levels = topk or 1, steps if steps != 1 else None
+    if size is not None and levels is not None and levels >= size:
+        raise ConfigError(f"{_STEPS} {levels} needs a block of {levels + 1} positions or more, not {_SIZE} {size}")
+    if breadth == 1:
+        chain = size if size is not None else rows
+        if size is not None and rows not in (None, size) and levels is None:
+            raise ConfigError(f"{_SIZE} {size} and {_ROWS} {rows} are the same number of a chain; set one of them")
+        levels = levels if levels is not None or chain is None else chain - 1
+        return None if levels is None else TreeShape(levels, 1, levels + 1)
+    levels = levels if levels is not None or size is None else size - 1
+    if levels is None or rows is None:
+        raise ConfigError(
+            f"{_TOPK} {breadth} with DFLASH fixes a tree together with {_ROWS} and the number of its levels, "
+            f"{_STEPS} or {_SIZE}; set them, or none for adaptive trees"
+        )
+    shape = TreeShape(levels, breadth, rows)
+    return replace(shape, rows=min(rows, shape.candidates + 1))

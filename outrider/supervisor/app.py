@@ -2,9 +2,10 @@
 
 1. check the flags: ports in use, missing cores, a drafter without its model
 2. prepare the target's checkpoint: the first run downloads or converts it
-3. start target, draft service and gateway on their cores, connected by private Unix domain sockets
-4. wait until target and gateway are healthy, then show the system's addresses
-5. restart processes that end, until a signal arrives, or target or gateway cannot start
+3. start the replicas of target and draft service, and the gateway, on their devices and cores, connected by private
+   Unix domain sockets
+4. wait until targets and gateway are healthy, then show the system's addresses
+5. restart each process that ends, until a signal arrives, or a target or the gateway cannot start
 6. stop them, the gateway first, so that no request loses its service
 
 The system serves without its draft service, which loads its own checkpoint, again and again if need be. With
@@ -40,6 +41,7 @@ from outrider.config import (
 from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError, EngineFault
 from outrider.placement.cores import CorePlan, choose_cores
+from outrider.placement.replicas import check_addresses, numbered
 from outrider.placement.tree_shapes import draft_ahead, draft_niceness, draft_tree, tree_shape
 from outrider.process.ports import check_socket_path, host_and_port, refuse_used_socket, socket_folder, take_port
 from outrider.process.python_command import python_command
@@ -48,8 +50,9 @@ from outrider.service_token import make_token_file
 from outrider.supervisor.display import Display, first_curl
 from outrider.supervisor.draft_watch import DRAFT_BACKOFF, DraftWatch
 from outrider.supervisor.hangs import SILENT_SECONDS
-from outrider.supervisor.memory import check_model, share_device
+from outrider.supervisor.memory import check_model, share_devices
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, stop_and_kill_events, supervise
+from outrider.supervisor.replicas import device_of, replicas_of_draft, replicas_of_target
 from outrider.supervisor.resolution import resolve_config, target_on_cpu
 from outrider.telemetry import setup_logging
 
@@ -61,11 +64,27 @@ _POLL_SECONDS = 0.5  # between two updates of the start-up's progress
 
 @dataclass(frozen=True)
 class Processes:
-    """The configurations of the three processes. draft: None without a draft service."""
+    """The configurations of all processes: of each replica of the services, and of the gateway."""
 
-    target: TargetConfig
-    draft: DraftConfig | None
+    targets: tuple[TargetConfig, ...]
+    drafts: tuple[DraftConfig, ...]
     gateway: GatewayConfig
+
+    @property
+    def target(self) -> TargetConfig:
+        """The first target; the others differ in device, cores and address alone."""
+        return self.targets[0]
+
+    @property
+    def draft(self) -> DraftConfig | None:
+        """The first draft; None without a draft service."""
+        return self.drafts[0] if self.drafts else None
+
+    @property
+    def services(self) -> list[tuple[str, TargetConfig | DraftConfig]]:
+        """Name and configuration of each replica, the targets first."""
+        named = numbered("target", len(self.targets)), numbered("draft", len(self.drafts))
+        return [*zip(named[0], self.targets, strict=True), *zip(named[1], self.drafts, strict=True)]
 
 
 def serve(config: ServeConfig, notes: Sequence[str] = ()) -> int:
@@ -112,6 +131,7 @@ def check_flags(config: ServeConfig) -> None:
 def check_values(config: ServeConfig) -> None:
     """Raise ConfigError for flags that do not fit together."""
     draft, gateway = config.draft, config.gateway
+    config.check_replicas()
     own_model = draft.speculative_algorithm in MODEL_ALGORITHMS
     own_model = own_model and draft.speculative_algorithm not in BUILT_IN_ALGORITHMS
     if own_model and draft.speculative_draft_model_path is None:
@@ -171,9 +191,9 @@ def draft_quantization(config: ServeConfig, cores: CorePlan) -> str | None:
 
 
 def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
-    """The configurations of the three processes. runtime: a private folder for sockets and the services' token.
+    """The configurations of all processes. runtime: a private folder for sockets and the services' token.
 
-    Raises ConfigError for a number out of range.
+    Raises ConfigError for a number out of range, and for replicas that do not fit devices or addresses.
     """
     shared = asdict(config.shared)
     observed = {name: getattr(config, name) for name in ("log_level", "log_format", "otlp_traces_endpoint")}
@@ -183,10 +203,9 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
     shape = tree_shape(flags, algorithm)
     target = TargetConfig(
         **asdict(config.target), **(shared if shape is None else shared | {"speculative_num_draft_tokens": shape.rows}),
-        **observed, cores=format_cores(cores.target),
-        listen=config.listen_target or f"unix:{runtime}/target.sock",
+        **observed, cores=format_cores(cores.target), listen=config.listen_target or f"unix:{runtime}/target.sock",
     )  # fmt: skip
-    draft = None
+    drafts: list[DraftConfig] = []
     if config.draft.speculative_algorithm != "NONE":
         options = replace(
             config.draft,
@@ -198,21 +217,31 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
         draft = DraftConfig(
             **asdict(options), **shared, **observed, cores=format_cores(cores.draft),
             niceness=draft_niceness(flags, options, cores),
-            network_cores=format_cores(cores.network) if cores.shared else None,
             model_path=config.target.model_path if _draft_reads_target(config.draft) else None,
             listen=config.listen_draft or f"unix:{runtime}/draft.sock", require_draft=config.require_draft,
         )  # fmt: skip
-    target.check()
+        drafts = replicas_of_draft(draft, config.draft_replicas, cores)
+    targets = replicas_of_target(target, config.target_replicas, cores)
+    check_addresses([
+        ("--port", host_and_port(config.gateway.host, config.gateway.port)),
+        ("--grpc-port", host_and_port(config.gateway.host, config.gateway.grpc_port)),
+        *(("--listen-target", one.listen) for one in targets), *(("--listen-draft", one.listen) for one in drafts),
+    ])  # fmt: skip
+    for one in targets:
+        one.check()
     check_model(target)
-    target, draft = share_device(target, draft)
+    targets, drafts = share_devices(targets, drafts)
     control_socket = config.gateway.control_socket or f"{runtime}/control.sock"
     gateway = GatewayConfig(
         **(asdict(config.gateway) | {"control_socket": control_socket}), **observed, cores=format_cores(cores.gateway),
-        target=(target.listen,), draft=(draft.listen,) if draft else (), require_draft=config.require_draft,
-        draft_report=f"{runtime}/draft.report" if draft and not config.require_draft else None,
+        target=tuple(one.listen for one in targets), draft=tuple(one.listen for one in drafts),
+        require_draft=config.require_draft,
+        draft_report=() if config.require_draft else tuple(
+            f"{runtime}/{name}.report" for name in numbered("draft", len(drafts))
+        ),
         health_listen=f"unix:{runtime}/gateway.sock",  # also answers while strangers use up the public ports
     )  # fmt: skip
-    return Processes(target, draft, gateway)
+    return Processes(tuple(targets), tuple(drafts), gateway)
 
 
 def _draft_reads_target(draft: DraftOptions) -> bool:
@@ -225,15 +254,13 @@ def make_children(processes: Processes, display: Display, token: str | None = No
     """The child processes, not started yet, the gateway last. token: of the services."""
 
     def child(name: str, config: ProcessConfig, address: str) -> Child:
-        command = python_command("-um", "outrider", name, *to_argv(config))
+        command = python_command("-um", "outrider", name.partition("-")[0], *to_argv(config))
         return Child(name, command, address, display.line, token=token, silent_seconds=SILENT_SECONDS)
 
-    children = [child("target", processes.target, processes.target.listen)]
-    if processes.draft is not None:
-        draft = child("draft", processes.draft, processes.draft.listen)
-        if not processes.draft.require_draft:
-            draft.optional, draft.backoff = True, DRAFT_BACKOFF
-        children.append(draft)
+    children = [child(name, config, config.listen) for name, config in processes.services]
+    for one, (_, config) in zip(children, processes.services, strict=True):
+        if isinstance(config, DraftConfig) and not config.require_draft:
+            one.optional, one.backoff = True, DRAFT_BACKOFF
     children.append(child("gateway", processes.gateway, processes.gateway.health_listen or base_url(processes.gateway)))
     children[-1].extra_grace = processes.gateway.drain_timeout
     return children
@@ -248,6 +275,8 @@ def base_url(gateway: GatewayConfig) -> str:
 
 async def _run(processes: Processes, display: Display) -> int:
     stop, kill = stop_and_kill_events(display.close)
+    for name, config in processes.services if len(processes.services) > 2 else ():
+        log.info("%s: device %s, cores %s, at %s", name, device_of(config), config.cores, config.listen)
     children = make_children(processes, display, processes.gateway.service_token())
     failed = await supervise(children, _watch(processes, children, display), stop, kill)
     if failed is None:
@@ -257,9 +286,12 @@ async def _run(processes: Processes, display: Display) -> int:
 
 
 async def _watch(processes: Processes, children: Sequence[Child], display: Display) -> None:
-    """Announce the system when it can serve, and follow a draft service that it can do without."""
-    report = processes.gateway.draft_report
-    optional = [DraftWatch(child, Path(report)) for child in children if child.optional and report is not None]
+    """Announce the system when it can serve, and follow the draft services that it can do without."""
+    drafts = [child for child in children if child.optional]
+    optional = [
+        DraftWatch(child, Path(report), alone=len(drafts) == 1)
+        for child, report in zip(drafts, processes.gateway.draft_report, strict=True)
+    ]
     await asyncio.gather(_announce(processes, children, display), *(watch.run() for watch in optional))
 
 
@@ -272,7 +304,7 @@ async def _announce(processes: Processes, children: Sequence[Child], display: Di
         for task in done:
             task.result()
     late = [
-        ("draft", f"not ready ({child.progress or child.reason or 'starting'}); text is decoded plainly until it is")
+        (child.name, f"not ready ({child.progress or child.reason or 'starting'}); text is decoded plainly until it is")
         for child in children if child.optional and not child.ready
     ]  # fmt: skip
     STARTUP.done("processes")
@@ -290,9 +322,12 @@ def summary(processes: Processes) -> list[tuple[str, str]]:
         drafter += f" {checkpoint.display_name(draft.speculative_draft_model_path)}"
     if target.self_speculation != "off":
         drafter += "; self-speculation in the target, where it is faster"
-    services = [target.listen, *([draft.listen] if draft else [])]
-    shared_token = gateway.service_token_file if not all(one.startswith("unix:") for one in services) else None
-    cores = f"target {target.cores}, draft {draft.cores if draft else '-'}, gateway {gateway.cores}"
+    listen = [config.listen for _, config in processes.services]
+    shared_token = gateway.service_token_file if not all(one.startswith("unix:") for one in listen) else None
+    cores = [f"{name} {config.cores}" for name, config in processes.services]
+    cores += [*([] if draft else ["draft -"]), f"gateway {gateway.cores}"]
+    several = len(processes.services) > 2
+    devices = [f"{name} {device_of(config)}" for name, config in processes.services]
     return [
         ("REST", f"{base_url(gateway)}/v1"),
         ("gRPC", host_and_port(gateway.host, gateway.grpc_port)),
@@ -300,7 +335,8 @@ def summary(processes: Processes) -> list[tuple[str, str]]:
         ("model", ", ".join(gateway.served_model_name) or checkpoint.display_name(target.model_path)),
         ("drafter", drafter),
         *([("token", f"{shared_token}, for other gateways of these services")] if shared_token else []),
-        ("cores", cores),
+        *([("devices", "; ".join(devices))] if several else []),
+        ("cores", ("; " if several else ", ").join(cores)),
     ]
 
 

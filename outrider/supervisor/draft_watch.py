@@ -25,10 +25,11 @@ _POLL_SECONDS = 1.0
 class DraftWatch:
     """Follows the life of the draft process. Use: create it, then `run` it beside the child."""
 
-    def __init__(self, child: Child, report: Path) -> None:
-        """report: the file for the gateway."""
+    def __init__(self, child: Child, report: Path, *, alone: bool = True) -> None:
+        """report: the file for the gateway. alone: there is no other draft service."""
         self._child = child
         self._report = report
+        self._alone = alone
         self._down = asyncio.Event()
         child.on_end = self._ended
 
@@ -37,19 +38,22 @@ class DraftWatch:
         while True:
             await self._child.wait_ready(_POLL_SECONDS)
             self._report.unlink(missing_ok=True)
-            log.info("the draft service is ready; its proposals are verified from now on")
+            name = "the draft service" if self._alone else self._child.name
+            log.info("%s is ready; its proposals are verified from now on", name)
             self._down.clear()
             await self._down.wait()
 
     def _ended(self, code: int, wait: float) -> None:
         self._down.set()
-        why = f"the draft process ended with {exit_code(code)}"
+        why = f"the {self._child.name} process ended with {exit_code(code)}"
         if self._child.reason:
             why += f', after "{self._child.reason}"'
+        until = "text is decoded plainly" if self._alone else "its sessions use the other drafts, or decode plainly,"
         log.warning(
-            "%s; text is decoded plainly until it is back, in %.1f s at the earliest. With --require-draft the system "
-            "ends if its draft does not start",
+            "%s; %s until it is back, in %.1f s at the earliest. With --require-draft the system ends if its draft "
+            "does not start",
             why,
+            until,
             wait,
         )
         with contextlib.suppress(OSError):  # on a full disk the gateway reports only that nothing answers

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from outrider.config import DraftConfig, GatewayConfig, ProcessConfig, ServeConfig, to_argv
+from outrider.config import DraftConfig, GatewayConfig, ProcessConfig, ServeConfig, TargetConfig, to_argv
 from outrider.config.compatibility.on_cpu import FLOAT16_NOTE, for_cpu
 from outrider.errors import ConfigError
 from outrider.placement.cores import choose_cores
@@ -54,12 +54,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class ProcessPlan:
-    """A process that would be started. argv: its flags."""
+    """A process that would be started. argv: its flags. like: the first replica of its service, if it is another."""
 
     device: str
     cores: str
     settings: list[Setting]
     argv: list[str]
+    like: str | None = None
 
 
 @dataclass
@@ -93,19 +94,25 @@ def make_plan(config: ServeConfig, notes: Sequence[str] = ()) -> Plan:
         resolved = resolve_config(config)
         check_values(resolved)
         made = configure(resolved, choose_cores(resolved), _RUNTIME)
-        _check_draft(made.draft)
+        for draft in made.drafts:
+            _check_draft(draft)
     said = {
         level: [r.getMessage() for r in records if (r.levelno >= logging.WARNING) == level] for level in (True, False)
     }
     given = _given(config)
-    configs: list[tuple[str, str, ProcessConfig]] = [("target", _target_device(resolved), made.target)]
-    if made.draft is not None:
-        configs.append(("draft", _draft_device(made.draft), made.draft))
+    configs: list[tuple[str, str, ProcessConfig]] = [
+        (name, _target_device(one, resolved) if isinstance(one, TargetConfig) else _draft_device(one), one)
+        for name, one in made.services
+    ]
     configs.append(("gateway", "CPU", made.gateway))
+    firsts = {name: f"{name.partition('-')[0]}-1" for name, _, _ in configs if "-" in name}
     processes = {
-        name: ProcessPlan(device, one.cores or "all", _settings(one, given), _argv(one))
+        name: ProcessPlan(
+            device, one.cores or "all", _settings(one, given), _argv(one),
+            like=firsts[name] if firsts.get(name, name) != name else None,
+        )
         for name, device, one in configs
-    }
+    }  # fmt: skip
     obstacles = [*_missing_files(made), *_used_ports(made.gateway)]
     warnings = [*notes, *said[True], *_cpu_notes(resolved), *obstacles]
     return Plan(processes, _memory(made), resolved, made, said[False], warnings, obstacles)
@@ -185,8 +192,8 @@ def _words(value: Any) -> str:
 # --- machine ---
 
 
-def _target_device(config: ServeConfig) -> str:
-    target, on_cpu = config.target, target_on_cpu(config)
+def _target_device(target: TargetConfig, config: ServeConfig) -> str:
+    on_cpu = target_on_cpu(config)
     device = target.device
     if device == "auto":
         device = f"{'CPU' if on_cpu else 'cuda'}, found by --device auto"
@@ -215,7 +222,7 @@ def _cpu_notes(config: ServeConfig) -> list[str]:
 def _missing_files(made: Processes) -> list[str]:
     """Local folders and files that are not there; another machine may have them."""
     draft = made.draft
-    paths = [("--model-path", made.target.model_path)]
+    paths = [("--model-path", made.target.model_path)]  # the replicas of a service have the same
     if draft is not None:
         paths.append(("--speculative-draft-model-path", draft.speculative_draft_model_path or ""))
     local = [(flag, path) for flag, path in paths if path.startswith(("/", "./", "../", "~")) or path.endswith(".gguf")]
@@ -231,27 +238,38 @@ def _used_ports(gateway: GatewayConfig) -> list[str]:
     return []
 
 
-def _check_draft(draft: DraftConfig | None) -> None:
+def _check_draft(draft: DraftConfig) -> None:
     """The draft service's own checks of its flags, if it is installed. Raises ConfigError."""
-    if draft is not None:
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(_DRAFT_CHECKS).check(draft)
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module(_DRAFT_CHECKS).check(draft)
 
 
 def _memory(made: Processes) -> dict[str, str]:
-    """The memory plan, as far as it is known here. Raises ConfigError if the KV cache has no room."""
-    target, draft = made.target, made.draft
-    plan = plan_of(target, draft)
-    if plan is not None:
-        found = {"target": str(plan)}
-    else:
-        names = ("mem_fraction_static", "max_total_tokens", "page_size", "kv_cache_dtype")
-        flags = ", ".join(f"--{name.replace('_', '-')} {_words(getattr(target, name))}" for name in names)
-        why = "its checkpoint or its GPU is not on this machine"
-        found = {"target": f"measured at the start, because {why}; by {flags}"}
-    if (headroom := headroom_of(target, draft).bytes) > 0:
-        found["draft"] = f"{headroom / GIB:.2f} GiB of the target's device"
+    """The memory plan of each replica, as far as it is known here. Raises ConfigError if a KV cache has no room."""
+    found = {}
+    for name, one in made.services:
+        text = _target_memory(one) if isinstance(one, TargetConfig) else _draft_memory(one, made.targets)
+        if text is not None:
+            found[name] = text
     return found
+
+
+def _target_memory(target: TargetConfig) -> str:
+    plan = plan_of(target, None)
+    if plan is not None:
+        return str(plan)
+    names = ("mem_fraction_static", "max_total_tokens", "page_size", "kv_cache_dtype")
+    flags = ", ".join(f"--{name.replace('_', '-')} {_words(getattr(target, name))}" for name in names)
+    why = "its checkpoint or its GPU is not on this machine"
+    return f"measured at the start, because {why}; by {flags}"
+
+
+def _draft_memory(draft: DraftConfig, targets: Sequence[TargetConfig]) -> str | None:
+    """The draft's share of a device; None for a draft with a device of its own."""
+    if (headroom := max(headroom_of(target, draft).bytes for target in targets)) > 0:
+        return f"{headroom / GIB:.2f} GiB of {'the target' if len(targets) == 1 else 'a target'}'s device"
+    share = draft.draft_memory_bytes
+    return None if share is None else f"{share / GIB:.2f} GiB of its device"
 
 
 # --- output ---
@@ -261,6 +279,11 @@ def _text(plan: Plan) -> str:
     lines = ["Dry run: nothing is started, downloaded or contacted. `outrider serve` would start:"]
     for name, process in plan.processes.items():
         lines += ["", name, _row("device", process.device), _row("cores", process.cores)]
+        if process.like is not None:
+            others = set(map(str, plan.processes[process.like].settings))
+            differ = [str(one) for one in process.settings if one.source != "default" and str(one) not in others]
+            lines.append(_row("flags", f"those of {process.like}, but for {'  '.join(differ)}"))
+            continue
         for source in _ORDER:
             settings = [str(setting) for setting in process.settings if setting.source == source]
             if source == "default":

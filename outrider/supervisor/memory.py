@@ -1,9 +1,9 @@
 """The memory plan of `outrider serve`, before a process runs: what a draft on the target's device needs, and the rest.
 
-    own_device(target, draft)     the draft's configuration, on a GPU that the target does not use, if there is one
-    share_device(target, draft)   their configurations, with the flags by which they share a device
-    plan_of(target, draft)        the target's plan, as its log will have it but for what only loading shows
-    plan_gpu, draft_need          the same from sizes alone, without a checkpoint and a GPU
+    share_devices(targets, drafts)   the configurations of all replicas, with the flags by which they share devices
+    plan_of(target, draft)           a target's plan, as its log will have it but for what only loading shows
+    plan_gpu, draft_need             the same from sizes alone, without a checkpoint and a GPU
+    target_gpus, draft_gpus          the GPUs of a replica
 
 They read config.json and the headers of weight files on this machine; none downloads, converts or loads anything.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -26,25 +27,26 @@ from outrider.config import (
     TargetConfig,
     TargetOptions,
 )
-from outrider.config.ranks import rank_places
 from outrider.errors import ConfigError
-from outrider.placement.devices import free_host_memory, gpu_memory, gpus, has_gpu
+from outrider.placement.devices import free_host_memory, gpu_memory, has_gpu
 from outrider.placement.memory import (
+    CPU_FRACTION,
     HEAD_HEADROOM,
     STANDALONE_HEADROOM,
     DraftHeadroom,
     MemoryPlan,
+    beside_others,
     cache_flags,
     draft_cache_tokens,
     draft_headroom,
     plan_device,
     plan_host,
 )
+from outrider.placement.replicas import GPU_KINDS, gpu_numbers
 from outrider.placement.step_sizes import step_sizes
 from outrider.supervisor.ranks import check_division
 
 _JAX_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-_GPU_NAMES = ("cuda", "gpu")
 
 
 def plan_of(
@@ -106,27 +108,89 @@ def check_model(target: TargetConfig) -> None:
         check_division(target, sizes)
 
 
-def share_device(target: TargetConfig, draft: DraftConfig | None) -> tuple[TargetConfig, DraftConfig | None]:
-    """The configurations of both services, with room for the draft if it is on the target's device.
+def share_devices(
+    targets: Sequence[TargetConfig], drafts: Sequence[DraftConfig]
+) -> tuple[list[TargetConfig], list[DraftConfig]]:
+    """The configurations of all replicas, with the flags by which those on one device share its memory.
 
-    Flags that the user has set stay: --draft-headroom-bytes, --draft-memory-bytes, --draft-max-total-tokens,
-    --draft-mem-fraction-static.
+    A draft beside targets has the memory that it needs, one beside other drafts alone an equal part; targets on one GPU
+    have equal parts of the rest, and on a CPU of half of the free memory. Flags that the user has set stay:
+    --draft-headroom-bytes, --draft-memory-bytes, --draft-max-total-tokens, --draft-mem-fraction-static. Raises
+    ConfigError where a GPU cannot be divided.
     """
-    need = headroom_of(target, draft)
-    if draft is None or not need.bytes:
-        return target, draft
-    if target.draft_headroom_bytes is None:
-        target = replace(target, draft_headroom_bytes=need.bytes)
-    if draft.draft_mem_fraction_static is None:
+    needs = [_need_beside(targets, draft) for draft in drafts]
+    on_gpus = Counter(gpu for target in targets for gpu in set(target_gpus(target)))
+    drafts_on = Counter(gpu for draft in drafts if _has_model(draft) for gpu in draft_gpus(draft))
+    taken: Counter[int] = Counter()
+    for draft, need in zip(drafts, needs, strict=True):
+        for gpu in draft_gpus(draft) if need.bytes else ():
+            taken[gpu] += need.bytes
+    return (
+        [_beside_others(target, on_gpus, taken, len(targets)) for target in targets],
+        [_with_share(draft, need, drafts_on) for draft, need in zip(drafts, needs, strict=True)],
+    )
+
+
+def _need_beside(targets: Sequence[TargetConfig], draft: DraftConfig) -> DraftHeadroom:
+    """What a draft takes of a GPU that it shares with a target; nothing if it shares none."""
+    found = (headroom_of(target, draft) for target in targets)
+    return next((need for need in found if need.bytes), DraftHeadroom())
+
+
+def _beside_others(target: TargetConfig, on_gpus: Counter[int], taken: Counter[int], replicas: int) -> TargetConfig:
+    """A target with room for the drafts on its GPUs, and for the other targets there.
+
+    on_gpus: targets by GPU. taken: bytes of drafts by GPU. replicas: targets on this machine
+    """
+    used = target_gpus(target)
+    if not used and replicas > 1 and target.mem_fraction_static is None:
+        return replace(target, mem_fraction_static=round(CPU_FRACTION / replicas, 4))
+    crowded = max(used, key=lambda gpu: on_gpus[gpu], default=None)
+    if crowded is not None and on_gpus[crowded] > 1:
+        _check_divisible(target, crowded, on_gpus[crowded])
+    if target.draft_headroom_bytes is not None:
+        return target
+    beside = max((beside_others(gpu_memory(gpu), on_gpus[gpu], taken[gpu]) for gpu in used), default=0)
+    return replace(target, draft_headroom_bytes=beside) if beside else target
+
+
+def _check_divisible(target: TargetConfig, gpu: int, count: int) -> None:
+    """Raise ConfigError for flags and machines with which several targets cannot share a GPU by plan."""
+    if target.mem_fraction_static is not None and target.max_total_tokens is None:
+        raise ConfigError(
+            f"--mem-fraction-static {target.mem_fraction_static} counts what other processes hold, and {count} targets "
+            f"share cuda:{gpu}; leave it out, so that each has an equal part, or set --max-total-tokens"
+        )
+    if gpu_memory(gpu) is None and target.max_total_tokens is None and target.draft_headroom_bytes is None:
+        raise ConfigError(
+            f"{count} targets share cuda:{gpu}, whose memory this process cannot read (nvidia-smi); set "
+            "--max-total-tokens, or give each a GPU of its own"
+        )
+
+
+def _with_share(draft: DraftConfig, need: DraftHeadroom, drafts_on: Counter[int]) -> DraftConfig:
+    """A draft with its share of a GPU that targets or other drafts use, too."""
+    if need.bytes:
+        if draft.draft_mem_fraction_static is not None:
+            return draft
         tokens = need.tokens if draft.draft_max_total_tokens is None else draft.draft_max_total_tokens
         share = need.bytes if draft.draft_memory_bytes is None else draft.draft_memory_bytes
-        draft = replace(draft, draft_max_total_tokens=tokens, draft_memory_bytes=share)
-    return target, draft
+        return replace(draft, draft_max_total_tokens=tokens, draft_memory_bytes=share)
+    given = (draft.draft_memory_bytes, draft.draft_mem_fraction_static, draft.draft_max_total_tokens)
+    crowded = max(draft_gpus(draft), key=lambda gpu: drafts_on[gpu], default=None) if _has_model(draft) else None
+    if crowded is None or drafts_on[crowded] < 2 or any(flag is not None for flag in given):
+        return draft
+    total = gpu_memory(crowded)
+    return draft if total is None else replace(draft, draft_memory_bytes=total // drafts_on[crowded])
+
+
+def _has_model(draft: DraftOptions) -> bool:
+    return draft.speculative_algorithm in MODEL_ALGORITHMS
 
 
 def headroom_of(target: TargetConfig, draft: DraftConfig | None) -> DraftHeadroom:
     """What a draft service takes of the target's device; nothing on a device of its own, and for NGRAM."""
-    if draft is None or draft.speculative_algorithm not in MODEL_ALGORITHMS:
+    if draft is None or not _has_model(draft):
         return DraftHeadroom()
     gpus = draft_gpus(draft)
     if not set(gpus) & set(target_gpus(target)):
@@ -165,49 +229,25 @@ def draft_need(
     return draft_headroom(budget, weights // shards, token_bytes, wanted, fixed=chosen is not None)
 
 
-def own_device(target: TargetOptions, draft: DraftOptions) -> str | None:
-    """The device of a draft model for --draft-device auto: the first GPUs that the target does not use.
-
-    None where there are none, or where JAX chooses another kind of device.
-    """
-    if draft.draft_device != "auto" or draft.speculative_algorithm not in MODEL_ALGORITHMS or not draft_gpus(draft):
-        return None
-    used, count = target_gpus(target), draft.draft_tp_size
-    if not used:
-        return None
-    for first in range(len(gpus()) - count + 1):
-        if not set(range(first, first + count)) & set(used):
-            return f"cuda:{first}"
-    return None
-
-
 def target_gpus(target: TargetOptions) -> Sequence[int]:
-    """Numbers of the GPUs that the target uses; empty on a CPU."""
-    if "," in target.device:
-        return [int(name.partition(":")[2]) for name in rank_places(target).devices]
-    return _gpus(target.device, target.tp_size // target.nnodes) if target.device != "auto" or has_gpu() else range(0)
+    """Numbers of the GPUs that a target uses; empty on a CPU."""
+    if target.device == "auto" and not has_gpu():
+        return ()
+    return gpu_numbers(target.device, target.tp_size // max(1, target.nnodes))
 
 
-def draft_gpus(draft: DraftOptions) -> range:
+def draft_gpus(draft: DraftOptions) -> Sequence[int]:
     """Numbers of the GPUs that a draft model uses; empty on CPUs and TPUs. auto: GPUs, if JAX has its plugin."""
-    if draft.draft_device != "auto":
-        return _gpus(draft.draft_device, draft.draft_tp_size)
-    return _gpus("cuda", draft.draft_tp_size) if has_gpu() and jax_uses_gpus() else range(0)
+    if draft.draft_device == "auto" and not (has_gpu() and jax_uses_gpus()):
+        return ()
+    return gpu_numbers(draft.draft_device, draft.draft_tp_size)
 
 
 def jax_uses_gpus() -> bool:
     """True if JAX has a plugin for NVIDIA GPUs here, and JAX_PLATFORMS allows it."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
-    allowed = not platforms or any(name in platforms.split(",") for name in _GPU_NAMES)
+    allowed = not platforms or any(name in platforms.split(",") for name in GPU_KINDS)
     return allowed and any(importlib.util.find_spec(name) is not None for name in _JAX_PLUGINS)
-
-
-def _gpus(device: str, count: int) -> range:
-    kind, _, index = device.partition(":")
-    if kind not in (*_GPU_NAMES, "auto"):
-        return range(0)
-    first = int(index) if index.isdigit() else 0
-    return range(first, first + count)
 
 
 def _sizes(model_path: str) -> CheckpointSizes | None:

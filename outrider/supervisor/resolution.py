@@ -2,7 +2,7 @@
 
 1. a device that only one of the services has: --device tpu
 2. the drafter, and self-speculation beside it (drafter_choice.py); the default model has no MTP layers, but a head
-3. a GPU of its own for the draft, if the target leaves one
+3. devices of all replicas; a GPU of its own for the draft, if the targets leave one (replicas.py)
 4. variables of SGLang in the environment
 5. a tree with more nodes than its levels have
 6. flags that the drafter does not use
@@ -20,12 +20,13 @@ from outrider.config.compatibility.environment import environment_notes
 from outrider.drafts import has_bundled_head
 from outrider.placement.devices import has_gpu
 from outrider.placement.tree_shapes import tree_shape
+from outrider.speculation.shape import block_shape
 from outrider.supervisor.drafter_choice import choose_drafters
-from outrider.supervisor.memory import own_device
+from outrider.supervisor.replicas import with_devices
 
 log = logging.getLogger(__name__)
 
-_MAPPED = ("STANDALONE", *BUILT_IN_ALGORITHMS)  # propose tokens of the target's whole vocabulary
+_MAPPED = ("STANDALONE", "DFLASH", *BUILT_IN_ALGORITHMS)  # propose tokens of the target's whole vocabulary
 # Drafters that use a flag, by the flag's field; a drafter that is not named here uses none of them. Flags that are
 # refused without their drafter, and those of NGRAM, which may draft beside any other one, are left out.
 _USED_BY = {
@@ -33,6 +34,7 @@ _USED_BY = {
     "speculative_draft_model_revision": MODEL_ALGORITHMS,
     "speculative_draft_load_format": MODEL_ALGORITHMS,
     "speculative_draft_model_quantization": MODEL_ALGORITHMS,
+    "speculative_dflash_block_size": ("DFLASH",),
     "speculative_token_map": _MAPPED,
     "enable_multi_layer_eagle": BUILT_IN_ALGORITHMS,
     "speculative_mtp_feature": BUILT_IN_ALGORITHMS,
@@ -57,7 +59,8 @@ def resolve_config(config: ServeConfig, logged: set[str] | None = None) -> Serve
     logged: the warnings of earlier calls, which are not logged again; those of this call are added
     """
     notes: list[str] = []
-    config = _with_own_gpu(choose_drafters(_with_bundled_head(_with_devices(config, notes), notes)))
+    config = with_devices(choose_drafters(_with_bundled_head(_with_known_device(config, notes), notes)))
+    config = _with_block(config)
     algorithm, topk = config.draft.speculative_algorithm, config.shared.speculative_eagle_topk
     notes += environment_notes(os.environ, algorithm, topk)
     config = _with_used_flags(_with_possible_tree(config, notes), notes)
@@ -75,7 +78,7 @@ def target_on_cpu(config: ServeConfig) -> bool:
     return kind == "cpu" or (kind == "auto" and not has_gpu())
 
 
-def _with_devices(config: ServeConfig, notes: list[str]) -> ServeConfig:
+def _with_known_device(config: ServeConfig, notes: list[str]) -> ServeConfig:
     """`--device tpu` means the draft service: JAX computes on TPUs, PyTorch on CUDA devices and CPUs."""
     if config.target.device.partition(":")[0] != "tpu":
         return config
@@ -89,15 +92,6 @@ def _with_devices(config: ServeConfig, notes: list[str]) -> ServeConfig:
     return here
 
 
-def _with_own_gpu(config: ServeConfig) -> ServeConfig:
-    """With the draft on GPUs that the target does not use, where there are some and no flag names its device."""
-    device = own_device(config.target, config.draft)
-    if device is None:
-        return config
-    log.info("the draft service uses %s, which the target leaves free; --draft-device names another device", device)
-    return replace(config, draft=replace(config.draft, draft_device=device))
-
-
 def _with_bundled_head(config: ServeConfig, notes: list[str]) -> ServeConfig:
     """With the default model's EAGLE-3 head for EAGLE and NEXTN, because that model has no MTP layers."""
     draft, model = config.draft, config.target.model_path
@@ -109,6 +103,20 @@ def _with_bundled_head(config: ServeConfig, notes: list[str]) -> ServeConfig:
         "EAGLE-3 head drafts (EAGLE3)"
     )
     return replace(config, draft=replace(draft, speculative_algorithm="EAGLE3"))
+
+
+def _with_block(config: ServeConfig) -> ServeConfig:
+    """With the three flags of a block drafter's tree, where some of its flags fix it. Raises ConfigError."""
+    draft, flags = config.draft, config.shared
+    if draft.speculative_algorithm != "DFLASH":
+        return config
+    shape = block_shape(
+        flags.speculative_num_steps, flags.speculative_eagle_topk, flags.speculative_num_draft_tokens,
+        draft.speculative_dflash_block_size,
+    )  # fmt: skip
+    # Without a shape these may be 1, which says nothing of a block.
+    none = {"speculative_num_steps": None, "speculative_eagle_topk": None}
+    return replace(config, shared=replace(flags, **(none if shape is None else shape.flags())))
 
 
 def _with_possible_tree(config: ServeConfig, notes: list[str]) -> ServeConfig:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.checkpoints.blocks import write_perfect_dflash
 from tests.support.checkpoints.heads import eagle3, write_head
 from tests.support.checkpoints.perfect import (
     CYCLE,
@@ -24,9 +25,10 @@ def models(tmp_path_factory):
     write_perfect_eagle(base / "token", target, "token")
     write_perfect_eagle(base / "feature", target, "feature")
     write_perfect_eagle3(base / "eagle3", target)
+    write_perfect_dflash(base / "dflash", target)
     return target, {
         "token": ("EAGLE", base / "token"), "feature": ("EAGLE", base / "feature"),
-        "eagle 3": ("EAGLE3", base / "eagle3"),
+        "eagle 3": ("EAGLE3", base / "eagle3"), "dflash": ("DFLASH", base / "dflash"),
     }  # fmt: skip
 
 
@@ -74,6 +76,20 @@ def accepted(target, draft, prompts, temperature, length=LENGTH):
     run = Pair(target, lambda: draft, draft_steps=8).run(requests)
     assert run.tokens == Pair(target).run(requests).tokens
     return run.accepted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_a_perfect_block_drafter_is_accepted(models, drafts, chunk, temperature):
+    """Its blocks of 8 positions are accepted whole, in a batch of more sessions than it holds."""
+    target = target_engine(models[0], max_step_tokens=chunk)
+    requests = [request(i, prompt, temperature, LENGTH) for i, prompt in enumerate(REPEATED * 2)]
+    plain = Pair(target).run(requests)
+    run = Pair(target, lambda: drafts["dflash"], draft_steps=8).run(requests)
+    assert run.tokens == plain.tokens
+    assert run.reopened == 0
+    assert run.accepted > 0.97 * run.verified
+    assert run.accepted > 0.7 * LENGTH * len(requests)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

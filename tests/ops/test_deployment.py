@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from gateway.admission.access import Access
-from outrider.config import GatewayConfig, parse_flags
+from outrider.config import DraftConfig, GatewayConfig, TargetConfig, parse_flags
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = (ROOT / "compose.yaml").read_text()
@@ -33,6 +33,7 @@ GATEWAYS = [
     ("gateway", "target", "draft"),
     ("gateway-gpu", "target-gpu", "draft"),
     ("gateway-gpus", "target-gpu", "draft-gpu"),
+    ("gateway-tpu", "target", "draft-tpu"),
 ]
 
 
@@ -45,12 +46,28 @@ def test_the_gateway_reaches_the_services_by_tcp_where_their_images_listen(gatew
         # The gateway serves without a draft, and waits for the target alone.
         condition = "service_healthy" if kind == "target" else "service_started"
         assert services[gateway]["depends_on"][name] == {"condition": condition}
-        host, port = found[kind].split(":")
-        assert host == name
+        scheme, host, port = found[kind].split(":")
+        assert (scheme, host) == ("dns", name)  # all containers of the service
         assert not {"entrypoint", "healthcheck"} & services[name].keys()  # those of the image
         image = (ROOT / "docker" / f"{kind}.Dockerfile").read_text()
         assert f'ENTRYPOINT ["outrider", "{kind}", "--listen", "0.0.0.0:{port}"]' in image
         assert f'CMD ["outrider", "healthcheck", "127.0.0.1:{port}"]' in image
+
+
+@pytest.mark.parametrize("name", ["target", "draft", "target-gpu", "draft-gpu"])
+def test_a_service_has_as_many_containers_as_divide_its_cores(name):
+    service, kind = yaml.safe_load(COMPOSE)["services"][name], name.partition("-")[0]
+    number = f"${{{kind.upper()}_REPLICAS:-1}}"
+    assert service["scale"] == number
+    assert f"--cores auto --machine-replicas {number} " in service["command"]
+    command = VARIABLES.sub(lambda found: {f"{kind.upper()}_REPLICAS": "3"}.get(found[1], found[2]), service["command"])
+    config = parse_flags(TargetConfig if kind == "target" else DraftConfig, command.split(), f"outrider {kind}")
+    assert (config.cores, config.machine_replicas) == ("auto", 3)
+
+
+def test_no_name_keeps_a_service_from_having_several_containers():
+    for name, service in yaml.safe_load(COMPOSE)["services"].items():
+        assert not {"container_name", "hostname"} & service.keys(), name
 
 
 def test_containers_share_no_sockets():
@@ -72,7 +89,7 @@ def test_a_container_has_a_gpu_where_its_image_is_built_for_one(name):
     for service, variable in ((plain, "TORCH_INDEX"), (gpu, "TORCH_INDEX_GPU")):
         assert service["build"]["args"].get("TORCH_INDEX") == (f"${{{variable}:-}}" if name == "target" else None)
     (device,) = gpu["deploy"]["resources"]["reservations"]["devices"]
-    assert device["device_ids"] == [f"${{{name.upper()}_GPU:-0}}"]
+    assert device["device_ids"] == [f"${{{name.upper()}_GPUS:-0}}"]
     assert plain["image"] != gpu["image"]
     assert (plain["command"], plain["volumes"]) == (gpu["command"], gpu["volumes"])
 
@@ -139,7 +156,8 @@ def test_containers_are_confined(name):
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
-    assert not {"privileged", "cap_add", "pid", "ipc", "devices", "user"} & service.keys()
+    assert not {"privileged", "cap_add", "pid", "ipc", "user"} & service.keys()
+    assert list(map(default, service.get("devices", ()))) == (["/dev/vfio"] if name == "draft-tpu" else [])
     assert service.get("network_mode") != "host"
     assert re.fullmatch(r"\d+[mg]", default(service["mem_limit"]))
     assert 0 < service["pids_limit"] <= 4096

@@ -53,6 +53,9 @@ def test_prometheus_asks_the_gateways_of_compose():
     (lookup,) = job["dns_sd_configs"]
     prometheus = service("prometheus")
     assert "./docker/observe/prometheus.yml:/etc/prometheus/prometheus.yml:ro" in prometheus["volumes"]
+    composed = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    assert sorted(lookup["names"]) == sorted(name for name in composed if name.startswith("gateway"))
+    assert lookup["type"] == "A"  # every container of a name
     for name in lookup["names"]:
         gateway = service(name)
         assert any(port.endswith(f":{lookup['port']}") for port in gateway["ports"])

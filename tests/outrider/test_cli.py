@@ -30,7 +30,7 @@ def test_help_names_every_verb():
         result = outrider(*flags)
         assert result.returncode == 0
         assert result.stderr == ""
-    for verb in ("serve", "target", "draft", "gateway", "train", "bench", "doctor", "healthcheck"):
+    for verb in ("serve", "target", "draft", "gateway", "train", "bench", "ray", "doctor", "healthcheck"):
         assert f"\n  {verb} " in result.stdout
     assert outrider().returncode == 2
     assert outrider("--version").stdout == f"outrider {__version__}\n"

@@ -76,6 +76,7 @@ class NativeBody(BaseModel):
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
+    model: str | None = None
     text: str | Items[str] | None = None
     input_ids: Items[Count] | Items[Items[Count]] | None = None
     sampling_params: Sampling | Annotated[Items[Sampling], Field(max_length=MAX_GENERATIONS)] | None = None

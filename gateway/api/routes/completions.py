@@ -14,8 +14,8 @@ from gateway.api.answers.completions import CHAT, COMPLETION, CompletionReply, K
 from gateway.api.answers.streaming import respond
 from gateway.api.requests.http import REQUEST_ID, VALID_UNICODE, timeout_of
 from gateway.api.requests.schemas import ChatBody, CompletionBody, GenerationBody
-from gateway.api.routes.conversations import Conversations
-from gateway.control.server_info import Facts
+from gateway.api.routes.conversations import AllConversations
+from gateway.control.models import Models, Serving
 from gateway.orchestration.generator import Generator
 from gateway.text.encoding import encode_all
 
@@ -28,32 +28,33 @@ STREAMS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def install(app: FastAPI, generator: Generator, facts: Facts, conversations: Conversations) -> None:
+def install(app: FastAPI, models: Models, all_conversations: AllConversations) -> None:
     """Add the routes to an app."""
 
     @app.post("/v1/chat/completions", tags=["generation"], responses=STREAMS, dependencies=[VALID_UNICODE])
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """The assistant's answer to a conversation."""
-        generator.check_model(body.model)
+        model = models.choose(body.model)
         body.check_supported()
-        tools = body.offered
+        tools, conversations = body.offered, all_conversations.of(model)
         whole = await conversations.prompt(body.messages, tools, body.template_options())
-        prompt = body.cut(whole, generator.max_session_tokens)
+        prompt = body.cut(whole, model.generator.max_session_tokens)
         new_format = conversations.choice_format(body, tools, prompt)
         verbatim = new_format is not None and conversations.markers_are_special
         prompts = [(prompt, "")]
-        return await _reply(generator, facts, CHAT, body, prompts, request, new_format, verbatim=verbatim)
+        return await _reply(model, CHAT, body, prompts, request, new_format, verbatim=verbatim)
 
     @app.post("/v1/completions", tags=["generation"], responses=STREAMS, dependencies=[VALID_UNICODE])
     async def completions(body: CompletionBody, request: Request) -> Response:
         """The continuation of prompts, which are texts or token ids."""
-        generator.check_model(body.model)
+        model = models.choose(body.model)
+        generator = model.generator
         body.check_supported()
         given = body.prompts()
         whole = await encode_all(generator.tokenizer, given, special=body.add_special_tokens is not False)
         prompts = [body.cut(tokens, generator.max_session_tokens) for tokens in whole]
         texts = await prompt_texts(generator, given, whole, prompts) if body.echoes else [""] * len(prompts)
-        return await _reply(generator, facts, COMPLETION, body, list(zip(prompts, texts, strict=True)), request)
+        return await _reply(model, COMPLETION, body, list(zip(prompts, texts, strict=True)), request)
 
 
 async def prompt_texts(
@@ -71,8 +72,7 @@ async def prompt_texts(
 
 
 async def _reply(
-    generator: Generator,
-    facts: Facts,
+    model: Serving,
     kind: Kind,
     body: GenerationBody,
     prompts: Sequence[tuple[list[int], str]],
@@ -85,6 +85,7 @@ async def _reply(
 
     verbatim: special tokens are part of the text, whatever the body says
     """
+    generator, facts = model.generator, model.facts
     timeout, defaults, candidates = timeout_of(request), generator.defaults, body.candidates
     requests = [
         one

@@ -1,4 +1,7 @@
-"""Routes that control the targets, under SGLang's names, for administrators: by key, or over the control socket."""
+"""Routes that control the targets, under SGLang's names, for administrators: by key, or over the control socket.
+
+With several models, a call names the one that it is for in the query: `?model=NAME`.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,9 @@ from gateway.admission.caller import CALLER
 from gateway.api.answers.json_response import json_response
 from gateway.api.requests.http import VALID_UNICODE
 from gateway.api.routes import weights
-from gateway.control.control import Control, PauseMode
-from gateway.control.server_info import Facts
+from gateway.control.control import PauseMode
+from gateway.control.models import Models, Serving
 from gateway.control.worker_answers import abort_everywhere
-from gateway.orchestration.generator import Generator
 from outrider.errors import InvalidRequest
 
 _PREFIX = re.compile("^(chatcmpl-|cmpl-|resp_)")  # of answer ids, before the request id
@@ -41,6 +43,7 @@ class AbortBody(BaseModel):
     rid: str | None = None
     prefix: Literal[False] = False  # an earlier option, which must not abort a single request in silence
     abort_all: bool = False
+    model: str | None = None  # whose requests are meant; by default those of all models
 
     def names(self) -> list[str]:
         """Possible request ids: rid, and rid without the prefix of an answer's id. Raises InvalidRequest."""
@@ -50,48 +53,54 @@ class AbortBody(BaseModel):
         return list(dict.fromkeys(names))
 
 
-def install(app: FastAPI, control: Control, generator: Generator, facts: Facts, keys: Keys) -> None:
+def install(app: FastAPI, models: Models, keys: Keys) -> None:
     """Add the routes to an app."""
 
     async def check_admin() -> None:
         keys.check_admin(CALLER.get())
 
-    admin = [Depends(check_admin)]
+    async def controlled(model: str | None = None) -> Serving:
+        return models.controlled(model)
 
-    weights.install(app, control, admin)
+    admin, named = [Depends(check_admin)], Depends(controlled)
+
+    weights.install(app, admin, named)
 
     @app.get("/flush_cache", dependencies=admin, tags=["control"])
     @app.post("/flush_cache", dependencies=admin, tags=["control"])
-    async def flush_cache(timeout: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0) -> Response:  # noqa: ASYNC109
-        await control.flush_cache(timeout)
+    async def flush_cache(
+        timeout: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0,  # noqa: ASYNC109
+        model: Serving = named,
+    ) -> Response:
+        await model.control.flush_cache(timeout)
         return json_response({"success": True, "message": "Cache flushed."})
 
     @app.post("/pause_generation", dependencies=admin, tags=["control"])
-    async def pause_generation(body: PauseBody | None = None) -> Response:
+    async def pause_generation(body: PauseBody | None = None, model: Serving = named) -> Response:
         mode = body.mode if body is not None else "abort"
-        await control.pause(mode)
+        await model.control.pause(mode)
         return json_response({"status": "ok", "message": f"Generation is paused, mode {mode}."})
 
     @app.post("/continue_generation", dependencies=admin, tags=["control"])
-    async def continue_generation() -> Response:
-        await control.resume()
+    async def continue_generation(model: Serving = named) -> Response:
+        await model.control.resume()
         return json_response({"status": "ok", "message": "Generation continues."})
 
     @app.post("/release_memory_occupation", dependencies=admin, tags=["control"])
-    async def release_memory_occupation(body: MemoryBody | None = None) -> Response:
+    async def release_memory_occupation(body: MemoryBody | None = None, model: Serving = named) -> Response:
         tags = body.tags if body is not None else None
         if tags is not None and "kv_cache" not in tags:
             raise InvalidRequest(
                 "weights stay in memory; release `kv_cache`, or stop the target meanwhile", param="tags"
             )
-        size = await control.release_memory()
+        size = await model.control.release_memory()
         message = f"{size} bytes of KV caches are released; weights stay in memory."
         return json_response({"success": True, "message": message, "released_bytes": size, "kept": ["weights"]})
 
     @app.post("/resume_memory_occupation", dependencies=admin, tags=["control"])
-    async def resume_memory_occupation(body: MemoryBody | None = None) -> Response:
+    async def resume_memory_occupation(body: MemoryBody | None = None, model: Serving = named) -> Response:
         if body is None or body.tags is None or "kv_cache" in body.tags:
-            await control.resume_memory()
+            await model.control.resume_memory()
         return json_response({"success": True, "message": "Memory is taken again."})
 
     @app.post("/abort_request", tags=["control"], dependencies=[VALID_UNICODE])
@@ -100,32 +109,39 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts, 
 
         An administrator may abort the requests of others, and all at once.
         """
+        running = [one.running for one in models.chosen(body.model) if one.running is not None]
+        aborted = 0
         if body.abort_all:
             await check_admin()
-            others = await facts.peers.ask("abort_all")
-            aborted = generator.abort_all() + sum(others.values())
+            for model in running:
+                others = await model.facts.peers.ask("abort_all")
+                aborted += model.generator.abort_all() + sum(others.values())
             return json_response({"success": True, "aborted_requests": aborted})
         for name in body.names():
-            if aborted := await abort_everywhere(generator, facts.peers, name):
+            for model in running:
+                aborted += await abort_everywhere(model.generator, model.facts.peers, name)
+            if aborted:
                 break
         return json_response({"success": True, "aborted_requests": aborted})
 
     @app.get("/get_weight_version")
     @app.get("/weight_version")
-    async def weight_version() -> Response:
+    async def weight_version(model: Serving = named) -> Response:
         """The label of the weights, and the targets that lack them and are unused until they are sent again."""
+        control = model.control
         return json_response({"weight_version": control.weight_version, "awaiting_targets": control.awaiting})
 
     @app.get("/get_model_info")
     @app.get("/model_info")
-    async def model_info() -> Response:
-        model = facts.target.model
+    async def model_info(model: str | None = None) -> Response:
+        serving = models.choose(model)
+        facts = serving.facts.target.model
         return json_response({
-            "model_path": model.model_path,
-            "tokenizer_path": model.model_path,
+            "model_path": facts.model_path,
+            "tokenizer_path": facts.model_path,
             "is_generation": True,
             "preferred_sampling_params": None,
-            "weight_version": control.weight_version,
-            "architecture": model.architecture,
-            "fingerprint": model.fingerprint,
+            "weight_version": serving.control.weight_version,
+            "architecture": facts.architecture,
+            "fingerprint": facts.fingerprint,
         })  # fmt: skip

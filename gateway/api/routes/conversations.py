@@ -9,6 +9,7 @@ from gateway.api.answers.choice_format import ChoiceFormat, ParsedChatFormat
 from gateway.api.requests.messages import Message
 from gateway.api.requests.schemas import ChatBody
 from gateway.api.requests.tools import Tools, describe_tools
+from gateway.control.models import Models, Serving
 from gateway.parsers.output import MARKERS, OutputParser, call_format, has_reasoning
 from gateway.parsers.reasoning import BEGIN, END, Reasoning, ReasoningTokenCounter
 from gateway.text.encoding import encode_chat
@@ -17,6 +18,22 @@ from outrider.config import GatewayOptions
 from outrider.errors import InvalidRequest
 
 _TAIL = 8  # tokens at the end of a prompt in which reasoning may begin
+
+
+class AllConversations:
+    """The conversations of each model."""
+
+    def __init__(self, models: Models) -> None:
+        self._made: dict[Serving, Conversations] = {}
+        for model in models:
+            if model.running is not None:
+                self.of(model.running)
+
+    def of(self, model: Serving) -> Conversations:
+        """Those of a model, whose template is read once."""
+        if model not in self._made:
+            self._made[model] = Conversations(model.generator.tokenizer, model.facts.config)
+        return self._made[model]
 
 
 class Conversations:

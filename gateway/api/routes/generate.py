@@ -10,16 +10,18 @@ from gateway.api.answers.streaming import respond
 from gateway.api.requests.http import REQUEST_ID, VALID_UNICODE, timeout_of
 from gateway.api.requests.native import NativeBody, native_requests
 from gateway.api.routes.completions import STREAMS
-from gateway.orchestration.generator import Generator
+from gateway.control.models import Models
 from gateway.text.encoding import encode_all
 
 
-def install(app: FastAPI, generator: Generator) -> None:
+def install(app: FastAPI, models: Models) -> None:
     """Add the route to an app."""
 
     @app.post("/generate", tags=["generation"], responses=STREAMS, dependencies=[VALID_UNICODE])
     async def generate(body: NativeBody, request: Request) -> Response:
         """SGLang's own API: text or token ids in and out."""
+        # A single model ignores the name, as SGLang does.
+        generator = models.choose(body.model if models.several else None).generator
         body.check_supported()
         prompts = await encode_all(generator.tokenizer, body.prompts())
         requests = native_requests(body, prompts, request.scope[REQUEST_ID], timeout_of(request), generator.defaults)

@@ -8,60 +8,79 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import PlainTextResponse, Response
 
+import outrider
 from gateway.api.answers.json_response import json_response
-from gateway.control.server_info import Facts
-from gateway.orchestration.generator import Generator
+from gateway.control.models import Models, ServedModel
 from gateway.telemetry import exposition
 
 
-def install(app: FastAPI, generator: Generator, facts: Facts) -> None:
+def install(app: FastAPI, models: Models) -> None:
     """Add the routes to an app."""
     started = int(time.time())
 
     @app.get("/v1/models")
-    async def models() -> Response:
-        return json_response({"object": "list", "data": [_model(generator, name, started) for name in generator.names]})
+    async def all_models() -> Response:
+        data = [_described(model, name, started) for model in models for name in model.names]
+        return json_response({"object": "list", "data": data})
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
+    async def one_model(name: str) -> Response:
         # A name may be a path; routers on the way may have removed its first slash.
-        known = {one.strip("/"): one for one in ("default", *generator.names)}
+        known = {one.strip("/"): one for one in (models.default.name, *models.names)} | {"default": models.default.name}
         found = known.get(name.strip("/"))
         if found is None:
-            raise generator.not_found(name)
-        return json_response(_model(generator, generator.answered_as(found), started))
+            raise models.not_found(name)
+        return json_response(_described(models.find(found), found, started))
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """The metrics of all workers."""
-        page = await exposition.collect(generator.metrics, facts.peers)
+        page = await exposition.collect(models.metrics, models.peers)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/get_server_info")
     @app.get("/server_info")
-    async def server_info() -> Response:
-        return json_response(facts.server_info(generator))
+    async def server_info(model: str | None = None) -> Response:
+        """Flags, services and speculation statistics of a model. With several models and no name in the query: of the
+        first one, and of each at `models`.
+        """
+        if model or not models.several:
+            return json_response(_server_info(models.named(model)))
+        each = {one.name: _server_info(one) for one in models}
+        return json_response(each[models.default.name] | {"models": each})
 
     @app.get("/v1/loads")
-    async def loads() -> Response:
-        """Requests in progress, of all workers and targets, as one engine."""
-        others = await facts.peers.ask("running")
-        total = generator.admission.running + sum(others.values())
-        loads = [target.load for target in generator.orchestrator.targets if target.up and target.load is not None]
-        running = min(total, sum(load.running_sessions for load in loads))
+    async def loads(model: str | None = None) -> Response:
+        """Requests in progress, of all workers and targets of a model, or of all models, as one engine."""
+        total = running = 0
+        for serving in (one.running for one in models.chosen(model) if one.running is not None):
+            others = await serving.facts.peers.ask("running")
+            count = serving.generator.running + sum(others.values())
+            links = serving.generator.orchestrator.targets
+            in_batch = sum(link.load.running_sessions for link in links if link.up and link.load is not None)
+            total, running = total + count, running + min(count, in_batch)
         counts = {"num_running_reqs": running, "num_waiting_reqs": total - running, "num_total_reqs": total}
         return json_response({"dp_rank_count": 1, "loads": [{"dp_rank": 0, **counts}]})
 
     @app.get("/version")
     async def version() -> Response:
-        return json_response({"version": facts.version})
+        return json_response({"version": outrider.__version__})
 
 
-def _model(generator: Generator, name: str, created: int) -> dict[str, Any]:
+def _server_info(model: ServedModel) -> dict[str, Any]:
+    """Of a model that is not served yet, the state."""
+    serving = model.running
+    if serving is None:
+        return {"served_model_name": model.name, **model.state()}
+    return serving.facts.server_info(serving.generator)
+
+
+def _described(model: ServedModel, name: str, created: int) -> dict[str, Any]:
+    running = model.running
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "outrider",
-        "max_model_len": generator.max_session_tokens,
+        "max_model_len": running.generator.max_session_tokens if running is not None else None,
     }

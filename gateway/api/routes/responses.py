@@ -10,21 +10,22 @@ from gateway.api.answers.streaming import respond
 from gateway.api.requests.http import REQUEST_ID, VALID_UNICODE, timeout_of
 from gateway.api.requests.responses import ResponsesBody
 from gateway.api.routes.completions import STREAMS
-from gateway.api.routes.conversations import Conversations
-from gateway.control.server_info import Facts
-from gateway.orchestration.generator import Generator
+from gateway.api.routes.conversations import AllConversations
+from gateway.control.models import Models
 
 
-def install(app: FastAPI, generator: Generator, facts: Facts, conversations: Conversations) -> None:
+def install(app: FastAPI, models: Models, conversations: AllConversations) -> None:
     """Add the route to an app."""
 
     @app.post("/v1/responses", tags=["generation"], responses=STREAMS, dependencies=[VALID_UNICODE])
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """The answer to a conversation, in the API that succeeds chat completions. Nothing is stored."""
-        generator.check_model(body.model)
+        model = models.choose(body.model)
+        generator = model.generator
         body.check_supported()
         timeout = timeout_of(request)
-        whole = await conversations.prompt(body.messages(), None, body.template_options(), body.prompt_field)
+        of_model = conversations.of(model)
+        whole = await of_model.prompt(body.messages(), None, body.template_options(), body.prompt_field)
         wanted = body.request(body.cut(whole, generator.max_session_tokens), generator.defaults, timeout)
         request_id = body.request_id or body.rid or request.scope[REQUEST_ID]
         reply = ResponsesReply(
@@ -33,7 +34,7 @@ def install(app: FastAPI, generator: Generator, facts: Facts, conversations: Con
             generator.tokenizer.pieces,
             request_id=request_id,
             model=generator.answered_as(body.model),
-            detail=facts.config.per_request_spec_decode_metrics,
+            detail=model.facts.config.per_request_spec_decode_metrics,
         )
         generations = await generator.start_all([(wanted, request_id)])
         return await respond(request, reply, generations, stream=bool(body.stream), failed=reply.failed)

@@ -13,8 +13,8 @@ from gateway.api.requests.fields import BOUNDED, Count, Flag, Items
 from gateway.api.requests.http import VALID_UNICODE
 from gateway.api.requests.messages import Message, conversation_options
 from gateway.api.requests.tools import tools_of
-from gateway.api.routes.conversations import Conversations
-from gateway.orchestration.generator import Generator
+from gateway.api.routes.conversations import AllConversations
+from gateway.control.models import Models
 from gateway.text.encoding import encode, encode_all, run_in_thread_if_long
 from outrider.errors import InvalidRequest
 
@@ -45,14 +45,15 @@ class DetokenizeBody(BaseModel):
     skip_special_tokens: Flag = True
 
 
-def install(app: FastAPI, generator: Generator, conversations: Conversations) -> None:
+def install(app: FastAPI, models: Models, conversations: AllConversations) -> None:
     """Add the routes to an app."""
 
     @app.post("/tokenize", tags=["tokens"], dependencies=[VALID_UNICODE])
     @app.post("/v1/tokenize", tags=["tokens"], include_in_schema=False, dependencies=[VALID_UNICODE])
     async def tokenize(body: TokenizeBody) -> Response:
         """Token ids of a text, of several texts, or of a conversation with its tools."""
-        generator.check_model(body.model)
+        model = models.choose(body.model)
+        generator = model.generator
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either `prompt` or `messages`", param="prompt")
         limit = {"max_model_len": generator.max_session_tokens}
@@ -63,7 +64,8 @@ def install(app: FastAPI, generator: Generator, conversations: Conversations) ->
             options = conversation_options(
                 body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
             )
-            tokens = await conversations.prompt(body.messages, tools_of(body.tools, None, None), options)
+            of_model = conversations.of(model)
+            tokens = await of_model.prompt(body.messages, tools_of(body.tools, None, None), options)
         else:
             tokens = await encode(generator.tokenizer, body.prompt or "", special=body.add_special_tokens)
         strings: dict[str, Any] = {}
@@ -78,7 +80,7 @@ def install(app: FastAPI, generator: Generator, conversations: Conversations) ->
     @app.post("/v1/detokenize", tags=["tokens"], include_in_schema=False)
     async def detokenize(body: DetokenizeBody) -> Response:
         """The text of token ids: `prompt` with special tokens, `text` without them by default."""
-        generator.check_model(body.model)
+        generator = models.choose(body.model).generator
         several = bool(body.tokens) and isinstance(body.tokens[0], list)
         lists: list[Any] = list(body.tokens) if several else [body.tokens]
         whole = await generator.decode_all(lists, "tokens", verbatim=True)
@@ -86,8 +88,8 @@ def install(app: FastAPI, generator: Generator, conversations: Conversations) ->
         return json_response({"prompt": whole, "text": plain} if several else {"prompt": whole[0], "text": plain[0]})
 
     @app.get("/tokenizer_info", tags=["tokens"])
-    async def tokenizer_info() -> Response:
+    async def tokenizer_info(model: str | None = None) -> Response:
         """The tokenizer's settings, including its chat template."""
         return JSONResponse(
-            generator.tokenizer.settings
+            models.choose(model).generator.tokenizer.settings
         )  # settings may have integers beyond 64 bits, which orjson refuses

@@ -17,7 +17,7 @@ from gateway.admission.admission import Keys
 from gateway.admission.caller import CALLER
 from gateway.api.answers.json_response import json_response
 from gateway.api.requests.http import VALID_UNICODE, Route
-from gateway.control.replicas import Replicas
+from gateway.control.models import Models, ServedModel
 from gateway.pools.members import Service
 from gateway.streams.availability import ReplicaState
 from outrider.errors import InvalidRequest, NotFound
@@ -29,39 +29,51 @@ _SERVICES = {"target": Service.TARGET, "regular": Service.TARGET, "draft": Servi
 
 
 class WorkerBody(BaseModel):
-    """POST /workers. url: the replica's address, with or without grpc:// in front."""
+    """POST /workers. url: the replica's address, with or without grpc:// in front. model_id: in whose pools it is."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     url: str = Field(min_length=1)
     worker_type: str = "target"
+    model_id: str | None = None
 
 
-def install(app: FastAPI, replicas: Replicas, keys: Keys) -> None:
+def install(app: FastAPI, models: Models, keys: Keys) -> None:
     """Add the routes to an app."""
 
     async def check_admin() -> None:
         keys.check_admin(CALLER.get())
 
+    def shown(model: ServedModel, one: dict[str, Any]) -> dict[str, Any]:
+        """A replica with SGLang's fields beside ours. With several models its model_id is the name of its model."""
+        return _worker(one, model.name if models.several else one["model"])
+
     router = APIRouter(route_class=Route, dependencies=[Depends(check_admin)], tags=["control"])
 
     @router.get("/workers")
-    async def listed() -> Response:
-        """All replicas of both pools, with their state, sessions and load, and what names them."""
-        found = [_worker(one) for one in await replicas.listed()]
+    async def listed(model: str | None = None) -> Response:
+        """All replicas of both pools, with their state, sessions and load, and what names them. model: of it alone."""
+        found = [shown(*one) for one in await models.replicas(model)]
         counts = {service: sum(one["service"] == service for one in found) for service in Service}
         stats = {"regular_count": counts[Service.TARGET], "draft_count": counts[Service.DRAFT]}
         return json_response({
             "workers": found,
             "total": len(found),
             "stats": {**stats, "prefill_count": 0, "decode_count": 0},
-            "failed_sources": replicas.failed_sources,
+            "failed_sources": [
+                one | ({"model_id": of.name} if models.several else {})
+                for of in models.chosen(model)
+                for one in of.replicas.failed_sources
+            ],
         })  # fmt: skip
 
     @router.post("/workers", dependencies=[VALID_UNICODE])
     async def add(body: WorkerBody) -> Response:
         """Add a replica. It is used once it is up and fits the others; GET /workers shows its state."""
-        found, _ = await replicas.add(_service(body.worker_type), body.url)
+        service = _service(body.worker_type)
+        # A single model ignores the name, because routers give their own.
+        pools = models.named(body.model_id, "model_id") if models.several else models.default
+        found, _ = await pools.replicas.add(service, body.url)
         location = f"/workers/{found}"
         content = {
             "status": "accepted", "worker_id": found, "url": body.url, "location": location,
@@ -70,38 +82,43 @@ def install(app: FastAPI, replicas: Replicas, keys: Keys) -> None:
         return json_response(content, 202, {"location": location})
 
     @router.get("/workers/{worker:path}")
-    async def one(worker: str) -> Response:
+    async def one(worker: str, model: str | None = None) -> Response:
         """One replica, by its id or its address."""
-        return json_response(_worker(await replicas.find(worker)))
+        return json_response(shown(*await models.replica(worker, model)))
 
     @router.delete("/workers/{worker:path}")
-    async def remove(worker: str, drain: bool = True) -> Response:
+    async def remove(worker: str, drain: bool = True, model: str | None = None) -> Response:
         """Remove a replica, by its id or its address. With drain its sessions leave first; otherwise it leaves at
         once.
         """
-        found = await replicas.remove(worker, drain=drain)
+        pools, _ = await models.replica(worker, model)
+        found = await pools.replicas.remove(worker, drain=drain)
         message = "Its sessions go on elsewhere." if drain else "It has left its pool."
         return json_response({"status": "accepted", "worker_id": found["id"], "message": message}, 202)
 
     @router.post("/add_worker", response_class=PlainTextResponse)
-    async def add_worker(url: Annotated[str, Query(min_length=1)], worker_type: str = "target") -> Response:
-        await replicas.add(_service(worker_type), url)
+    async def add_worker(
+        url: Annotated[str, Query(min_length=1)], worker_type: str = "target", model: str | None = None
+    ) -> Response:
+        await models.named(model).replicas.add(_service(worker_type), url)
         return PlainTextResponse(f"Successfully added worker: {url}")
 
     @router.post("/remove_worker", response_class=PlainTextResponse)
-    async def remove_worker(url: Annotated[str, Query(min_length=1)], drain: bool = True) -> Response:
+    async def remove_worker(
+        url: Annotated[str, Query(min_length=1)], drain: bool = True, model: str | None = None
+    ) -> Response:
         try:
-            await replicas.remove(url, drain=drain)
+            pools, _ = await models.replica(url, model)
+            await pools.replicas.remove(url, drain=drain)
         except NotFound as error:  # SGLang's status
             raise InvalidRequest(error.message, param="url") from None
         return PlainTextResponse(f"Successfully removed worker: {url}")
 
     @router.get("/list_workers")
-    async def list_workers() -> Response:
+    async def list_workers(model: str | None = None) -> Response:
         """The addresses of all targets."""
-        return json_response(
-            {"urls": [_url(one) for one in await replicas.listed() if one["service"] == Service.TARGET]}
-        )
+        found = await models.replicas(model)
+        return json_response({"urls": [_url(one) for _, one in found if one["service"] == Service.TARGET]})
 
     app.include_router(router)
 
@@ -114,12 +131,11 @@ def _service(worker_type: str) -> Service:
     return _SERVICES[worker_type]
 
 
-def _worker(one: dict[str, Any]) -> dict[str, Any]:
-    """A replica with SGLang's fields beside ours."""
+def _worker(one: dict[str, Any], model_id: str | None) -> dict[str, Any]:
     return {
         "id": one["id"],
         "url": _url(one),
-        "model_id": one["model"],
+        "model_id": model_id,
         "worker_type": "regular" if one["service"] == Service.TARGET else "draft",
         "is_healthy": one["state"] == ReplicaState.READY,
         "load": one["sessions"],

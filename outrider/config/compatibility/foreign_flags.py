@@ -31,6 +31,12 @@ _MOE_RUNNERS = (
 _MOE_DISPATCH = ("none", "deepep", "mooncake", "flashinfer", "ascend_fuseep", "mori", "nixl")
 
 FOREIGN_FLAGS = (
+    *(
+        ForeignFlag(
+            name, 1, "a block drafter attends to the whole text, except in layers whose checkpoint has a window"
+        )
+        for name in ("--speculative-draft-window-size", "--speculative-dflash-draft-window-size")
+    ),
     ForeignFlag(
         "--speculative-attention-mode",
         1,
@@ -60,6 +66,11 @@ FOREIGN_FLAGS = (
         1,
         "--tp-size splits every layer by the plan of transformers, so that no tokens are exchanged between devices",
         _MOE_DISPATCH,
+    ),
+    ForeignFlag(
+        "--load-balance-method",
+        1,
+        "the gateway chooses the target of a session by cached prefix and load",
     ),
     ForeignFlag(
         "--precompile-token-paddings",

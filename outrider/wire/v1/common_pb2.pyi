@@ -323,17 +323,19 @@ class DrafterStats(_message.Message):
     def __init__(self, name: _Optional[str] = ..., offered: _Optional[int] = ..., promised: _Optional[float] = ..., accepted: _Optional[int] = ..., chances: _Optional[int] = ...) -> None: ...
 
 class WeightUpdate(_message.Message):
-    __slots__ = ("weight_version", "keep_cache", "abort_all_requests")
+    __slots__ = ("weight_version", "keep_cache", "abort_all_requests", "shared_tensors")
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     KEEP_CACHE_FIELD_NUMBER: _ClassVar[int]
     ABORT_ALL_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_TENSORS_FIELD_NUMBER: _ClassVar[int]
     weight_version: str
     keep_cache: bool
     abort_all_requests: bool
-    def __init__(self, weight_version: _Optional[str] = ..., keep_cache: _Optional[bool] = ..., abort_all_requests: _Optional[bool] = ...) -> None: ...
+    shared_tensors: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, weight_version: _Optional[str] = ..., keep_cache: _Optional[bool] = ..., abort_all_requests: _Optional[bool] = ..., shared_tensors: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WeightFacts(_message.Message):
-    __slots__ = ("weight_version", "fingerprint", "replaced_tensors", "aborted_sessions", "retracted_sessions", "fingerprint_before", "whole", "folder")
+    __slots__ = ("weight_version", "fingerprint", "replaced_tensors", "aborted_sessions", "retracted_sessions", "fingerprint_before", "whole", "folder", "shared_fingerprint")
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     REPLACED_TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -342,6 +344,7 @@ class WeightFacts(_message.Message):
     FINGERPRINT_BEFORE_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     weight_version: str
     fingerprint: str
     replaced_tensors: int
@@ -350,7 +353,8 @@ class WeightFacts(_message.Message):
     fingerprint_before: str
     whole: bool
     folder: str
-    def __init__(self, weight_version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., replaced_tensors: _Optional[int] = ..., aborted_sessions: _Optional[int] = ..., retracted_sessions: _Optional[int] = ..., fingerprint_before: _Optional[str] = ..., whole: _Optional[bool] = ..., folder: _Optional[str] = ...) -> None: ...
+    shared_fingerprint: str
+    def __init__(self, weight_version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., replaced_tensors: _Optional[int] = ..., aborted_sessions: _Optional[int] = ..., retracted_sessions: _Optional[int] = ..., fingerprint_before: _Optional[str] = ..., whole: _Optional[bool] = ..., folder: _Optional[str] = ..., shared_fingerprint: _Optional[str] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("model_path", "fingerprint", "architecture", "vocab_size", "vocab_hash", "context_length", "dtype")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.wire.v1 import common_pb2 as outrider_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1coutrider/wire/v1/draft.proto\x12\x10outrider.wire.v1\x1a\x1doutrider/wire/v1/common.proto\"\x15\n\x13GetDraftInfoRequest\"\xf3\x01\n\x14GetDraftInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x10\n\x08\x64rafters\x18\x03 \x03(\t\x12*\n\x05model\x18\x04 \x01(\x0b\x32\x1b.outrider.wire.v1.ModelInfo\x12\x1a\n\x12max_session_tokens\x18\x05 \x01(\r\x12\x1c\n\x14max_running_sessions\x18\x06 \x01(\r\x12/\n\x08\x66\x65\x61tures\x18\x07 \x01(\x0b\x32\x1d.outrider.wire.v1.FeatureSpec\"\x12\n\x10GetFusionRequest\"$\n\x11GetFusionResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\"<\n\x11\x46lushDraftRequest\x12\x10\n\x08only_fed\x18\x01 \x01(\x08\x12\x15\n\rtarget_folder\x18\x02 \x01(\t\"\x14\n\x12\x46lushDraftResponse\"\xb0\x01\n\x0eProposeRequest\x12,\n\x05opens\x18\x01 \x03(\x0b\x32\x1d.outrider.wire.v1.OpenSession\x12.\n\x07\x63ommits\x18\x02 \x01(\x0b\x32\x1d.outrider.wire.v1.CommitBatch\x12\x0e\n\x06\x63loses\x18\x03 \x01(\x0c\x12\x30\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0b\x32\x1e.outrider.wire.v1.FeatureBatch\"\xa1\x01\n\x0fProposeResponse\x12\x32\n\tproposals\x18\x01 \x01(\x0b\x32\x1f.outrider.wire.v1.ProposalBatch\x12.\n\x06\x65rrors\x18\x02 \x03(\x0b\x32\x1e.outrider.wire.v1.SessionError\x12*\n\x04load\x18\x03 \x01(\x0b\x32\x1c.outrider.wire.v1.EngineLoad2\xf2\x02\n\x0c\x44raftService\x12]\n\x0cGetDraftInfo\x12%.outrider.wire.v1.GetDraftInfoRequest\x1a&.outrider.wire.v1.GetDraftInfoResponse\x12V\n\tGetFusion\x12\".outrider.wire.v1.GetFusionRequest\x1a#.outrider.wire.v1.GetFusionResponse0\x01\x12W\n\nFlushDraft\x12#.outrider.wire.v1.FlushDraftRequest\x1a$.outrider.wire.v1.FlushDraftResponse\x12R\n\x07Propose\x12 .outrider.wire.v1.ProposeRequest\x1a!.outrider.wire.v1.ProposeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1coutrider/wire/v1/draft.proto\x12\x10outrider.wire.v1\x1a\x1doutrider/wire/v1/common.proto\"\x15\n\x13GetDraftInfoRequest\"\x8b\x02\n\x14GetDraftInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x10\n\x08\x64rafters\x18\x03 \x03(\t\x12*\n\x05model\x18\x04 \x01(\x0b\x32\x1b.outrider.wire.v1.ModelInfo\x12\x1a\n\x12max_session_tokens\x18\x05 \x01(\r\x12\x1c\n\x14max_running_sessions\x18\x06 \x01(\r\x12/\n\x08\x66\x65\x61tures\x18\x07 \x01(\x0b\x32\x1d.outrider.wire.v1.FeatureSpec\x12\x16\n\x0eshared_tensors\x18\x08 \x03(\t\"\x12\n\x10GetFusionRequest\"$\n\x11GetFusionResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\"n\n\x11\x46lushDraftRequest\x12\x10\n\x08only_fed\x18\x01 \x01(\x08\x12\x15\n\rtarget_folder\x18\x02 \x01(\t\x12\x1a\n\x12shared_fingerprint\x18\x03 \x01(\t\x12\x14\n\x0cweights_only\x18\x04 \x01(\x08\"+\n\x12\x46lushDraftResponse\x12\x15\n\rwants_tensors\x18\x01 \x01(\x08\"B\n\x1aUpdateSharedWeightsRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"\x1d\n\x1bUpdateSharedWeightsResponse\"\xb0\x01\n\x0eProposeRequest\x12,\n\x05opens\x18\x01 \x03(\x0b\x32\x1d.outrider.wire.v1.OpenSession\x12.\n\x07\x63ommits\x18\x02 \x01(\x0b\x32\x1d.outrider.wire.v1.CommitBatch\x12\x0e\n\x06\x63loses\x18\x03 \x01(\x0c\x12\x30\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0b\x32\x1e.outrider.wire.v1.FeatureBatch\"\xa1\x01\n\x0fProposeResponse\x12\x32\n\tproposals\x18\x01 \x01(\x0b\x32\x1f.outrider.wire.v1.ProposalBatch\x12.\n\x06\x65rrors\x18\x02 \x03(\x0b\x32\x1e.outrider.wire.v1.SessionError\x12*\n\x04load\x18\x03 \x01(\x0b\x32\x1c.outrider.wire.v1.EngineLoad2\xe8\x03\n\x0c\x44raftService\x12]\n\x0cGetDraftInfo\x12%.outrider.wire.v1.GetDraftInfoRequest\x1a&.outrider.wire.v1.GetDraftInfoResponse\x12V\n\tGetFusion\x12\".outrider.wire.v1.GetFusionRequest\x1a#.outrider.wire.v1.GetFusionResponse0\x01\x12W\n\nFlushDraft\x12#.outrider.wire.v1.FlushDraftRequest\x1a$.outrider.wire.v1.FlushDraftResponse\x12t\n\x13UpdateSharedWeights\x12,.outrider.wire.v1.UpdateSharedWeightsRequest\x1a-.outrider.wire.v1.UpdateSharedWeightsResponse(\x01\x12R\n\x07Propose\x12 .outrider.wire.v1.ProposeRequest\x1a!.outrider.wire.v1.ProposeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,19 +35,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETDRAFTINFOREQUEST']._serialized_start=81
   _globals['_GETDRAFTINFOREQUEST']._serialized_end=102
   _globals['_GETDRAFTINFORESPONSE']._serialized_start=105
-  _globals['_GETDRAFTINFORESPONSE']._serialized_end=348
-  _globals['_GETFUSIONREQUEST']._serialized_start=350
-  _globals['_GETFUSIONREQUEST']._serialized_end=368
-  _globals['_GETFUSIONRESPONSE']._serialized_start=370
-  _globals['_GETFUSIONRESPONSE']._serialized_end=406
-  _globals['_FLUSHDRAFTREQUEST']._serialized_start=408
-  _globals['_FLUSHDRAFTREQUEST']._serialized_end=468
-  _globals['_FLUSHDRAFTRESPONSE']._serialized_start=470
-  _globals['_FLUSHDRAFTRESPONSE']._serialized_end=490
-  _globals['_PROPOSEREQUEST']._serialized_start=493
-  _globals['_PROPOSEREQUEST']._serialized_end=669
-  _globals['_PROPOSERESPONSE']._serialized_start=672
-  _globals['_PROPOSERESPONSE']._serialized_end=833
-  _globals['_DRAFTSERVICE']._serialized_start=836
-  _globals['_DRAFTSERVICE']._serialized_end=1206
+  _globals['_GETDRAFTINFORESPONSE']._serialized_end=372
+  _globals['_GETFUSIONREQUEST']._serialized_start=374
+  _globals['_GETFUSIONREQUEST']._serialized_end=392
+  _globals['_GETFUSIONRESPONSE']._serialized_start=394
+  _globals['_GETFUSIONRESPONSE']._serialized_end=430
+  _globals['_FLUSHDRAFTREQUEST']._serialized_start=432
+  _globals['_FLUSHDRAFTREQUEST']._serialized_end=542
+  _globals['_FLUSHDRAFTRESPONSE']._serialized_start=544
+  _globals['_FLUSHDRAFTRESPONSE']._serialized_end=587
+  _globals['_UPDATESHAREDWEIGHTSREQUEST']._serialized_start=589
+  _globals['_UPDATESHAREDWEIGHTSREQUEST']._serialized_end=655
+  _globals['_UPDATESHAREDWEIGHTSRESPONSE']._serialized_start=657
+  _globals['_UPDATESHAREDWEIGHTSRESPONSE']._serialized_end=686
+  _globals['_PROPOSEREQUEST']._serialized_start=689
+  _globals['_PROPOSEREQUEST']._serialized_end=865
+  _globals['_PROPOSERESPONSE']._serialized_start=868
+  _globals['_PROPOSERESPONSE']._serialized_end=1029
+  _globals['_DRAFTSERVICE']._serialized_start=1032
+  _globals['_DRAFTSERVICE']._serialized_end=1520
 # @@protoc_insertion_point(module_scope)

@@ -12,7 +12,7 @@ class GetDraftInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetDraftInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "drafters", "model", "max_session_tokens", "max_running_sessions", "features")
+    __slots__ = ("protocol_version", "software_version", "drafters", "model", "max_session_tokens", "max_running_sessions", "features", "shared_tensors")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class GetDraftInfoResponse(_message.Message):
     MAX_SESSION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_TENSORS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     drafters: _containers.RepeatedScalarFieldContainer[str]
@@ -27,7 +28,8 @@ class GetDraftInfoResponse(_message.Message):
     max_session_tokens: int
     max_running_sessions: int
     features: _common_pb2.FeatureSpec
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., drafters: _Optional[_Iterable[str]] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_session_tokens: _Optional[int] = ..., max_running_sessions: _Optional[int] = ..., features: _Optional[_Union[_common_pb2.FeatureSpec, _Mapping]] = ...) -> None: ...
+    shared_tensors: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., drafters: _Optional[_Iterable[str]] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_session_tokens: _Optional[int] = ..., max_running_sessions: _Optional[int] = ..., features: _Optional[_Union[_common_pb2.FeatureSpec, _Mapping]] = ..., shared_tensors: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetFusionRequest(_message.Message):
     __slots__ = ()
@@ -40,14 +42,32 @@ class GetFusionResponse(_message.Message):
     def __init__(self, content: _Optional[bytes] = ...) -> None: ...
 
 class FlushDraftRequest(_message.Message):
-    __slots__ = ("only_fed", "target_folder")
+    __slots__ = ("only_fed", "target_folder", "shared_fingerprint", "weights_only")
     ONLY_FED_FIELD_NUMBER: _ClassVar[int]
     TARGET_FOLDER_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_ONLY_FIELD_NUMBER: _ClassVar[int]
     only_fed: bool
     target_folder: str
-    def __init__(self, only_fed: _Optional[bool] = ..., target_folder: _Optional[str] = ...) -> None: ...
+    shared_fingerprint: str
+    weights_only: bool
+    def __init__(self, only_fed: _Optional[bool] = ..., target_folder: _Optional[str] = ..., shared_fingerprint: _Optional[str] = ..., weights_only: _Optional[bool] = ...) -> None: ...
 
 class FlushDraftResponse(_message.Message):
+    __slots__ = ("wants_tensors",)
+    WANTS_TENSORS_FIELD_NUMBER: _ClassVar[int]
+    wants_tensors: bool
+    def __init__(self, wants_tensors: _Optional[bool] = ...) -> None: ...
+
+class UpdateSharedWeightsRequest(_message.Message):
+    __slots__ = ("fingerprint", "content")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    content: bytes
+    def __init__(self, fingerprint: _Optional[str] = ..., content: _Optional[bytes] = ...) -> None: ...
+
+class UpdateSharedWeightsResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

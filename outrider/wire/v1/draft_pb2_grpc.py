@@ -49,6 +49,11 @@ class DraftServiceStub:
                 request_serializer=outrider_dot_wire_dot_v1_dot_draft__pb2.FlushDraftRequest.SerializeToString,
                 response_deserializer=outrider_dot_wire_dot_v1_dot_draft__pb2.FlushDraftResponse.FromString,
                 _registered_method=True)
+        self.UpdateSharedWeights = channel.stream_unary(
+                '/outrider.wire.v1.DraftService/UpdateSharedWeights',
+                request_serializer=outrider_dot_wire_dot_v1_dot_draft__pb2.UpdateSharedWeightsRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_draft__pb2.UpdateSharedWeightsResponse.FromString,
+                _registered_method=True)
         self.Propose = channel.stream_stream(
                 '/outrider.wire.v1.DraftService/Propose',
                 request_serializer=outrider_dot_wire_dot_v1_dot_draft__pb2.ProposeRequest.SerializeToString,
@@ -81,6 +86,14 @@ class DraftServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateSharedWeights(self, request_iterator, context):
+        """Replaces the weights that the draft shares with the target, between two steps, once all parts have arrived and fit.
+        Sessions go on. FAILED_PRECONDITION names what does not fit, and nothing changes then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Propose(self, request_iterator, context):
         """Carries all sessions of a gateway. When the stream ends, its sessions end.
         """
@@ -105,6 +118,11 @@ def add_DraftServiceServicer_to_server(servicer, server):
                     servicer.FlushDraft,
                     request_deserializer=outrider_dot_wire_dot_v1_dot_draft__pb2.FlushDraftRequest.FromString,
                     response_serializer=outrider_dot_wire_dot_v1_dot_draft__pb2.FlushDraftResponse.SerializeToString,
+            ),
+            'UpdateSharedWeights': grpc.stream_unary_rpc_method_handler(
+                    servicer.UpdateSharedWeights,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_draft__pb2.UpdateSharedWeightsRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_draft__pb2.UpdateSharedWeightsResponse.SerializeToString,
             ),
             'Propose': grpc.stream_stream_rpc_method_handler(
                     servicer.Propose,
@@ -193,6 +211,33 @@ class DraftService:
             '/outrider.wire.v1.DraftService/FlushDraft',
             outrider_dot_wire_dot_v1_dot_draft__pb2.FlushDraftRequest.SerializeToString,
             outrider_dot_wire_dot_v1_dot_draft__pb2.FlushDraftResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateSharedWeights(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/outrider.wire.v1.DraftService/UpdateSharedWeights',
+            outrider_dot_wire_dot_v1_dot_draft__pb2.UpdateSharedWeightsRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_draft__pb2.UpdateSharedWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.wire.v1 import common_pb2 as outrider_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eoutrider/wire/v1/gateway.proto\x12\x10outrider.wire.v1\x1a\x1doutrider/wire/v1/common.proto\"\x17\n\x15GetGatewayInfoRequest\"\xa7\x01\n\x16GetGatewayInfoResponse\x12\x18\n\x10software_version\x18\x01 \x01(\t\x12\x19\n\x11served_model_name\x18\x02 \x01(\t\x12*\n\x05model\x18\x03 \x01(\x0b\x32\x1b.outrider.wire.v1.ModelInfo\x12\x10\n\x08\x64rafters\x18\x04 \x03(\t\x12\x1a\n\x12max_session_tokens\x18\x05 \x01(\r\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"=\n\nChatPrompt\x12/\n\x08messages\x18\x01 \x03(\x0b\x32\x1d.outrider.wire.v1.ChatMessage\"\xd1\x07\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12/\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1a.outrider.wire.v1.TokenIdsH\x00\x12,\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x1c.outrider.wire.v1.ChatPromptH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x18\n\x0btemperature\x18\x07 \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\rH\x05\x88\x01\x01\x12\x12\n\x05top_p\x18\t \x01(\x01H\x06\x88\x01\x01\x12\x12\n\x05min_p\x18\n \x01(\x01H\x07\x88\x01\x01\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x18\n\x10presence_penalty\x18\x0f \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x10 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x11 \x01(\x01H\t\x88\x01\x01\x12\x44\n\nlogit_bias\x18\x12 \x03(\x0b\x32\x30.outrider.wire.v1.GenerateRequest.LogitBiasEntry\x12\x12\n\ncache_salt\x18\x13 \x01(\t\x12\x15\n\x08logprobs\x18\x14 \x01(\rH\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x15 \x01(\rH\x0b\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x16 \x01(\tH\x01\x12\x0f\n\x05regex\x18\x17 \x01(\tH\x01\x12\x0e\n\x04\x65\x62nf\x18\x18 \x01(\tH\x01\x12\x1d\n\x10max_draft_tokens\x18\x19 \x01(\rH\x0c\x88\x01\x01\x12\x10\n\x08priority\x18\x1a \x01(\x11\x12\x34\n\rdraft_sources\x18\x1b \x03(\x0e\x32\x1d.outrider.wire.v1.DraftSource\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\t\n\x07grammarB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x13\n\x11_max_draft_tokens\"t\n\x11\x44raftSourceReport\x12-\n\x06source\x18\x01 \x01(\x0e\x32\x1d.outrider.wire.v1.DraftSource\x12\x17\n\x0fproposed_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\r\"\x8a\x01\n\x11SpeculationReport\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x17\n\x0fproposed_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\r\x12\x34\n\x07sources\x18\x04 \x03(\x0b\x32#.outrider.wire.v1.DraftSourceReport\"^\n\rTokenLogprobs\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x11\n\ttop_count\x18\x02 \x01(\r\x12\x12\n\ntop_tokens\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\x94\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x35\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1e.outrider.wire.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\r\x12\x38\n\x0bspeculation\x18\x07 \x01(\x0b\x32#.outrider.wire.v1.SpeculationReport\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x16\n\x0eweight_version\x18\n \x01(\t\x12\x31\n\x08logprobs\x18\x0b \x01(\x0b\x32\x1f.outrider.wire.v1.TokenLogprobs\x12\x38\n\x0fprompt_logprobs\x18\x0c \x01(\x0b\x32\x1f.outrider.wire.v1.TokenLogprobs2\xca\x01\n\x0eGatewayService\x12\x63\n\x0eGetGatewayInfo\x12\'.outrider.wire.v1.GetGatewayInfoRequest\x1a(.outrider.wire.v1.GetGatewayInfoResponse\x12S\n\x08Generate\x12!.outrider.wire.v1.GenerateRequest\x1a\".outrider.wire.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eoutrider/wire/v1/gateway.proto\x12\x10outrider.wire.v1\x1a\x1doutrider/wire/v1/common.proto\"&\n\x15GetGatewayInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xbe\x01\n\x16GetGatewayInfoResponse\x12\x18\n\x10software_version\x18\x01 \x01(\t\x12\x19\n\x11served_model_name\x18\x02 \x01(\t\x12*\n\x05model\x18\x03 \x01(\x0b\x32\x1b.outrider.wire.v1.ModelInfo\x12\x10\n\x08\x64rafters\x18\x04 \x03(\t\x12\x1a\n\x12max_session_tokens\x18\x05 \x01(\r\x12\x15\n\rserved_models\x18\x06 \x03(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"=\n\nChatPrompt\x12/\n\x08messages\x18\x01 \x03(\x0b\x32\x1d.outrider.wire.v1.ChatMessage\"\xd1\x07\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12/\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1a.outrider.wire.v1.TokenIdsH\x00\x12,\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x1c.outrider.wire.v1.ChatPromptH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x18\n\x0btemperature\x18\x07 \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\rH\x05\x88\x01\x01\x12\x12\n\x05top_p\x18\t \x01(\x01H\x06\x88\x01\x01\x12\x12\n\x05min_p\x18\n \x01(\x01H\x07\x88\x01\x01\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x18\n\x10presence_penalty\x18\x0f \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x10 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x11 \x01(\x01H\t\x88\x01\x01\x12\x44\n\nlogit_bias\x18\x12 \x03(\x0b\x32\x30.outrider.wire.v1.GenerateRequest.LogitBiasEntry\x12\x12\n\ncache_salt\x18\x13 \x01(\t\x12\x15\n\x08logprobs\x18\x14 \x01(\rH\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x15 \x01(\rH\x0b\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x16 \x01(\tH\x01\x12\x0f\n\x05regex\x18\x17 \x01(\tH\x01\x12\x0e\n\x04\x65\x62nf\x18\x18 \x01(\tH\x01\x12\x1d\n\x10max_draft_tokens\x18\x19 \x01(\rH\x0c\x88\x01\x01\x12\x10\n\x08priority\x18\x1a \x01(\x11\x12\x34\n\rdraft_sources\x18\x1b \x03(\x0e\x32\x1d.outrider.wire.v1.DraftSource\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\t\n\x07grammarB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x13\n\x11_max_draft_tokens\"t\n\x11\x44raftSourceReport\x12-\n\x06source\x18\x01 \x01(\x0e\x32\x1d.outrider.wire.v1.DraftSource\x12\x17\n\x0fproposed_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\r\"\x8a\x01\n\x11SpeculationReport\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x17\n\x0fproposed_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\r\x12\x34\n\x07sources\x18\x04 \x03(\x0b\x32#.outrider.wire.v1.DraftSourceReport\"^\n\rTokenLogprobs\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x11\n\ttop_count\x18\x02 \x01(\r\x12\x12\n\ntop_tokens\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\x94\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x35\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1e.outrider.wire.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\r\x12\x38\n\x0bspeculation\x18\x07 \x01(\x0b\x32#.outrider.wire.v1.SpeculationReport\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x16\n\x0eweight_version\x18\n \x01(\t\x12\x31\n\x08logprobs\x18\x0b \x01(\x0b\x32\x1f.outrider.wire.v1.TokenLogprobs\x12\x38\n\x0fprompt_logprobs\x18\x0c \x01(\x0b\x32\x1f.outrider.wire.v1.TokenLogprobs2\xca\x01\n\x0eGatewayService\x12\x63\n\x0eGetGatewayInfo\x12\'.outrider.wire.v1.GetGatewayInfoRequest\x1a(.outrider.wire.v1.GetGatewayInfoResponse\x12S\n\x08Generate\x12!.outrider.wire.v1.GenerateRequest\x1a\".outrider.wire.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,27 +35,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_GETGATEWAYINFOREQUEST']._serialized_start=83
-  _globals['_GETGATEWAYINFOREQUEST']._serialized_end=106
-  _globals['_GETGATEWAYINFORESPONSE']._serialized_start=109
-  _globals['_GETGATEWAYINFORESPONSE']._serialized_end=276
-  _globals['_TOKENIDS']._serialized_start=278
-  _globals['_TOKENIDS']._serialized_end=301
-  _globals['_CHATMESSAGE']._serialized_start=303
-  _globals['_CHATMESSAGE']._serialized_end=347
-  _globals['_CHATPROMPT']._serialized_start=349
-  _globals['_CHATPROMPT']._serialized_end=410
-  _globals['_GENERATEREQUEST']._serialized_start=413
-  _globals['_GENERATEREQUEST']._serialized_end=1390
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=1159
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=1207
-  _globals['_DRAFTSOURCEREPORT']._serialized_start=1392
-  _globals['_DRAFTSOURCEREPORT']._serialized_end=1508
-  _globals['_SPECULATIONREPORT']._serialized_start=1511
-  _globals['_SPECULATIONREPORT']._serialized_end=1649
-  _globals['_TOKENLOGPROBS']._serialized_start=1651
-  _globals['_TOKENLOGPROBS']._serialized_end=1745
-  _globals['_GENERATERESPONSE']._serialized_start=1748
-  _globals['_GENERATERESPONSE']._serialized_end=2152
-  _globals['_GATEWAYSERVICE']._serialized_start=2155
-  _globals['_GATEWAYSERVICE']._serialized_end=2357
+  _globals['_GETGATEWAYINFOREQUEST']._serialized_end=121
+  _globals['_GETGATEWAYINFORESPONSE']._serialized_start=124
+  _globals['_GETGATEWAYINFORESPONSE']._serialized_end=314
+  _globals['_TOKENIDS']._serialized_start=316
+  _globals['_TOKENIDS']._serialized_end=339
+  _globals['_CHATMESSAGE']._serialized_start=341
+  _globals['_CHATMESSAGE']._serialized_end=385
+  _globals['_CHATPROMPT']._serialized_start=387
+  _globals['_CHATPROMPT']._serialized_end=448
+  _globals['_GENERATEREQUEST']._serialized_start=451
+  _globals['_GENERATEREQUEST']._serialized_end=1428
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=1197
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=1245
+  _globals['_DRAFTSOURCEREPORT']._serialized_start=1430
+  _globals['_DRAFTSOURCEREPORT']._serialized_end=1546
+  _globals['_SPECULATIONREPORT']._serialized_start=1549
+  _globals['_SPECULATIONREPORT']._serialized_end=1687
+  _globals['_TOKENLOGPROBS']._serialized_start=1689
+  _globals['_TOKENLOGPROBS']._serialized_end=1783
+  _globals['_GENERATERESPONSE']._serialized_start=1786
+  _globals['_GENERATERESPONSE']._serialized_end=2190
+  _globals['_GATEWAYSERVICE']._serialized_start=2193
+  _globals['_GATEWAYSERVICE']._serialized_end=2395
 # @@protoc_insertion_point(module_scope)

@@ -8,22 +8,26 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GetGatewayInfoRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class GetGatewayInfoResponse(_message.Message):
-    __slots__ = ("software_version", "served_model_name", "model", "drafters", "max_session_tokens")
+    __slots__ = ("software_version", "served_model_name", "model", "drafters", "max_session_tokens", "served_models")
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     MAX_SESSION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SERVED_MODELS_FIELD_NUMBER: _ClassVar[int]
     software_version: str
     served_model_name: str
     model: _common_pb2.ModelInfo
     drafters: _containers.RepeatedScalarFieldContainer[str]
     max_session_tokens: int
-    def __init__(self, software_version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., drafters: _Optional[_Iterable[str]] = ..., max_session_tokens: _Optional[int] = ...) -> None: ...
+    served_models: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, software_version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., drafters: _Optional[_Iterable[str]] = ..., max_session_tokens: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)

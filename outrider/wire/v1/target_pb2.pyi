@@ -20,7 +20,7 @@ class GetTargetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTargetInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "model", "eos_token_ids", "max_session_tokens", "max_running_sessions", "max_draft_tokens", "page_size", "kv_cache_dtype", "weight_version", "first_fingerprint", "draft_sources", "weights_folder", "max_update_bytes", "ranks", "weight_formats", "step_weight_megabytes")
+    __slots__ = ("protocol_version", "software_version", "model", "eos_token_ids", "max_session_tokens", "max_running_sessions", "max_draft_tokens", "page_size", "kv_cache_dtype", "weight_version", "first_fingerprint", "draft_sources", "weights_folder", "max_update_bytes", "ranks", "weight_formats", "step_weight_megabytes", "shared_fingerprint")
     class WeightFormatsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class GetTargetInfoResponse(_message.Message):
     RANKS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FORMATS_FIELD_NUMBER: _ClassVar[int]
     STEP_WEIGHT_MEGABYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     model: _common_pb2.ModelInfo
@@ -62,7 +63,8 @@ class GetTargetInfoResponse(_message.Message):
     ranks: int
     weight_formats: _containers.ScalarMap[str, int]
     step_weight_megabytes: int
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_session_tokens: _Optional[int] = ..., max_running_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., weight_version: _Optional[str] = ..., first_fingerprint: _Optional[str] = ..., draft_sources: _Optional[_Iterable[_Union[_common_pb2.DraftSource, str]]] = ..., weights_folder: _Optional[str] = ..., max_update_bytes: _Optional[int] = ..., ranks: _Optional[int] = ..., weight_formats: _Optional[_Mapping[str, int]] = ..., step_weight_megabytes: _Optional[int] = ...) -> None: ...
+    shared_fingerprint: str
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_session_tokens: _Optional[int] = ..., max_running_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., weight_version: _Optional[str] = ..., first_fingerprint: _Optional[str] = ..., draft_sources: _Optional[_Iterable[_Union[_common_pb2.DraftSource, str]]] = ..., weights_folder: _Optional[str] = ..., max_update_bytes: _Optional[int] = ..., ranks: _Optional[int] = ..., weight_formats: _Optional[_Mapping[str, int]] = ..., step_weight_megabytes: _Optional[int] = ..., shared_fingerprint: _Optional[str] = ...) -> None: ...
 
 class UpdateWeightsFromDiskRequest(_message.Message):
     __slots__ = ("folder", "update", "fingerprint", "replaced_fingerprint")
@@ -155,6 +157,20 @@ class UpdateWeightsFromGroupResponse(_message.Message):
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     weights: _common_pb2.WeightFacts
     def __init__(self, weights: _Optional[_Union[_common_pb2.WeightFacts, _Mapping]] = ...) -> None: ...
+
+class GetSharedWeightsRequest(_message.Message):
+    __slots__ = ("names",)
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GetSharedWeightsResponse(_message.Message):
+    __slots__ = ("fingerprint", "content")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    content: bytes
+    def __init__(self, fingerprint: _Optional[str] = ..., content: _Optional[bytes] = ...) -> None: ...
 
 class FlushCacheRequest(_message.Message):
     __slots__ = ()

@@ -74,6 +74,11 @@ class TargetServiceStub:
                 request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromGroupRequest.SerializeToString,
                 response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromGroupResponse.FromString,
                 _registered_method=True)
+        self.GetSharedWeights = channel.unary_stream(
+                '/outrider.wire.v1.TargetService/GetSharedWeights',
+                request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.GetSharedWeightsRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.GetSharedWeightsResponse.FromString,
+                _registered_method=True)
         self.FlushCache = channel.unary_unary(
                 '/outrider.wire.v1.TargetService/FlushCache',
                 request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.FlushCacheRequest.SerializeToString,
@@ -170,6 +175,13 @@ class TargetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetSharedWeights(self, request, context):
+        """Returns present weights for drafts that share them: those of the tensors named that updates have replaced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FlushCache(self, request, context):
         """Drops the prefix cache. INVALID_ARGUMENT while sessions run.
         """
@@ -255,6 +267,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.UpdateWeightsFromGroup,
                     request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromGroupRequest.FromString,
                     response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromGroupResponse.SerializeToString,
+            ),
+            'GetSharedWeights': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetSharedWeights,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.GetSharedWeightsRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.GetSharedWeightsResponse.SerializeToString,
             ),
             'FlushCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushCache,
@@ -503,6 +520,33 @@ class TargetService:
             '/outrider.wire.v1.TargetService/UpdateWeightsFromGroup',
             outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromGroupRequest.SerializeToString,
             outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSharedWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/outrider.wire.v1.TargetService/GetSharedWeights',
+            outrider_dot_wire_dot_v1_dot_target__pb2.GetSharedWeightsRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_target__pb2.GetSharedWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

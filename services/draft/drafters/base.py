@@ -69,6 +69,8 @@ class Drafter(ABC):
     """Reloads the weights that it shares with the target; None without such weights."""
     drafts_ahead: bool = True
     """Trees grow while the target computes; else once after each commit, from their roots."""
+    one_pass: bool = False
+    """The expansion of the root is the whole tree; no other node is expanded."""
     from_parents: bool = True
     """A node can be expanded only below nodes that this drafter has expanded."""
 

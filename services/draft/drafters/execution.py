@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.speculation.tree import ROOT
 from services.draft.drafters.base import Expansion
+from services.draft.drafters.block_tree import BlockLimits, best_paths, candidates_of
+from services.draft.model.layers.heads import BlockHead
 from services.draft.model.programs.runner import ModelRunner
-from services.draft.sessions.batch import SessionWork, StepShape, build_inputs
+from services.draft.sessions.batch import Block, SessionWork, StepShape, build_inputs
 
 _MIN_EDGE = math.log(2e-3)
+_MAX_BLOCK_NODES = 64  # of a block's adaptive tree
 
 
 class StepExecutor:
@@ -36,6 +40,8 @@ class StepExecutor:
             moves = []
         inputs = build_inputs(self.runner.step_buffer(shape), works, moves)
         self.step_tokens = sum(work.feed or len(work.nodes) for work in works)
+        if isinstance(shape.tree, Block):
+            return self._blocks(works, *self.runner.run(shape, inputs))
         if shape.tree is not None:
             tokens, parents, edges, *places = self.runner.run_tree(shape, inputs)
             likely = np.where(edges > self.min_edge, edges, -math.inf)
@@ -50,6 +56,21 @@ class StepExecutor:
         expansions: list[Expansion] = []
         for work, tokens, scores in zip(works, ids, log_scores, strict=False):
             expansions += self._expansions(work, tokens, scores)
+        return expansions
+
+    def _blocks(
+        self, works: list[SessionWork], ids: NDArray[np.int32], log_scores: NDArray[np.float32]
+    ) -> list[Expansion]:
+        """The trees of blocks. ids, log_scores: results of the program."""
+        head, expansions = self.runner.config.head, list[Expansion]()
+        assert isinstance(head, BlockHead)
+        for work, found in zip(works, candidates_of(ids, log_scores, head.selector), strict=False):
+            if self._reaches_root(work):
+                session, grower = work.session, work.session.grower
+                shape = grower.limits.shape
+                nodes = shape.rows - 1 if shape is not None else min(max(session.draft_budget, 1), _MAX_BLOCK_NODES)
+                limits = BlockLimits(nodes, grower.max_depth, self.min_edge, grower.limits.log_floor, grower.stop_ids)
+                expansions.append(Expansion(session, ROOT, *best_paths(found, limits)))
         return expansions
 
     def _due_moves(self, works: list[SessionWork]) -> list[tuple[int, int]]:

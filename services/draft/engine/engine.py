@@ -26,7 +26,7 @@ from services.draft.engine.beam import BeamFrontier
 from services.draft.engine.draft_stats import DraftStats, count_commit
 from services.draft.engine.expansion import ExpansionScheduler, expand
 from services.draft.engine.session_slots import QueueOrders, SessionSlots
-from services.draft.sessions.frontier import Frontier, RootFrontier, TreeLimits
+from services.draft.sessions.frontier import BlockFrontier, Frontier, RootFrontier, TreeLimits
 from services.draft.sessions.session import DraftSession
 
 _MAX_WAITING_BYTES = 1 << 30  # of hidden states of all sessions that wait for a slot
@@ -85,6 +85,8 @@ class DraftEngine(Engine):
         self._admit()
 
     def _frontier(self, drafter: Drafter) -> Frontier:
+        if drafter.one_pass:
+            return BlockFrontier(self.limits.shape, merged=len(self.drafters) > 1)
         if self.limits.shape is not None and drafter is self.drafter:
             merged = len(self.drafters) > 1
             return BeamFrontier(self.limits.shape, lasting=drafter.features is None, merged=merged)

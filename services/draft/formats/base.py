@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.serving.features import FeatureSpec
@@ -18,11 +18,11 @@ class DraftCheckpoint:
     load:     reads the parameters in a number format (a dtype of JAX). Raises ConfigError
     features: the hidden states of the target that it needs; None if it reads tokens alone
     fusion:   the layer that the target applies to them, as FeatureSpec describes it
-    shares:   the embedding or the head is the target's
+    shared:   shapes of the tensors that are the target's, by their names in its checkpoint
     """
 
     config: ModelConfig
     load: Callable[[Any], Params]
     features: FeatureSpec | None = None
     fusion: bytes = b""
-    shares: bool = False
+    shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -44,7 +44,7 @@ def read_eagle(folder: Path, target: TargetCheckpoint, load_format: LoadFormat =
         with open_tensors(folder, plain_name, load_format) as tensors:
             return _load(tensors, config, shapes, dtype) | target.embedding_and_head(putter(dtype))
 
-    return DraftCheckpoint(config, load, FeatureSpec(final=True), shares=True)
+    return DraftCheckpoint(config, load, FeatureSpec(final=True), shared=target.shared())
 
 
 def plain_name(name: str) -> str:

@@ -72,8 +72,9 @@ class _Reader:
             with open_tensors(self.folder, plain_name, self.load_format) as tensors:
                 return self._load(tensors, config, shapes, ids, dtype)
 
-        shares = _EMBED not in shapes or _HEAD not in shapes
-        return DraftCheckpoint(config, load, self._features(), self._fusion(hidden), shares)
+        embedding, head = _EMBED not in shapes, _HEAD not in shapes
+        shared = self.target.shared(embedding=embedding, head=head) if embedding or head else {}
+        return DraftCheckpoint(config, load, self._features(), self._fusion(hidden), shared)
 
     # --- configuration ---
 

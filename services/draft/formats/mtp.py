@@ -131,6 +131,15 @@ def holds_mtp(folder: Path) -> bool:
         return find_layout(tensors.names) is not None
 
 
+def published_names(folder: Path) -> tuple[MtpLayout, dict[str, str]]:
+    """The layout of a checkpoint with MTP layers, and the names in its files by those as of DeepSeek (mtp.<i>.*)."""
+    with Tensors(folder) as tensors:
+        layout = find_layout(tensors.names)
+        assert layout is not None, "read_mtp has read it"
+        known_as = _renaming(layout, tensors.names)
+        return layout, {known_as(name): name for name in tensors.names}
+
+
 def read_mtp(
     folder: Path,
     target: TargetCheckpoint,
@@ -206,12 +215,20 @@ class _Reader:
             self.tensors.check_shape(name, shape)
 
         def load(dtype: Any) -> Params:
-            with open_tensors(self.folder, self.known_as, self.load_format) as tensors:
+            with open_tensors(self.folder, self.known_as, self.load_format, self.target.replaced) as tensors:
                 return self._load(tensors, config, shapes, dtype)
 
         raw_feature = self.layout.raw_feature if feature == "auto" else feature == "raw"
         spec = FeatureSpec(layers=(self.target.layers,)) if raw_feature else FeatureSpec(final=True)
-        return DraftCheckpoint(config, load, spec, shares=True)
+        shared = self.target.shared(head=not self.layout.own_heads)
+        if self.folder == self.target.folder:  # otherwise the layers are the draft's own
+            shared |= self._in_files(shapes)
+        return DraftCheckpoint(config, load, spec, shared=shared)
+
+    def _in_files(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The same shapes by the names in the files."""
+        _, names = published_names(self.folder)
+        return {names[known]: shape for known, shape in shapes.items() if known in names}
 
     def _published(self) -> str:
         """The beginning of the first layer's names in the files."""

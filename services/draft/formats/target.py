@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +31,39 @@ PutAnywhere = Callable[[NDArray[Any]], jax.Array | NDArray[Any]]
 
 @dataclass(frozen=True)
 class TargetCheckpoint:
-    """The target's checkpoint. vocab_size: rows of its embedding."""
+    """The target's checkpoint. vocab_size: rows of its embedding. replaced: tensors that are others by now, by name."""
 
     folder: Path
     hidden_size: int
     vocab_size: int
     layers: int
     eos_token_ids: tuple[int, ...]
+    replaced: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def embedding_and_head(self, put: PutAnywhere, *, embedding: bool = True, head: bool = True) -> Params:
         """`embed` and `head` as Params have them; only `head` if they are tied. Raises ConfigError."""
-        with Tensors(self.folder) as tensors:
-            own_head = _find(tensors, _HEAD)
-            embed = _find(tensors, _EMBED)
-            if embed is None:
-                raise ConfigError(f"{self.folder} has no embedding that a drafter could share; expected {_EMBED}")
+        with Tensors(self.folder, replaced=self.replaced) as tensors:
+            embed, own_head = self._names(tensors)
             if own_head is None and head:
                 return {"head": put(self._read(tensors, embed).T)}
             params: Params = {"embed": put(self._read(tensors, embed))} if embedding else {}
             if own_head is not None and head:
                 params["head"] = put(self._read(tensors, own_head).T)
         return params
+
+    def _names(self, tensors: Tensors) -> tuple[str, str | None]:
+        """Names of the embedding, and of the head unless they are tied. Raises ConfigError."""
+        embed = _find(tensors, _EMBED)
+        if embed is None:
+            raise ConfigError(f"{self.folder} has no embedding that a drafter could share; expected {_EMBED}")
+        return embed, _find(tensors, _HEAD)
+
+    def shared(self, *, embedding: bool = True, head: bool = True) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors that `embedding_and_head` reads, by name. Raises ConfigError."""
+        with Tensors(self.folder) as tensors:
+            embed, own_head = self._names(tensors)
+        wanted = {embed: embedding or (head and own_head is None)} | ({} if own_head is None else {own_head: head})
+        return {name: (self.vocab_size, self.hidden_size) for name, there in wanted.items() if there}
 
     def _read(self, tensors: Tensors, name: str) -> NDArray[Any]:
         return tensors.read(name, (self.vocab_size, self.hidden_size))

@@ -18,6 +18,10 @@ class ChainEvaluator:
         self._rank_tokens = jax.jit(objective.rank_tokens)
         self._target = target
 
+    def follow(self, target: TargetWeights) -> None:
+        """Compare with other weights of the target from now on. Any thread may call."""
+        self._target = target
+
     def accepted(self, params: Params, batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Accepted tokens behind each row, [B, R], and which rows count, [B, R]."""
         known, rank = map(np.asarray, self._rank_tokens(params, self._target, batch))

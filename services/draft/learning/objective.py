@@ -22,9 +22,13 @@ from services.draft.learning.algorithms.base import Algorithm
 from services.draft.learning.batches import Batch
 from services.draft.learning.loss import cross_entropy
 from services.draft.learning.unroll import UnrollStep, take, unroll
+from services.draft.learning.unroll_block import unroll_block
 from services.draft.model.layers.decoder import head as head_logits
+from services.draft.model.layers.heads import BlockHead
 from services.draft.model.matrices.mixed_precision import MixedPrecisionWeight, bf16_dot
 from services.draft.model.params import Params
+
+_EXACT = ("embed", "router")
 
 
 class TargetWeights(NamedTuple):
@@ -46,7 +50,7 @@ class LossSums(NamedTuple):
 
 
 class TokenRanks(NamedTuple):
-    """By unroll step and row, [K, B, R]. known: there is a token to predict; rank: its rank among the draft's
+    """By unroll step and trained row, [K, B, R]. known: there is a token to predict; rank: its rank among the draft's
     candidates from 0 on; at least the vocabulary size if the draft has no entry for it.
     """
 
@@ -78,7 +82,7 @@ class Objective:
         params = wrapped(params) if self.mixed_precision else params
         head, p = self._head(params, target), self.target_distributions(target, batch)
         losses, counts = [], []
-        rows = batch.rows.shape[1]
+        rows = self._rows(batch)
         counted = jnp.ones(batch.rows.shape, bool)
         each = [math.ceil(rows * self.decay**k) for k in range(self.unroll_steps)]
         for k, step in enumerate(self._unrolled(params, target, batch, each)):
@@ -102,13 +106,13 @@ class Objective:
         params = wrapped(params) if self.mixed_precision else params
         head = {"head": self._head(params, target)}
         known, ranks = [], []
-        each = [batch.rows.shape[1]] * self.unroll_steps
+        each = [self._rows(batch)] * self.unroll_steps
         for k, step in enumerate(self._unrolled(params, target, batch, each)):
             token = self._predicted_ids(target, batch, step.place)
             logits = head_logits(head, step.state, 2**31 - 1)
             own = jnp.take_along_axis(logits, jnp.maximum(token, 0)[..., None], axis=-1)
             better = jnp.sum(logits > own, axis=-1)
-            known.append(k < batch.reach)
+            known.append(k < batch.reach[:, : each[k]])
             ranks.append(jnp.where(token >= 0, better, logits.shape[-1]))
         return TokenRanks(jnp.stack(known), jnp.stack(ranks))
 
@@ -116,7 +120,14 @@ class Objective:
         self, params: Params, target: TargetWeights, batch: Batch, each: Sequence[int]
     ) -> Iterator[UnrollStep]:
         feature = self.algorithm.feature(params, batch.states.astype(jnp.float32))
-        return unroll(self.algorithm.model, params, params.get("embed", target.embed), feature, batch, each)
+        model = self.algorithm.model
+        compute = unroll_block if isinstance(model.head, BlockHead) else unroll
+        return compute(model, params, params.get("embed", target.embed), feature, batch, each)
+
+    def _rows(self, batch: Batch) -> int:
+        """Rows of a pack that are trained, the first ones."""
+        rows: int = batch.rows.shape[1]
+        return math.ceil(rows * self.algorithm.row_share)
 
     def _head(self, params: Params, target: TargetWeights) -> Any:
         """The matrix of the logits, the draft's or the target's."""
@@ -156,10 +167,13 @@ def _exact(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def wrapped(params: Params) -> Params:
-    """The same parameters with matrices that are multiplied in bfloat16; embeddings are only looked up."""
-    return {
-        name: part
-        if name == "embed"
-        else jax.tree.map(lambda leaf: MixedPrecisionWeight(leaf) if leaf.ndim == 2 else leaf, part)
-        for name, part in params.items()
-    }
+    """The same parameters with matrices that are multiplied in bfloat16.
+
+    Embeddings are only looked up; a router's choice of experts is computed exactly.
+    """
+
+    def wrap(path: tuple[Any, ...], leaf: Any) -> Any:
+        return leaf if leaf.ndim != 2 or path[-1].key in _EXACT else MixedPrecisionWeight(leaf)
+
+    found: Params = jax.tree_util.tree_map_with_path(wrap, params)
+    return found

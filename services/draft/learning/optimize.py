@@ -123,6 +123,10 @@ class Trainer:
         """Go on from other parameters, without momentum. The trainer owns them from now on."""
         self.state = TrainState(params, self._optimizer.init(params))
 
+    def follow(self, target: TargetWeights) -> None:
+        """Train for other weights of the target from the next step on. Any thread may call."""
+        self._target = target
+
     # --- checkpoints ---
 
     def save(self, folder: Path, facts: dict[str, Any]) -> None:

@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from services.draft.learning.batches import Batch
-from services.draft.model.layers.attention import project
-from services.draft.model.layers.config import Attention, Layer, ModelConfig
+from services.draft.model.layers.attention import latent_output, project, project_latent
+from services.draft.model.layers.config import LatentAttention, Layer, ModelConfig
 from services.draft.model.layers.decoder import layer_input, layer_output
 from services.draft.model.layers.heads import Inputs
 from services.draft.model.matrices.mixed_precision import MixedPrecisionWeight, bf16_matmul
@@ -61,7 +61,7 @@ def unroll(
     counts: trained rows of each pack in each step, the first ones; non-increasing
     """
     rows = batch.rows[:, : counts[0]]
-    sees = _sees(batch, rows)
+    sees = visible_places(batch, rows)
     handed, state, kv_cache = _prefix(model, params, embed, feature, batch, rows, sees)
     yield UnrollStep(state, rows + model.head.uses_features)
     assert handed is not None or len(counts) == 1, "a feature-based head passes a state on"
@@ -75,15 +75,14 @@ def unroll(
         for i, (layer, own) in enumerate(zip(model.layers, params["layers"], strict=True)):
             next_to = beside if layer.beside else None
             inner, residual = layer_input(layer, own, x, next_to)
-            q, kv = _project(layer, own, inner, position)
+            q, kv = project_heads(layer, own, inner, position)
             kv_cache[i] = kv_cache[i].further(kv, count)
-            seen = linear(attend(q, kv_cache[i], sees, isinstance(own["qkv"], MixedPrecisionWeight)), own, "output")
-            x = layer_output(layer, own, residual, seen)
+            x = layer_output(layer, own, residual, _output(layer, own, attend(q, kv_cache[i], sees, _mixed(own))))
         state, handed = model.head.finish(params, x)
         yield UnrollStep(state, place + 1)
 
 
-def _sees(batch: Batch, rows: jax.Array) -> jax.Array:
+def visible_places(batch: Batch, rows: jax.Array) -> jax.Array:
     """The places of the prefix that rows attend to: those of their record up to their own. rows: [B, R].
 
     Returns [B, R, L] bool.
@@ -116,14 +115,12 @@ def _prefix(
     for i, (layer, own) in enumerate(zip(model.layers, params["layers"], strict=True)):
         last = i == len(model.layers) - 1
         inner, residual = layer_input(layer, own, x, beside if layer.beside else None)
-        q, kv = _project(layer, own, inner, batch.positions)
+        q, kv = project_heads(layer, own, inner, batch.positions)
         kv_cache.append(UnrollKV(kv))
         if last:
             q, residual = jnp.take_along_axis(q, rows[:, None, None, :, None], axis=3), take(residual, rows)
-        seen = attend(
-            q, kv_cache[-1], sees if last else _sees(batch, everywhere), isinstance(own["qkv"], MixedPrecisionWeight)
-        )
-        x = layer_output(layer, own, residual, linear(seen, own, "output"))
+        seen = attend(q, kv_cache[-1], sees if last else visible_places(batch, everywhere), _mixed(own))
+        x = layer_output(layer, own, residual, _output(layer, own, seen))
     state, handed = model.head.finish(params, x)
     return handed, state, kv_cache
 
@@ -133,17 +130,31 @@ def take(x: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, rows[:, :, None], axis=1, mode="clip")
 
 
-def _project(
+def project_heads(
     layer: Layer, params: dict[str, Any], inner: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries [B, G, heads / G, N, D], and keys and values [B, 2, G, N, D]."""
+    """Of N rows, queries [B, G, heads / G, N, D], and keys and values [B, 2, G, N, D]."""
     a = layer.attention
-    assert isinstance(a, Attention), "only grouped-query attention is trained"
+    if isinstance(a, LatentAttention):  # one head of keys, which are the values too
+        q, row = project_latent(params, a, inner, positions)
+        return q.transpose(0, 2, 1, 3)[:, None], jnp.stack([row, row], axis=1)[:, :, None]
     assert not a.gated
     assert (a.window, a.first, a.sinks, a.softcap) == (None, 0, False, None)
     q, kv, _ = project(params, a, inner, positions, layer.epsilon)
     q = q.reshape(*q.shape[:2], a.kv_heads, -1, a.head_dim).transpose(0, 2, 3, 1, 4)
     return q, kv.transpose(0, 2, 3, 1, 4)
+
+
+def _output(layer: Layer, params: dict[str, Any], seen: jax.Array) -> jax.Array:
+    """The output of attention. seen: by `attend`."""
+    a = layer.attention
+    if isinstance(a, LatentAttention):
+        return latent_output(params, a, seen.reshape(*seen.shape[:2], a.heads, -1))
+    return linear(seen, params, "output")
+
+
+def _mixed(params: dict[str, Any]) -> bool:
+    return isinstance(params["output"], MixedPrecisionWeight)
 
 
 def attend(q: jax.Array, kv_cache: UnrollKV, sees: jax.Array, mixed_precision: bool) -> jax.Array:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,10 +47,10 @@ _DECAY = 0.01
 
 
 class Learner:
-    """The weights in training. Called from one thread, except `load`.
+    """The weights in training. Called from one thread, except `load` and `follow`.
 
     offer: new weights for the service. serving: the weights that serve, float32. worse: evaluations in a row in which
-    the new weights were worse.
+    the new weights were worse. swapping: held while weights are converted, for the present weights of the target.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Learner:
         schedule = ConstantSchedule(_WARMUP_STEPS, options.rate, 1.0, _DECAY, 1)
         self.trainer = Trainer(self.objective, schedule, target, self._copy(params))
         self._load = OnlineStats()
+        self.swapping = threading.Lock()
         self._evaluated = 0  # steps at the last evaluation
 
     def load(self) -> OnlineStats:
@@ -161,9 +163,22 @@ class Learner:
         self._evaluated = self._load.steps
 
     def _swap(self, params: Params) -> None:
-        self.serving, self.worse = self._copy(params), 0
-        self.offer.put(jax.block_until_ready(self.convert(self.serving)))
+        with self.swapping:
+            self.serving, self.worse = self._copy(params), 0
+            self.offer.put(jax.block_until_ready(self.convert(self.serving)))
         self._keep(self.serving)
+
+    def follow(self, target: TargetWeights) -> ServedWeights:
+        """Train for a target's new weights from the next step on. Returns the served weights, converted anew.
+
+        Called from any thread, which holds `swapping`. Weights that were offered before are dropped with their target's
+        """
+        self.trainer.follow(target)
+        self._evaluator.follow(target)
+        self.offer.take()
+        served = self.convert(self.serving)
+        jax.block_until_ready(served)
+        return served
 
     def _accepted(self, params: Params, batches: list[Batch]) -> NDArray[np.int64]:
         """Accepted tokens of a draft chain behind each row, [n]."""

@@ -14,8 +14,8 @@ from outrider.errors import ConfigError
 from outrider.serving.features import FeatureFormat, row_bytes
 from services.draft.formats.base import DraftCheckpoint
 from services.draft.formats.target import TargetCheckpoint, target_logits
+from services.draft.learning.algorithms.initial import published_head
 from services.draft.learning.algorithms.llama_layers import plain
-from services.draft.learning.algorithms.published import published_head
 from services.draft.learning.objective import TargetWeights
 from services.draft.learning.vocabulary import draft_ids
 from services.draft.model.params import Params
@@ -42,6 +42,7 @@ class OnlineSetup:
     """Online training of a head. Call `serve` for the weights of the runner, then `learner`.
 
     learnt: the trained parameters as they were published, float32
+    shared: shapes of the target's tensors that serve or train the head, by name
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class OnlineSetup:
     ) -> None:
         """folder: of the draft that is read; origin: fingerprint of the original draft. Raises ConfigError."""
         self.options, self.head, self._target = options, published_head(folder, target, draft), target
-        if options.output and not self.head.whole:
-            raise ConfigError("--online-output cannot store MTP layers, which belong to the target's checkpoint")
+        embedding = bool(draft.shared.keys() & target.shared(head=False).keys())
+        self.shared = target.shared(embedding=embedding)  # the head computes what the target would have sampled
+        self._learner: Learner | None = None
         self._keep = weight_writer(self.head, Path(options.output).expanduser() if options.output else None, origin)
         self.learnt = self.head.params()
         width = len(self.head.states.layers) + 1  # states of the target
@@ -72,10 +74,22 @@ class OnlineSetup:
         def convert(learnt: Params) -> ServedWeights:
             return self._weight_format.convert(learnt, self._frozen)
 
-        return Learner(
+        self._learner = Learner(
             self.head, self.learnt, self.target_weights(), self.buffer, self.options, convert, self._keep,
             logits=target_logits(self._target), **options,
         )  # fmt: skip
+        return self._learner
+
+    def follow(self, params: Params, target: TargetCheckpoint) -> ServedWeights:
+        """Train and serve with a target's new weights, from any thread. Returns the weights to serve.
+
+        params: all parameters with the new weights, as the service has them; only those that are not trained are used
+        """
+        assert self._learner is not None, "the service is built"
+        with self._learner.swapping:
+            self._frozen = {name: value for name, value in params.items() if name not in self.learnt}
+            self._target = target
+            return self._learner.follow(self.target_weights())
 
     def target_weights(self) -> TargetWeights:
         """The frozen weights of the target. Called after `serve`."""

@@ -113,7 +113,7 @@ async def serve(config: DraftConfig, prepare: Callable[[DraftEngine], None] = _a
 
 def describe(engine: DraftEngine, model: common_pb2.ModelInfo | None) -> draft_pb2.GetDraftInfoResponse:
     """Facts for the handshake."""
-    features = engine.drafter.features
+    features, shared = engine.drafter.features, engine.drafter.shared_weights
     return draft_pb2.GetDraftInfoResponse(
         protocol_version=outrider.PROTOCOL_VERSION,
         software_version=outrider.__version__,
@@ -122,6 +122,7 @@ def describe(engine: DraftEngine, model: common_pb2.ModelInfo | None) -> draft_p
         max_session_tokens=engine.drafter.max_session_tokens,
         max_running_sessions=engine.max_running,
         features=feature_spec_to_pb(features, engine.drafter.fusion) if features is not None else None,
+        shared_tensors=sorted(shared.shapes) if shared is not None else (),
     )
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
 
 from outrider.checkpoints import checkpoint
 from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, DraftConfig, LoadFormat
@@ -13,6 +16,7 @@ from outrider.errors import ConfigError
 from outrider.wire.v1 import common_pb2
 from services.draft.formats.base import DraftCheckpoint
 from services.draft.formats.decoders import read_decoder
+from services.draft.formats.dflash import read_dflash
 from services.draft.formats.eagle import read_eagle
 from services.draft.formats.eagle3 import read_eagle3
 from services.draft.formats.mtp import holds_mtp, read_mtp
@@ -24,7 +28,7 @@ from services.draft.model.weights.dummy import has_weights
 log = logging.getLogger(__name__)
 
 _HEADS: dict[str, Callable[[Path, TargetCheckpoint, LoadFormat], DraftCheckpoint]] = {
-    "EAGLE": read_eagle, "NEXTN": read_eagle, "EAGLE3": read_eagle3,
+    "EAGLE": read_eagle, "NEXTN": read_eagle, "EAGLE3": read_eagle3, "DFLASH": read_dflash,
 }  # fmt: skip
 
 
@@ -43,20 +47,24 @@ def draft_path(config: DraftConfig) -> str:
     return path
 
 
-def read_draft(folder: Path, config: DraftConfig, shared: Path | None = None) -> tuple[DraftCheckpoint, Path]:
+def read_draft(
+    folder: Path, config: DraftConfig, shared: Path | None = None, replaced: Mapping[str, NDArray[Any]] | None = None
+) -> tuple[DraftCheckpoint, Path]:
     """The draft model, and the folder whose tokenizer it uses. Raises ConfigError.
 
-    shared: folder of the target's embedding and head, if it is not --model-path
+    shared: folder of the target's weights, if it is not --model-path. replaced: tensors of the target that are others
     """
     load_format = config.speculative_draft_load_format
     if config.speculative_algorithm not in FED_ALGORITHMS:
         return read_decoder(folder, load_format), folder
     assert config.model_path is not None
     target = checkpoint.resolve(config.model_path)
-    algorithm, facts = config.speculative_algorithm, read_target(target)
+    algorithm, facts = config.speculative_algorithm, replace(read_target(target), replaced=replaced or {})
+    own_layers = folder == target
     if shared is not None:
         facts = replace(facts, folder=shared)
-    if algorithm in BUILT_IN_ALGORITHMS and (folder == target or _holds_mtp(folder, load_format)):
+        folder = shared if own_layers and _holds_mtp(shared, load_format) else folder
+    if algorithm in BUILT_IN_ALGORITHMS and (own_layers or _holds_mtp(folder, load_format)):
         draft = read_mtp(
             folder, facts, feature=config.speculative_mtp_feature, own=config.speculative_mtp_own_state,
             several=config.enable_multi_layer_eagle, load_format=load_format,

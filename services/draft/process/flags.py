@@ -7,7 +7,8 @@ from pathlib import Path
 
 from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, MODEL_ALGORITHMS, DraftConfig, check_minimum
 from outrider.errors import ConfigError
-from outrider.speculation.shape import TreeShape, explicit_shape
+from outrider.placement.replicas import check_draft_devices
+from outrider.speculation.shape import TreeShape, block_shape, explicit_shape
 from services.draft.ngrams.base import NgramOptions
 from services.draft.ngrams.corpus import files_of
 from services.draft.online.options import check_online
@@ -36,9 +37,12 @@ def check(config: DraftConfig) -> None:
             f"--speculative-algorithm {algorithm} needs --model-path, the target's checkpoint, for its "
             "embedding and head"
         )
+    check_draft_devices(config.draft_device, config.draft_tp_size)
     shape = tree_shape(config)
     if shape is not None:
-        _check_shape(shape)
+        _check_shape(shape, algorithm)
+    elif algorithm != "DFLASH" and config.speculative_dflash_block_size is not None:
+        log.warning("--speculative-dflash-block-size has no effect with %s; it is for DFLASH", algorithm)
     _check_numbers(config)
     check_online(config)
     if algorithm == "NGRAM" and config.speculative_ngram_beside:
@@ -86,7 +90,11 @@ def _check_numbers(config: DraftConfig) -> None:
         raise ConfigError("--speculative-num-draft-tokens counts the root and must be 2 or more")
 
 
-def _check_shape(shape: TreeShape) -> None:
+def _check_shape(shape: TreeShape, algorithm: str) -> None:
+    if algorithm == "DFLASH":  # the block's positions take the scratch; its nodes are not expanded
+        if (size := shape.steps + 1) > SCRATCH_SLOTS:
+            raise ConfigError(f"a DFLASH block of {size} positions is too large; at most {SCRATCH_SLOTS} are supported")
+        return
     if shape.expansions > SCRATCH_SLOTS:
         raise ConfigError(
             f"--speculative-num-steps {shape.steps} and --speculative-eagle-topk {shape.topk} expand "
@@ -137,8 +145,10 @@ def tree_shape(config: DraftConfig) -> TreeShape | None:
     """The shape of explicit trees; None for adaptive trees, and for NGRAM, which has flags of its own."""
     if config.speculative_algorithm not in MODEL_ALGORITHMS:
         return None
-    tokens = config.speculative_num_draft_tokens
-    return explicit_shape(config.speculative_num_steps, config.speculative_eagle_topk, tokens)
+    flags = config.speculative_num_steps, config.speculative_eagle_topk, config.speculative_num_draft_tokens
+    if config.speculative_algorithm == "DFLASH":
+        return block_shape(*flags, config.speculative_dflash_block_size)
+    return explicit_shape(*flags)
 
 
 def tree_limits(config: DraftConfig) -> TreeLimits:
@@ -152,6 +162,8 @@ def tree_limits(config: DraftConfig) -> TreeLimits:
         if uses_ngram(config):  # its paths are longer, and its nodes are added first
             return TreeLimits(2 * nodes, max(shape.steps, _DEFAULT_DEPTH), 2 * nodes, floor=0.0, shape=shape)
         return TreeLimits(nodes, shape.steps, shape.topk, floor=0.0, shape=shape)
+    if config.speculative_algorithm == "DFLASH":  # its flags may be 1, of SGLang's chains, and then set no shape
+        return TreeLimits(_MAX_NODES, SCRATCH_SLOTS, _MAX_NODES if uses_ngram(config) else MODEL_CHILDREN)
     return TreeLimits(
         nodes=_MAX_NODES,
         depth=config.speculative_num_steps or _DEFAULT_DEPTH,

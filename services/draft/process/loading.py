@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,21 +18,22 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureFormat
 from outrider.speculation.shape import TreeShape
 from outrider.wire.v1 import common_pb2
+from services.draft.drafters.block import BlockDrafter
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.drafters.model import ModelDrafter
 from services.draft.drafters.on_demand import OnDemandDrafter
-from services.draft.drafters.shared_weights import SharedWeights
+from services.draft.drafters.shared_weights import Arrays, Install, Shapes, SharedWeights
 from services.draft.drafters.stacked import StackedDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.formats.base import DraftCheckpoint
 from services.draft.formats.target import read_target
 from services.draft.kernels.base import Paging
 from services.draft.kernels.cpu.panels import PanelMaker
+from services.draft.model.layers.heads import BlockHead
 from services.draft.model.layers.pallas_backend import with_cache_for
 from services.draft.model.matrices.packed import pack_params
 from services.draft.model.matrices.quantized import INT4
 from services.draft.model.parallel.devices import bytes_a_device, choose_devices, dtype_of, pages_that_fit
-from services.draft.model.params import Params
 from services.draft.model.programs.runner import ModelRunner
 from services.draft.online.options import options_of
 from services.draft.online.swap import WeightFormat
@@ -72,8 +74,8 @@ def load_model_drafter(
     draft = with_map_of(config, draft)
     runner, prefix = _runner(draft, vocabulary, config, devices, shape.topk if shape else children, online)
     drafter = _drafter(draft, config, runner, prefix, _CHUNK.get(devices[0].platform, _DEFAULT_CHUNK), online)
-    if draft.shares and online is None:
-        drafter.shared_weights = _shared_weights(drafter, origin, config, devices)
+    if shapes := draft.shared if online is None else online.shared:
+        drafter.shared_weights = _shared_weights(drafter, shapes, origin, config, devices, online)
     if config.precompile_bs_paddings is not None:
         drafter.set_batch_sizes(config.precompile_bs_paddings)
     if isinstance(drafter, FeatureDrafter) and devices[0].platform != "cpu":
@@ -124,26 +126,41 @@ def _drafter(
         features = online.head.states.in_format(number_format)
         share = online.options.share
         return OnlineDrafter(name, runner, prefix, max_running, chunk, features, online.learner(), online.buffer, share)
-    kind = StackedDrafter if draft.config.stacked else FeatureDrafter
+    block = isinstance(draft.config.head, BlockHead)
+    kind = BlockDrafter if block else StackedDrafter if draft.config.stacked else FeatureDrafter
     features = draft.features.in_format(number_format)
     return kind(name, runner, prefix, max_running, chunk, features, draft.fusion)
 
 
 def _shared_weights(
-    drafter: ModelDrafter, origin: Path, config: DraftConfig, devices: list[jax.Device]
+    drafter: ModelDrafter,
+    shapes: Shapes,
+    origin: Path,
+    config: DraftConfig,
+    devices: list[jax.Device],
+    online: OnlineSetup | None,
 ) -> SharedWeights:
-    """How a drafter reloads the target's weights. origin: the draft's own folder."""
+    """How a drafter follows the target's weights. shapes: of those it shares; origin: folder of the draft's own."""
     assert config.model_path is not None
     dtype, _ = dtype_of(config, devices[0])
     backend = drafter.runner.backend
     quantization = chosen_quantization(config, backend)
 
-    def read(folder: Path) -> Params:
-        draft, _ = read_draft(origin, config, folder)
-        _, params, _ = place_weights(with_map_of(config, draft), dtype, quantization, devices)
-        return pack_params(params, PanelMaker(int4=quantization == INT4)) if backend == "cpu" else params
+    def read(folder: Path, replaced: Arrays) -> Install:
+        draft, _ = read_draft(origin, config, folder, replaced)
+        _, placed, _ = place_weights(with_map_of(config, draft), dtype, quantization, devices)
+        params = pack_params(placed, PanelMaker(int4=quantization == INT4)) if backend == "cpu" else placed
+        fusion = None
+        if online is not None:
+            params, fusion = online.follow(params, replace(read_target(folder), replaced=replaced))
 
-    return SharedWeights(drafter, checkpoint.resolve(config.model_path), read)
+        def install() -> None:
+            drafter.runner.install(params, fusion)
+            drafter.prefix.flush()
+
+        return install
+
+    return SharedWeights(shapes, checkpoint.resolve(config.model_path), read)
 
 
 def _runner(

@@ -16,7 +16,7 @@ from outrider.transport.rpc import GrpcServer
 from outrider.transport.statuses import statuses
 from outrider.transport.stream import StreamHub
 from outrider.wire.v1 import draft_pb2, draft_pb2_grpc
-from services.draft.drafters.shared_weights import SharedWeights
+from services.draft.drafters.shared_weights import ArrivingTensors, LoadedWeights, SharedWeights
 from services.draft.engine.engine import DraftEngine
 
 log = logging.getLogger(__name__)
@@ -84,24 +84,60 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """Drop what drafters keep of texts, or only of the target's hidden states, between two steps."""
         async with statuses(context):
             _, engine = self._built()
-            await asyncio.wrap_future(self._loop.call(partial(engine.flush, only_fed=request.only_fed)))
-            if request.target_folder and engine.drafter.shared_weights is not None:
-                await self._refresh_weights(engine.drafter.shared_weights, request.target_folder)
-            return draft_pb2.FlushDraftResponse()
+            if not request.weights_only:
+                await asyncio.wrap_future(self._loop.call(partial(engine.flush, only_fed=request.only_fed)))
+            wants = False
+            if engine.drafter.shared_weights is not None:
+                wants = await self._load_weights(engine.drafter.shared_weights, request)
+            return draft_pb2.FlushDraftResponse(wants_tensors=wants)
         raise AssertionError("aborting a call raises")
 
-    async def _refresh_weights(self, shared_weights: SharedWeights, folder: str) -> None:
-        """Load the target's embedding and head from a folder. A failure only costs speed, and is logged."""
-        async with self._refreshing:  # one at a time, so that the last request wins
-            try:
-                weights = await asyncio.to_thread(shared_weights.load, folder)
-            except Exception as error:
-                reason = error.message if isinstance(error, OutriderError) else error
-                log.warning("the draft keeps the target's old embedding and head: %s", reason)
-                return
-            if weights is not None:
-                await asyncio.wrap_future(self._loop.call(partial(shared_weights.install, weights)))
-                log.info("loaded the target's embedding and head from %s", folder)
+    async def _load_weights(self, shared: SharedWeights, request: draft_pb2.FlushDraftRequest) -> bool:
+        """Load shared weights from a folder. Returns True if the draft needs them sent: a failure only costs speed."""
+        folder, wanted = request.target_folder, request.shared_fingerprint
+        if folder:
+            async with self._refreshing:  # one at a time, so that the last request wins
+                try:
+                    weights = None
+                    if not wanted or wanted != shared.fingerprint:
+                        weights = await asyncio.to_thread(shared.load, folder, wanted)
+                except Exception as error:
+                    reason = error.message if isinstance(error, OutriderError) else error
+                    log.log(
+                        logging.INFO if wanted else logging.WARNING,
+                        "the draft keeps the target's old weights: %s", reason,
+                    )  # fmt: skip
+                else:
+                    await self._install(shared, weights, f"the folder {folder}")
+        return wanted not in ("", shared.fingerprint)
+
+    async def _install(self, shared: SharedWeights, weights: LoadedWeights | None, source: str) -> None:
+        if weights is not None:
+            await asyncio.wrap_future(self._loop.call(partial(shared.install, weights)))
+            log.info("the draft has the target's new weights, from %s", source)
+
+    async def UpdateSharedWeights(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[draft_pb2.UpdateSharedWeightsRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> draft_pb2.UpdateSharedWeightsResponse:
+        """Replace weights that the draft shares with the target by tensors that come in parts."""
+        async with statuses(context):
+            shared = self._built()[1].drafter.shared_weights
+            if shared is None:
+                raise ConfigError("the draft shares no weights with its target")
+            parts = aiter(request_iterator)
+            first = await anext(parts, draft_pb2.UpdateSharedWeightsRequest())
+            async with self._refreshing:  # another gateway may send the same
+                if not first.fingerprint or first.fingerprint != shared.fingerprint:
+                    arriving = ArrivingTensors(shared.shapes)
+                    arriving.add(first.content)
+                    async for part in parts:
+                        arriving.add(part.content)
+                    weights = await asyncio.to_thread(shared.take, arriving.finish(), first.fingerprint)
+                    await self._install(shared, weights, "the target")
+            return draft_pb2.UpdateSharedWeightsResponse()
+        raise AssertionError("aborting a call raises")
 
     async def Propose(  # noqa: N802
         self,

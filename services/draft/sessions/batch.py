@@ -59,6 +59,25 @@ class Rounds(NamedTuple):
         return self.most
 
 
+class Block(NamedTuple):
+    """The positions of a block, which one pass predicts behind the root (model/layers/block.py).
+
+    size: positions, the root included
+    """
+
+    size: int
+
+    @property
+    def steps(self) -> int:
+        """Predicted positions."""
+        return self.size - 1
+
+    @property
+    def expansions(self) -> int:
+        """Number of expanded nodes, without the root."""
+        return 0
+
+
 class Stopping(NamedTuple):
     """When rounds of growth end; numbers, or in a program arrays [S].
 
@@ -75,13 +94,13 @@ class Stopping(NamedTuple):
 class StepShape(NamedTuple):
     """A compiled shape of steps. heads: rows a session with candidates, either all rows or the last one.
 
-    tree: explicit tree, or growth of an adaptive one, that begins at the last row in the same program
+    tree: explicit tree, growth of an adaptive one, or block, that begins at the last row in the same program
     """
 
     sessions: int
     rows: int
     heads: int
-    tree: TreeShape | Growth | Rounds | None = None
+    tree: TreeShape | Growth | Rounds | Block | None = None
 
     @property
     def moves(self) -> int:
@@ -117,7 +136,7 @@ class StepInputs(NamedTuple):
     moves:         [2, M], source and target slots
     temperature, top_p, min_p: [S] float32; top_k: [S]
     keys:          [S, R, 2] uint32, noise keys
-    level_keys:    [S, L, 2] uint32, noise keys of the levels below the first that a tree in one program may have
+    level_keys:    [S, L, 2] uint32, noise keys of the levels below the first that one program may give nodes
     stopping:      [S, 3] float32, as of Stopping, for rounds of growth
     features:      None for models without features
 

@@ -165,3 +165,29 @@ class RootFrontier(Frontier):
     def expandable(self) -> bool:
         """True if the root can be expanded."""
         return not self.root_expanded and self.held and not self.blocked
+
+
+class BlockFrontier(RootFrontier):
+    """The frontier of a drafter whose expansion of the root is the whole tree."""
+
+    def __init__(self, shape: TreeShape | None, *, merged: bool) -> None:
+        """shape: of explicit trees, of which the best nodes are proposed together, those of another drafter among them.
+
+        merged: another drafter grows the same tree.
+        """
+        super().__init__(0, 1.0, from_parents=True)
+        self._shape = shape
+        self._merged = merged
+
+    def offer(self, tree: SpeculationTree, node: int) -> None:
+        """Nothing to do: only the root is expanded."""
+
+    def selected(self, tree: SpeculationTree) -> Sequence[int]:
+        """All nodes; of an explicit tree the best ones, once it is complete."""
+        if self._shape is None:
+            return range(len(tree))
+        alone = self._merged and not self.held  # only the other drafter grows this tree
+        if not self.root_expanded and not alone:
+            return []
+        best = sorted(range(len(tree)), key=lambda node: -tree.path_score[node])  # stable: parents before children
+        return sorted(best[: self._shape.rows - 1])

@@ -6,7 +6,7 @@ Every drafter of the session has a frontier: the nodes that it may expand next. 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from outrider.speculation.sampling import StopConditions
 from outrider.speculation.shape import TreeShape
@@ -43,6 +43,11 @@ class TreeGrower:
     def _new_tokens(self) -> int:
         """Tokens committed after the prompt."""
         return self._tree.length - self._prompt_length
+
+    @property
+    def stop_ids(self) -> Container[int]:
+        """Tokens behind which the text ends."""
+        return self._stop_ids
 
     def _useful_depth(self) -> int:
         return min(self.limits.depth, self._stop.max_tokens - self._new_tokens - 1)

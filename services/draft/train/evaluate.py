@@ -9,7 +9,7 @@ read as the draft service reads it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,14 @@ CHAIN = TreeShape(steps=5, topk=1, rows=6)
 TREE = TreeShape(steps=5, topk=4, rows=16)
 _BATCH = 8  # answers that are replayed together
 _MIN_CACHE_TOKENS = 16_384  # in the draft's KV cache; more where the longest answers need more
+
+
+def shapes_for(depth: int | None) -> dict[str, TreeShape]:
+    """The trees of an evaluation by name. depth: of a draft that has one; None for the usual one."""
+    if depth is None:
+        return {"chain": CHAIN, "tree": TREE}
+    return {"chain": TreeShape(depth, 1, depth + 1), "tree": replace(TREE, steps=depth)}
+
 
 FeatureFunction = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 
@@ -88,6 +96,7 @@ def replay(
         speculative_draft_model_path=str(folder), model_path=str(target), draft_device=device,
         draft_feature_dtype="float32",
         max_running_requests=_BATCH, draft_max_total_tokens=max(_MIN_CACHE_TOKENS, room), disable_radix_cache=True,
+        speculative_dflash_block_size=shape.steps + 1 if algorithm == "DFLASH" else None,
         speculative_num_steps=shape.steps, speculative_eagle_topk=shape.topk, speculative_num_draft_tokens=shape.rows,
     )  # fmt: skip
     engine = build(config)[0]

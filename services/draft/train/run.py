@@ -19,9 +19,10 @@ from outrider.checkpoints import checkpoint
 from outrider.config import TrainConfig
 from outrider.errors import ConfigError, EngineFault
 from outrider.serving.features import FeatureFormat, decode
+from outrider.speculation.shape import TreeShape
 from services.draft.formats.target import read_target, target_logits
 from services.draft.learning.algorithms import Algorithm, DraftShape, algorithm_of
-from services.draft.learning.algorithms.published import initial_head
+from services.draft.learning.algorithms.initial import initial_head
 from services.draft.learning.batches import Batch, Batches, learnt_rows
 from services.draft.learning.evaluation import ChainEvaluator
 from services.draft.learning.objective import Objective, TargetWeights
@@ -31,7 +32,7 @@ from services.draft.learning.vocabulary import check_count, coverage, draft_ids,
 from services.draft.model.parallel.devices import choose_devices
 from services.draft.model.params import Params
 from services.draft.train import report
-from services.draft.train.evaluate import CHAIN, TREE, replay
+from services.draft.train.evaluate import replay, shapes_for
 from services.draft.train.progress import Bar
 from services.draft.train.report import Curve
 from services.draft.train.temperature import best_factor
@@ -56,7 +57,7 @@ class TrainingRun:
         if self.algorithm.vocabulary() is None and not self.algorithm.whole_vocabulary:
             check_count(config.draft_vocab_size, self.target.vocab_size)  # before any answer is generated
         self._uses_features = self.algorithm.model.head.uses_features
-        self._unroll_steps = config.unroll if self._uses_features else 1
+        self._unroll_steps = self.algorithm.depth or config.unroll
         self.curve = Curve()
         self._ids = np.zeros(0, np.int64)
         self.facts: dict[str, Any] = {}
@@ -66,8 +67,9 @@ class TrainingRun:
         if config.initial is not None:
             return initial_head(config.algorithm, checkpoint.resolve(config.initial, torch_files=True), self.target)
         shape = DraftShape(
-            config.num_layers, config.hidden_size, config.intermediate_size, config.draft_vocab_size, config.aux_layers
-        )
+            config.num_layers, config.hidden_size, config.intermediate_size, config.draft_vocab_size,
+            config.aux_layers, config.block_size,
+        )  # fmt: skip
         return algorithm_of(config.algorithm, self.target, shape)
 
     def _origin(self) -> str | None:
@@ -221,7 +223,12 @@ class TrainingRun:
         records = self._records(self._held_out[count : 2 * count] or self._held_out[:count])
         if records and self.algorithm.sharpened(params, factor) is not None:
             factor, gains = best_factor(
-                self.config.algorithm, write, self.target.folder, records, self.config.train_device
+                self.config.algorithm,
+                write,
+                self.target.folder,
+                records,
+                self._shapes()["tree"],
+                self.config.train_device,
             )
             self.facts["sharpness"] = {"factor": factor, "gains": gains}
         write(factor, folder)
@@ -230,7 +237,7 @@ class TrainingRun:
         """Replay held-out answers, and write the report."""
         records = self._records(self._held_out[: self.config.evaluate])
         evaluation: dict[str, Any] = {}
-        for name, shape in (("chain", CHAIN), ("tree", TREE)) if records else ():
+        for name, shape in self._shapes().items() if records else ():
             scores = replay(self.config.algorithm, folder, self.target.folder, records, shape, self.config.train_device)
             evaluation[name] = {"shape": asdict(shape)} | {f"temperature {t:g}": s.facts() for t, s in scores.items()}
             for temperature, score in sorted(scores.items()):
@@ -243,6 +250,10 @@ class TrainingRun:
             "seconds": round(seconds, 1), "evaluation": evaluation,
         }  # fmt: skip
         report.write(folder, settings, facts, self.curve)
+
+    def _shapes(self) -> dict[str, TreeShape]:
+        """The trees of the evaluation, by name; those of a block drafter are as deep as its block."""
+        return shapes_for(self.algorithm.depth if self._uses_features else None)
 
     def _records(self, indices: list[int]) -> list[Record]:
         return [self.reader.record(i) for i in indices]
@@ -258,7 +269,8 @@ class _HeldOutEvaluation:
         sums = np.zeros((2, 2))  # accepted tokens and rows, greedy and sampled
         for batch in self._batches:
             accepted, counts = self._evaluator.accepted(params, batch)
-            for i, kind in enumerate((~batch.sampled, batch.sampled)):
+            sampled = batch.sampled[:, : counts.shape[1]]
+            for i, kind in enumerate((~sampled, sampled)):
                 sums[i] += (accepted[counts & kind].sum(), (counts & kind).sum())
         lengths = [round(float(1 + a / n), 4) if n else 0.0 for a, n in sums]
         return lengths[0], lengths[1]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from outrider.config import Algorithm
+from outrider.speculation.shape import TreeShape
 from services.draft.learning.store import Record
 from services.draft.train.evaluate import TREE, Score, replay
 
@@ -26,17 +27,22 @@ Publish = Callable[[float, Path], None]
 
 
 def best_factor(
-    algorithm: Algorithm, publish: Publish, target: Path, records: Sequence[Record], device: str = "auto"
+    algorithm: Algorithm,
+    publish: Publish,
+    target: Path,
+    records: Sequence[Record],
+    shape: TreeShape = TREE,
+    device: str = "auto",
 ) -> tuple[float, list[float]]:
     """The factor with the longest accept length over all temperatures, and the gain of each over the first.
 
-    device: as of `replay`
+    shape, device: as of `replay`
     """
     scores: list[Mapping[float, Score]] = []
     for factor in _FACTORS:
         with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
             publish(factor, Path(folder))
-            scores.append(replay(algorithm, Path(folder), target, records, TREE, device))
+            scores.append(replay(algorithm, Path(folder), target, records, shape, device))
     gains = [_gain(score, scores[0]) for score in scores]
     best = max(range(len(gains)), key=gains.__getitem__)
     log.info("logits times %g: accept length of trees %+.1f %%", _FACTORS[best], 100 * (gains[best] - 1))

@@ -29,6 +29,7 @@ from outrider.errors import ConfigError, Conflict, EngineFault, InvalidRequest
 from services.target.engine.engine import TargetEngine
 from services.target.model.loading.settings import RunningSettings
 from services.target.model.loading.updates import (
+    DTYPES,
     CheckpointFolder,
     FolderTensors,
     IncomingTensors,
@@ -40,17 +41,19 @@ from services.target.model.loading.updates import (
 from services.target.process.weights.group import Announced
 from services.target.process.weights.groups import TrainerGroups
 from services.target.process.weights.incoming import IncomingPickle, max_update_bytes
+from services.target.process.weights.shared import SharedWeights
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Update:
-    """Options of a weight update. weight_version: the new label; None keeps the old one."""
+    """Options of a weight update. weight_version: the new label; None keeps the old one. shared: names of drafts."""
 
     weight_version: str | None = None
     keep_cache: bool = False
     abort_all_requests: bool = False
+    shared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,10 +123,15 @@ class Control:
         self._shapes = dict(engine.model.runner.weights())
         self._tied = tied_names(self._shapes, tied=self._settings.ties_embeddings)
         self._ignored = frozenset(loaded.entries.keys() - self._shapes.keys() - self._tied.keys())
+        floats = (*DTYPES, "F8_E4M3")  # a trainer sends weights wider than they are stored
+        beside = {name: loaded.entries[name] for name in self._ignored}  # such as MTP layers, which drafts share
+        wider = {name: entry.shape for name, entry in beside.items() if entry.dtype in floats}
+        self._accepted = wider | self._shapes if self._shapes else {}
         self._origin = WeightsOrigin(loaded.fingerprint)
+        self.shared = SharedWeights(self._tied)
         self._receiving = threading.Lock()
         self._paused = self._released = False
-        self.groups = TrainerGroups(self._shapes, self._tied, engine.model.device, group_timeout, _tell_of(engine))
+        self.groups = TrainerGroups(self._accepted, self._tied, engine.model.device, group_timeout, _tell_of(engine))
         self.weights = Weights(engine.weight_version, self._origin.folder)
 
     # --- weights ---
@@ -157,7 +165,7 @@ class Control:
     @property
     def max_update_bytes(self) -> int:
         """Largest content of an update from tensors, in bytes."""
-        return max_update_bytes(self._shapes, self._tied)
+        return max_update_bytes(self._accepted, self._tied)
 
     @contextlib.contextmanager
     def incoming(self, *, pickled: bool = False) -> Iterator[IncomingTensors | IncomingPickle]:
@@ -168,9 +176,9 @@ class Control:
         """
         with self._exclusively():
             if pickled:
-                yield IncomingPickle(self._shapes, self._tied, cuda=self._engine.model.device.type == "cuda")
+                yield IncomingPickle(self._accepted, self._tied, cuda=self._engine.model.device.type == "cuda")
             else:
-                yield IncomingTensors(self._shapes, self._tied)
+                yield IncomingTensors(self._accepted, self._tied)
 
     @contextlib.contextmanager
     def _exclusively(self) -> Iterator[None]:
@@ -199,13 +207,22 @@ class Control:
         names = by_own_names(folder.entries, self._tied)
         wanted = {own: name for own, name in names.items() if own in self._shapes}
         origin = WeightsOrigin(folder.fingerprint)
-        return self._update(folder.tensors(wanted), origin, update, whole=True, folder=str(folder.path))
+        weights = self._update(folder.tensors(wanted), origin, update, whole=True, folder=str(folder.path))
+        self.shared.took_folder(folder)
+        return weights
 
     def update_from_tensors(self, arrived: ArrivedTensors, update: Update) -> Weights:
-        """In the engine thread: load checked tensors. Raises EngineFault."""
-        origin = self._origin.under(arrived.digests)
+        """In the engine thread: load checked tensors. Raises EngineFault.
+
+        Those that the model does not have are of its checkpoint: they are for drafts, and texts do not depend on them.
+        """
+        own = {name: tensor for name, tensor in arrived.tensors.items() if name in self._shapes}
+        origin = self._origin.under({name: arrived.digests[name] for name in own})
         whole = self.weights.whole or origin.covered(self._shapes)
-        return self._update(arrived.tensors, origin, update, whole=whole)
+        copies = self.shared.copies(arrived.tensors, update.shared)  # before anything changes: memory may be short
+        weights = self._update(own, origin, update, whole=whole)
+        self.shared.took_tensors(copies, arrived.digests)
+        return weights
 
     def _update(
         self,

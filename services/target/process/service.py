@@ -97,7 +97,7 @@ def update_from_pb(message: common_pb2.WeightUpdate) -> Update:
     from services.target.process.control import Update
 
     version = message.weight_version if message.HasField("weight_version") else None
-    return Update(version, message.keep_cache, message.abort_all_requests)
+    return Update(version, message.keep_cache, message.abort_all_requests, tuple(message.shared_tensors))
 
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
@@ -109,11 +109,17 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._engine: TargetEngine | None = None
         self._control: Control | None = None
         self.facts: Facts | None = None
+        self._folder: Path | None = None
+
+    def offer_tokenizer(self, folder: Path) -> None:
+        """Answer calls for the tokenizer's files, while the model is being loaded from the folder."""
+        self._folder = folder
 
     def serve(self, facts: Facts, engine: TargetEngine, control: Control) -> None:
         """Start answering, now that the model is loaded."""
         facts.info.max_update_bytes = control.max_update_bytes
         self.facts, self._engine, self._control = facts, engine, control
+        self._folder = facts.folder
 
     def register(self, server: GrpcServer) -> tuple[str, ...]:
         """Add the service to a server. Returns its full name."""
@@ -122,7 +128,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     def _loaded(self) -> Facts:
         if self.facts is None:
-            raise Unavailable("the target is loading its model; retry in a moment")
+            raise Unavailable("the target is loading its model; retry in a moment", retry_after=1)
         return self.facts
 
     def _running(self) -> tuple[TargetEngine, Control]:
@@ -150,7 +156,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """The tokenizer's existing files, in parts."""
         del request
         async with statuses(context):
-            folder = self._loaded().folder
+            if (folder := self._folder) is None:
+                folder = self._loaded().folder
             for name in (*TOKENIZER_FILES, *checkpoint.chat_template_files(folder)):
                 path = folder / name
                 if not path.is_file():
@@ -267,7 +274,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """In the engine thread, because the caller may have disconnected: record the new weights, and return them."""
         info = self._loaded().info
         info.weight_version, info.model.fingerprint = weights.weight_version, weights.fingerprint
-        info.weights_folder = weights.folder
+        info.weights_folder, info.shared_fingerprint = weights.folder, self._running()[1].shared.fingerprint
         return common_pb2.WeightFacts(
             weight_version=weights.weight_version,
             fingerprint=weights.fingerprint,
@@ -277,7 +284,22 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             fingerprint_before=weights.before,
             whole=weights.whole,
             folder=weights.folder,
+            shared_fingerprint=info.shared_fingerprint,
         )
+
+    async def GetSharedWeights(  # noqa: N802
+        self, request: target_pb2.GetSharedWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[target_pb2.GetSharedWeightsResponse]:
+        """Present weights for drafts, tensor by tensor."""
+        async with statuses(context):
+            from services.target.process.weights.shared import header_of, parts_of
+
+            shared = self._running()[1].shared
+            fingerprint, found = await self._in_engine(lambda: (shared.fingerprint, shared.find(request.names)))
+            yield target_pb2.GetSharedWeightsResponse(fingerprint=fingerprint, content=header_of(found))
+            for one in found.values():
+                for part in parts_of(await asyncio.to_thread(one.read)):
+                    yield target_pb2.GetSharedWeightsResponse(content=part)
 
     async def FlushCache(  # noqa: N802
         self, request: target_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -64,6 +64,7 @@ def four_gpus(monkeypatch):
     [
         ("cuda:2", 1, None, [2], None),
         ("cuda:1", 2, 4 << 30, [1, 2], 0.1011),
+        ("cuda:3,cuda:1", 2, 4 << 30, [3, 1], 0.1011),
         ("auto", 1, 4 << 30, [0], 0.1011),
     ],
 )
@@ -84,4 +85,6 @@ def test_a_fraction_that_is_set_stays(four_gpus, monkeypatch):
 def test_gpus_that_the_machine_lacks_are_refused(four_gpus):
     with pytest.raises(ConfigError, match="cuda:3 and --draft-tp-size 2 need 5 devices; there are 4 of kind gpu"):
         choose_devices("cuda:3", 2)
+    with pytest.raises(ConfigError, match="cuda:1,cuda:5 and --draft-tp-size 2 need 6 devices; there are 4"):
+        choose_devices("cuda:1,cuda:5", 2)
     assert four_gpus()["visible"] == [0, 1, 2, 3]

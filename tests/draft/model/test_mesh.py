@@ -13,6 +13,7 @@ from outrider.speculation.sampling import SamplingParams
 from services.draft.kernels.base import Paging
 from services.draft.model.matrices.sharded import ColumnSharded
 from services.draft.model.parallel.devices import bytes_a_device
+from tests.support.checkpoints.blocks import dflash
 from tests.support.checkpoints.heads import MAKERS, write_head
 from tests.support.checkpoints.mtp import write_mtp
 from tests.support.draft.devices import DEVICES
@@ -39,8 +40,8 @@ def engine_of(kind, base, **flags):
     if kind == "gemma 3":
         return standalone(write_model(base / "gemma", "gemma3_text", **GEMMA), **flags)
     target = write_model(base / "target", tie_word_embeddings=kind == "EAGLE")
-    if kind in ("EAGLE", "EAGLE3"):
-        made = MAKERS[kind](target)
+    if kind in ("EAGLE", "EAGLE3", "DFLASH"):
+        made = (MAKERS | {"DFLASH": dflash})[kind](target)
         return feature_engine(kind, write_head(base / kind, *made), target, **flags)
     target = write_mtp(base / kind, kind, layers=3 if kind == "step-3.5" else 1)
     return feature_engine("NEXTN", None, target, speculative_draft_model_path=None, **flags)
@@ -70,6 +71,7 @@ def grow(engine, session_id, tokens, fed_until=0):
         ("gemma 3", 2),
         ("EAGLE", 4),
         ("EAGLE3", 2),
+        ("DFLASH", 2),
         ("deepseek-v3", 4),
         ("qwen3-next", 2),
         ("mimo-v2", 2),

@@ -2,27 +2,34 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
 from outrider.speculation.tree import ROOT
 from services.draft.formats.decoders import read_decoder
+from services.draft.formats.dflash import read_dflash
 from services.draft.formats.eagle import read_eagle
 from services.draft.formats.eagle3 import read_eagle3
 from services.draft.formats.mtp import read_mtp
 from services.draft.formats.target import read_target, target_logits
+from services.draft.learning.algorithms.initial import initial_head
 from services.draft.learning.batches import Batch, PackShape, build
 from services.draft.learning.objective import Objective
 from services.draft.learning.unroll import unroll
+from services.draft.learning.unroll_block import unroll_block
 from services.draft.model.layers.decoder import head as head_logits
+from tests.support.checkpoints.mtp import write_mtp
 from tests.support.draft.stepping import Stepper
 from tests.support.draft.training import HIDDEN, head_of, random_record, shared_of, store_of, target_of
+from tests.support.draft.twins.blocks import BlockTwin
 from tests.support.tiny import VOCAB
 
 UNROLL_STEPS = 4
@@ -46,12 +53,25 @@ def states_of(batch):
     return jnp.asarray(batch.states.astype(np.float32))
 
 
-@pytest.mark.parametrize(("name", "layers"), [("EAGLE3", 1), ("EAGLE3", 2), ("EAGLE", 1), ("EAGLE", 2), ("NEXTN", 1)])
+def published(folder, family):
+    """A checkpoint's own MTP layer: target, algorithm, ids, parameters, and the draft as it is served."""
+    target = read_target(write_mtp(folder, family))
+    algorithm = initial_head("NEXTN", folder, target)
+    return target, algorithm, np.arange(VOCAB), algorithm.params(), read_mtp(folder, target)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("EAGLE3", 1), ("EAGLE3", 2), ("EAGLE", 1), ("EAGLE", 2), ("NEXTN", 1), ("glm-4.5", 1), ("deepseek-v3", 1)],
+)
 def test_rows_are_those_of_the_draft_service(tmp_path, target, name, layers):
-    algorithm, ids, params = head_of(target, name=name, layers=layers)
-    algorithm.publish(params, ids, tmp_path / "head")
-    draft = READERS[name](tmp_path / "head", target)
-    assert replace(draft.config, architecture="") == replace(algorithm.model, architecture="")
+    if name in READERS:
+        algorithm, ids, params = head_of(target, name=name, layers=layers)
+        algorithm.publish(params, ids, tmp_path / "head")
+        draft = READERS[name](tmp_path / "head", target)
+        assert replace(draft.config, architecture="") == replace(algorithm.model, architecture="")
+    else:
+        target, algorithm, ids, params, draft = published(tmp_path / "target", name)
     assert draft.features.final == (name != "EAGLE3")
     served = draft.load(jnp.float32)
     records, batch = pack_of(tmp_path / "answers", states=len(algorithm.states.layers) + 1)
@@ -196,18 +216,19 @@ def test_initial_head_equals_the_targets_head(tmp_path, family):
 
 @pytest.mark.parametrize(("name", "mixed_precision", "cap"), [
     ("EAGLE3", False, None), ("EAGLE3", True, None), ("EAGLE", False, None), ("EAGLE", False, 2.0),
-    ("NEXTN", True, None), ("STANDALONE", True, None),
+    ("NEXTN", True, None), ("STANDALONE", True, None), ("DFLASH", False, None),
 ])  # fmt: skip
 def test_gradients_are_those_of_the_loss(tmp_path, name, mixed_precision, cap):
     """Against differences, along a random direction; in bfloat16 only roughly."""
     target = target_of(tmp_path / "target")
     file = target.folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"final_logit_softcapping": cap}))
-    algorithm, ids, params = head_of(target, name=name)
+    shape = {"block": 3, "layers": 1} if name == "DFLASH" else {}
+    algorithm, ids, params = head_of(target, name=name, **shape)
     shared, uses_features = shared_of(target, ids), algorithm.model.head.uses_features
     states = len(algorithm.states.layers) + 1
     _, batch = pack_of(tmp_path / "answers", ids=ids, states=states, uses_features=uses_features)
-    unroll_steps = UNROLL_STEPS if uses_features else 1
+    unroll_steps = algorithm.depth or UNROLL_STEPS
     objective = Objective(algorithm, unroll_steps, 0.8, mixed_precision)
     gradients = jax.jit(jax.grad(lambda p: objective(p, shared, batch)[0]))(params)
     exact = jax.jit(Objective(algorithm, unroll_steps, 0.8, mixed_precision=False))
@@ -221,3 +242,42 @@ def test_gradients_are_those_of_the_loss(tmp_path, name, mixed_precision, cap):
     expected = (at(step) - at(-step)) / (2 * step)
     found = sum(float((s * w).sum()) for s, w in zip(jax.tree.leaves(gradients), jax.tree.leaves(way), strict=True))
     assert found == pytest.approx(expected, rel=0.1 if mixed_precision else 0.02)
+
+
+def test_blocks_are_those_of_the_draft_service(tmp_path, target):
+    """Every position of every row's block, against the published drafter's plain twin."""
+    algorithm, ids, params = head_of(target, name="DFLASH", layers=2, block=UNROLL_STEPS + 1, aux_layers=(1, 3, 4))
+    algorithm.publish(params, ids, tmp_path / "draft")
+    draft = read_dflash(tmp_path / "draft", target)
+    assert draft.config == algorithm.model
+    assert draft.features == replace(algorithm.states, final=False)
+    served = draft.load(jnp.float32)
+    for name in ("norm", "context_norm"):
+        np.testing.assert_array_equal(served[name], params[name])
+    state, sharper = (
+        algorithm.model.head.finish(p, jnp.ones(48))[0] for p in (params, algorithm.sharpened(params, 1.2))
+    )
+    np.testing.assert_allclose(sharper, 1.2 * state, rtol=1e-6)
+    records, batch = pack_of(tmp_path / "answers")
+    states, shared = states_of(batch), shared_of(target, ids)
+    feature = algorithm.feature(params, states)
+    compute = partial(unroll_block, algorithm.model, params, shared.embed, batch=batch, counts=[32, 20, 20, 9])
+    steps = jax.jit(lambda feature: list(compute(feature)))(feature)
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    tensors = safetensors.torch.load_file(tmp_path / "draft" / "model.safetensors")
+    twin = BlockTwin(config, {name: tensor.float().numpy() for name, tensor in tensors.items()}, target.folder)
+    seen = 0
+    for i, place in enumerate(batch.rows[0].tolist()):
+        if not batch.reach[0, i]:
+            continue
+        record = int(batch.segments[0, place]) - 1
+        first = place - int(batch.positions[0, place])
+        tokens, row = records[record].tokens.tolist(), place - first
+        logits = twin.logits(tokens[row + 1], np.asarray(feature[0, first : place + 1]), UNROLL_STEPS + 1)
+        for k, step in enumerate(steps):
+            if i < step.state.shape[1]:
+                found = twin.head.numpy() @ np.asarray(step.state[0, i], np.float64)
+                np.testing.assert_allclose(found, logits[k], rtol=2e-3, atol=2e-3)
+                assert step.place[0, i] == place + 1 + k
+                seen += 1
+    assert seen > 50

@@ -14,6 +14,7 @@ from gateway.admission.admission import Keys
 from gateway.api import app as rest
 from gateway.api.middleware import EdgeMiddleware
 from gateway.control.control import Control
+from gateway.control.models import Models, ServedModel, Serving
 from gateway.control.replicas import Replicas
 from gateway.control.server_info import Facts
 from gateway.orchestration.generator import Generator
@@ -76,13 +77,14 @@ class _Gateway:
         orchestrator = Orchestrator([], [], Metrics())
         tokenizer = ModelTokenizer(tokenizer_files())
         generator = Generator(
-            orchestrator, tokenizer, orchestrator.metrics, name="default", any_model=True, vocab_size=VOCAB,
-            max_session_tokens=CONTEXT,
+            orchestrator, tokenizer, orchestrator.metrics, name="default", vocab_size=VOCAB, max_session_tokens=CONTEXT,
         )  # fmt: skip
         orchestrator.sessions.open = lambda request, draft=None: _answered(orchestrator.sessions, request)  # type: ignore[method-assign]
         self.edge = EdgeMiddleware(1 << 20)
         replicas = Replicas(Discovery(Members(), 1.0), orchestrator, facts.peers)
-        self.edge.app = rest.build(generator, facts, Control(orchestrator, facts), replicas, Keys(facts.config))
+        model = ServedModel(["default"], orchestrator.metrics, replicas, facts.health(generator))
+        model.running = Serving(generator, facts, Control(orchestrator, facts))
+        self.edge.app = rest.build(Models([model], facts.peers, any_model=True), Keys(facts.config))
 
     def post(self, path: str, body: bytes) -> tuple[int, bytes]:
         """Status and body of the answer to a request."""

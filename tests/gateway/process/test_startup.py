@@ -12,8 +12,9 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.process import app
-from gateway.process.app import first_target, serve
+from gateway.process import waiting
+from gateway.process.app import serve
+from gateway.process.waiting import first_target
 from gateway.streams.availability import Availability, ReplicaState
 from gateway.streams.draft import DraftLink
 from gateway.workers.parent import supervise_workers
@@ -213,12 +214,12 @@ async def test_updated_weights_are_preferred(come, expected):
 )
 async def test_a_draft_that_starts_normally_is_no_warning(caplog, monkeypatch, state, levels, words):
     """The models of some take longer to compile than the target takes to load."""
-    monkeypatch.setattr(app, "_WARN_AFTER", 0.01)
-    monkeypatch.setattr(app, "_START_UP", 0.02)
+    monkeypatch.setattr(waiting, "WARN_AFTER", 0.01)
+    monkeypatch.setattr(waiting, "_START_UP", 0.02)
     link = DraftLink("unix:nowhere", None)
     link._absence = Availability(state, "compiling 3/12")
-    with caplog.at_level("INFO", "gateway.process.app"):
-        await app._connect_draft(link, None)
+    with caplog.at_level("INFO", "gateway.process.waiting"):
+        await waiting.connect_draft(link, None)
     assert [record.levelname for record in caplog.records] == levels
     assert all(words in record.message for record in caplog.records)
 

@@ -6,15 +6,17 @@ import numpy as np
 import pytest
 
 from gateway.control.control import Control
+from gateway.control.server_info import Facts
 from gateway.orchestration.orchestrator import Orchestrator
 from gateway.streams.draft import DraftLink
 from gateway.telemetry.metrics import Metrics
 from outrider import PROTOCOL_VERSION
+from outrider.config import GatewayConfig
 from outrider.serving.features import FeatureBlock
 from outrider.speculation.proposal import Commit, FinishReason
 from outrider.wire.codec import commits_to_pb
 from outrider.wire.features import features_from_pb, features_to_pb
-from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
 
 
 @pytest.fixture
@@ -91,43 +93,10 @@ async def test_a_flush_while_a_draft_is_away_precedes_its_next_use(link, monkeyp
             asked.append(request.only_fed)
 
     monkeypatch.setattr(draft_pb2_grpc, "DraftServiceStub", Stub)
-    control = Control(Orchestrator([], [link], Metrics()), None)
+    control = Control(Orchestrator([], [link], Metrics()), Facts(GatewayConfig(), target_pb2.GetTargetInfoResponse()))
     for only_fed in (True, False, True):
         assert await control.flush_drafts(draft_pb2.FlushDraftRequest(only_fed=only_fed)) == []
     assert asked == []
     for _ in range(2):
         await link.handshake(None)
     assert asked == [False], "all of it, once"
-
-
-@pytest.mark.parametrize("fed", [True, False])
-async def test_every_handshake_sends_the_folder_of_new_target_weights(link, monkeypatch, fed):
-    """The draft may have restarted with the embedding and head of its flags."""
-    asked = []
-
-    class Stub:
-        def __init__(self, channel):
-            pass
-
-        async def GetDraftInfo(self, request, **options):
-            features = common_pb2.FeatureSpec(spec_id=1) if fed else None
-            return draft_pb2.GetDraftInfoResponse(protocol_version=PROTOCOL_VERSION, features=features)
-
-        async def GetFusion(self, request, **options):
-            yield draft_pb2.GetFusionResponse()
-
-        async def FlushDraft(self, request, **options):
-            asked.append((request.only_fed, request.target_folder))
-
-    monkeypatch.setattr(draft_pb2_grpc, "DraftServiceStub", Stub)
-    control = Control(Orchestrator([], [link], Metrics()), None)
-    await link.handshake(None)
-    assert asked == []
-    await control.flush_target_states("/weights/1")
-    await control.flush_target_states("/weights/2")
-    await link.handshake(None)
-    await link.handshake(None)
-    assert asked == [(True, "/weights/2")] * (2 if fed else 1)
-    await control.flush_target_states("")  # tensors have no folder
-    await link.handshake(None)
-    assert asked[-1] == (True, "/weights/2" if fed else "")

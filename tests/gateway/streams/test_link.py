@@ -19,9 +19,11 @@ from outrider.errors import ConfigError, Unavailable
 from outrider.serving.messages import OpenSession
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.transport.frame_socket import SocketCall
+from outrider.transport.rpc import GrpcServer
+from outrider.transport.statuses import statuses
 from outrider.wire.opens import open_to_pb
 from outrider.wire.v1 import common_pb2, target_pb2
-from tests.support.gateway.services import Service, Target, free_port
+from tests.support.gateway.services import Service, Target, free_port, model_info
 
 
 class Call:
@@ -64,10 +66,10 @@ class Near(TargetLink):
 
 @pytest.fixture(autouse=True)
 def serving(monkeypatch):
-    async def check(channel):
+    async def check(channel, seconds):
         pass
 
-    monkeypatch.setattr(links, "_check_serving", check)
+    monkeypatch.setattr(links, "check_serving", check)
 
 
 @pytest.mark.parametrize("turns", range(8))
@@ -108,27 +110,65 @@ async def test_a_lost_stream_reconnects(monkeypatch):
     await link.stop()
 
 
-async def test_a_replica_that_starts_up_is_asked_often(monkeypatch):
+async def test_a_replica_that_does_not_answer_is_asked_ever_more_rarely(monkeypatch):
     waits, sleep = [], asyncio.sleep
 
     async def no_sleep(seconds):
         waits.append(seconds)
         await sleep(0)
 
-    class Slow(Near):
+    class Silent(Near):
         async def handshake(self, channel):
-            if len(waits) < 4:
+            if len(waits) < 5:
                 raise ConnectionError("nothing answers")
-            if len(waits) < 8:
-                raise Unavailable("it is warming up")
 
     monkeypatch.setattr(links.asyncio, "sleep", no_sleep)
-    link = Slow()
+    link = Silent()
     link.start()
     await link.wait_up(5)
     await link.stop()
-    assert max(waits[:4]) > 0.8  # a replica that does not answer is asked ever more rarely
-    assert max(waits[4:]) < 0.3
+    assert max(waits[:2]) < 0.8 < max(waits)
+
+
+class Starting(Target):
+    """A target that serves later, and offers its tokenizer's files earlier."""
+
+    def __init__(self):
+        super().__init__(None, model_info())
+        self.loaded = False
+
+    async def GetTargetInfo(self, request, context):
+        async with statuses(context):
+            if not self.loaded:
+                raise Unavailable("the target is loading its model", retry_after=1)
+            return await super().GetTargetInfo(request, context)
+
+    async def Verify(self, request_iterator, context):
+        await asyncio.Event().wait()
+
+
+async def test_a_replica_that_starts_up_is_used_as_soon_as_it_serves(tmp_path, monkeypatch):
+    monkeypatch.setattr(links, "_MIN_WAIT", 60.0)  # between attempts
+    monkeypatch.setattr(links, "_STARTING_WAIT", 60.0)
+    target, server, address = Starting(), GrpcServer(), f"unix:{tmp_path}/target"
+    target.register(server.server)
+    await server.start(address, (target.name,))
+    link = TargetLink(address)
+    offered = asyncio.get_running_loop().create_future()
+    link.on_early_files = offered.set_result
+    link.start()
+    try:
+        async with asyncio.timeout(10):
+            assert await offered == target.files
+            assert (link.up, link.availability.state) != (True, ReplicaState.READY)
+            await asyncio.sleep(0.2)  # it watches the health by now
+            target.loaded = True
+            await server.set_serving(True)
+            await link.wait_up(5)
+        assert link.tokenizer_files == target.files
+    finally:
+        await link.stop()
+        await server.stop(0)
 
 
 @pytest.mark.parametrize("one_machine", [True, False])
@@ -258,3 +298,25 @@ async def test_a_service_accepts_only_gateways_with_its_token(tmp_path, token, w
     finally:
         await link.stop()
         await asyncio.to_thread(target.stop)
+
+
+async def test_a_link_follows_the_health_of_its_replica(tmp_path):
+    """A replica that stops, or whose engine hangs, does not serve although its stream is open."""
+    service = Service(Target, f"unix:{tmp_path}/target").start()
+    link, changes = TargetLink(service.address), []
+    changed = asyncio.Event()
+    link.on_stopping = lambda: (changes.append(link.stopping), changed.set())
+    link.start()
+    try:
+        await link.wait_up(10)
+        for serving in (False, True):
+            changed.clear()
+            asyncio.run_coroutine_threadsafe(service.server.set_serving(serving), service._loop)
+            await asyncio.wait_for(changed.wait(), 10)
+            assert link.open_to_sessions is serving
+        assert changes == [True, False]
+        link._lost()
+        assert not link.stopping
+    finally:
+        await link.stop()
+        await asyncio.to_thread(service.stop)

@@ -8,7 +8,8 @@ from outrider.checkpoints.drafts import has_mtp_layers, kind_of_draft
 from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError
 from services.draft.formats.mtp import holds_mtp
-from tests.support.checkpoints.heads import write_pair
+from tests.support.checkpoints.blocks import dflash
+from tests.support.checkpoints.heads import write_head, write_pair
 from tests.support.checkpoints.mtp import PREFIXES, write_mtp
 from tests.support.tiny import write_model
 
@@ -20,6 +21,11 @@ def test_heads(tmp_path, kind):
     assert kind_of_draft(target) == "STANDALONE"
     assert not has_mtp_layers(target)
     assert kind_of_draft(DEFAULT_HEAD) == "EAGLE3"
+
+
+def test_block_drafters(tmp_path):
+    target = write_model(tmp_path / "target")
+    assert kind_of_draft(write_head(tmp_path / "draft", *dflash(target))) == "DFLASH"
 
 
 @pytest.mark.parametrize("family", PREFIXES)

@@ -96,6 +96,18 @@ def test_two_gpus_have_a_service_each(gpus, model):
     assert found["system draft"].text.startswith("cuda:0, beside the target")
 
 
+def test_every_replica_has_a_line(gpus, model):
+    gpus(H100, H100, H100)
+    draft = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", model)
+    found, _ = examine("--model-path", model, *draft, "--target-replicas", "2", "--draft-replicas", "2")
+    assert found["system target-2"].text.startswith("cuda:1 (NVIDIA H100 80GB HBM3), because --device auto")
+    assert found["system draft-1"].text == found["system draft-2"].text == "cuda:2, which no target uses"
+    assert {"memory target-1", "memory target-2", "memory draft-1", "memory draft-2"} < found.keys()
+    found, code = examine("--model-path", model, *draft, "--target-replicas", "4")
+    assert (found["system flags"].status, code) == ("problem", 1)
+    assert "needs 4 devices, and this machine has 3" in found["system flags"].text
+
+
 @pytest.mark.parametrize(
     ("cards", "flags", "name", "status", "text"),
     [

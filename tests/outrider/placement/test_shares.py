@@ -1,6 +1,8 @@
 """`--cores auto`: three independently started processes share a machine as `outrider serve` divides it."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from outrider.placement.cores import choose_cores
 from outrider.supervisor.app import configure
 from outrider.supervisor.drafter_choice import choose_drafters
 from services.draft.process import app
+from tests.support.gpu_machine import H100, put_gpus, take_gpus
 
 FLAGS = (
     "cores", "niceness", "network_cores", "speculative_num_steps", "speculative_eagle_topk",
@@ -78,3 +81,60 @@ def test_the_last_cores_flag_applies():
     config = tyro.cli(TargetConfig, args=["--cores", "auto", "--cores", "0"])
     assert config.cores == "0"
     assert to_argv(config) == ["--cores", "0"]
+
+
+# --- several containers of a service on one machine ---
+
+_REPLICA = """
+import dataclasses, os, sys
+os.sched_getaffinity = lambda _: set(range(8))
+from outrider.config import DraftConfig, TargetConfig
+from outrider.placement.shares import share_of_draft, share_of_target
+print(share_of_target(TargetConfig(cores="auto", machine_replicas=2)).cores, flush=True)
+print(share_of_draft(DraftConfig(cores="auto", machine_replicas=2, model_path="default")).cores, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_replicas_that_start_alone_take_different_parts(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+
+    def start():
+        command = [sys.executable, "-c", _REPLICA]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return process, [process.stdout.readline().strip() for _ in range(2)]
+
+    running = []
+    try:
+        running = [start(), start()]
+        assert [cores for _, cores in running] == [["0,1", "5"], ["2,3,4", "6"]]
+        running[0][0].kill()
+        running[0][0].wait()
+        running.append(start())
+        assert running[2][1] == ["0,1", "5"]  # those of the one that died
+    finally:
+        for process, _ in running:
+            process.kill()
+            process.communicate()
+
+
+def test_replicas_divide_gpus_and_memory_and_one_too_many_is_warned_of(monkeypatch, tmp_path, caplog):
+    put_gpus(monkeypatch, tmp_path, H100, H100)
+    monkeypatch.setattr(shares, "claim_number", lambda _: 1)
+    target = TargetConfig(cores="auto", machine_replicas=2)
+    assert shares.share_of_target(target).device == "cuda:1"
+    draft = DraftConfig(cores="auto", machine_replicas=2, speculative_algorithm="STANDALONE",
+                        speculative_draft_model_path="x")  # fmt: skip
+    assert shares.share_of_draft(draft).draft_device == "cuda:1"
+    with pytest.raises(
+        ConfigError, match="--machine-replicas 2 with --tp-size 2 needs 4 devices, and this machine has 2"
+    ):
+        shares.share_of_target(TargetConfig(cores="auto", machine_replicas=2, tp_size=2))
+    take_gpus(monkeypatch, tmp_path)
+    assert shares.share_of_target(target).mem_fraction_static == 0.25
+    assert not caplog.records
+    alone = shares.share_of_target(TargetConfig(cores="auto"))
+    assert (alone.device, alone.mem_fraction_static) == ("auto", None)
+    assert "this is target 2 of the machine, and --machine-replicas is 1" in caplog.text
+    with pytest.raises(ConfigError, match="--machine-replicas must be 1 or more"):
+        shares.share_of_target(TargetConfig(cores="auto", machine_replicas=0))

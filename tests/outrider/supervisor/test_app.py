@@ -12,8 +12,11 @@ from outrider.config import DraftConfig, GatewayConfig, ServeConfig, TargetConfi
 from outrider.errors import ConfigError
 from outrider.placement.cores import CorePlan
 from outrider.service_token import make_token_file
+from outrider.speculation.shape import TreeShape
 from outrider.supervisor.app import base_url, check_flags, configure, make_children, summary
 from outrider.supervisor.display import Display, first_curl
+from outrider.supervisor.resolution import resolve_config
+from services.draft.process.flags import tree_shape
 from tests.support.outrider.children import free_port
 
 CORES = CorePlan((0, 1), (2,), (3,))
@@ -143,6 +146,27 @@ def test_a_head_on_the_targets_cores_grows_whole_trees_unless_flags_say_more(tmp
     assert made(head, CORES) == (nothing, nothing, 0)
     for algorithm in ("NEXTN", "NGRAM"):
         assert made(["--speculative-algorithm", algorithm], shared) == (nothing, nothing, 15)
+
+
+@pytest.mark.parametrize(
+    ("flags", "shape"),
+    [
+        ("", (None, None, None)), ("--speculative-num-steps 1 --speculative-eagle-topk 1", (None, None, None)),
+        ("--speculative-num-steps 1 --speculative-eagle-topk 1 --speculative-num-draft-tokens 16", (15, 1, 16)),
+        ("--speculative-dflash-block-size 8 --speculative-dflash-draft-window-size 512", (7, 1, 8)),
+        ("--speculative-num-steps 5 --speculative-eagle-topk 4 --speculative-num-draft-tokens 12", (5, 4, 12)),
+    ],
+)  # fmt: skip
+def test_sglangs_flags_of_a_block_drafter(tmp_path, flags, shape):
+    """One of its steps is a pass over a block, which the target's tree limits must not take for a depth of 1."""
+    shared = CorePlan((0, 1), (1,), (0, 1), niceness=15)
+    given = parse("--speculative-algorithm", "dflash", "--speculative-draft-model", "d", *flags.split())
+    made = configure(resolve_config(given), shared, tmp_path)
+    for one in (made.target, made.draft):
+        found = one.speculative_num_steps, one.speculative_eagle_topk, one.speculative_num_draft_tokens
+        assert found == shape
+    assert made.draft.niceness == 2, "it computes while the target waits"
+    assert tree_shape(made.draft) == (None if shape == (None, None, None) else TreeShape(*shape))
 
 
 def test_without_a_drafter_there_is_no_draft(tmp_path):

@@ -28,7 +28,7 @@ def head_of(target, vocab=64, name="EAGLE3", **shape):
     ids = np.sort(np.random.default_rng(3).choice(VOCAB, vocab, replace=False))
     if algorithm.whole_vocabulary:
         ids = np.arange(VOCAB)
-    scales = np.array([1, 2, 3, 1], np.float32)[-len(algorithm.states.layers) - 1 :]
+    scales = np.array([1, 1, 1, 2, 3, 1], np.float32)[-len(algorithm.states.layers) - 1 :]
     params = algorithm.first_params(target, ids, scales, seed=5)
     return algorithm, ids, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
 

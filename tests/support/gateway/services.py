@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from outrider import PROTOCOL_VERSION
-from outrider.config.callers import ADMIN_KEYS_VARIABLE
+from outrider.config.access.callers import ADMIN_KEYS_VARIABLE
 from outrider.service_token import token_check
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message
@@ -148,7 +148,7 @@ class Service:
         self.engine = self.kind.engine_class(self.delay)
         loop = EngineLoop(lambda _: None)
         hub = StreamHub(loop, *self.kind.coders)
-        server = GrpcServer(check=token_check(self.token))
+        server = self.server = GrpcServer(check=token_check(self.token))
         self.kind(hub, model_info(**self.facts), **self.options).register(server.server)
         await server.start(self.address, (self.kind.name,), self.tls)
         await hub.acceptor.open(self.address)
@@ -179,12 +179,14 @@ class Gateway:
     admin = {"authorization": f"Bearer {ADMIN}"}  # noqa: RUF012
 
     def __init__(self, folder: Path, targets, drafts=(), *, self_test=False, verify=None, admin_key=ADMIN, **flags):
-        """verify: SSLContext of the client, for a gateway with a certificate. admin_key: in its environment."""
+        """targets: None for those of a file of models. verify: SSLContext of the client, for a gateway with a
+        certificate. admin_key: in its environment.
+        """
         self.port, self.grpc_port = free_port(), free_port()
         self.url = f"{'http' if verify is None else 'https'}://127.0.0.1:{self.port}"
         self.log = folder / f"gateway-{self.port}.log"
         settings = {"port": self.port, "grpc-port": self.grpc_port} | flags
-        self.command = [sys.executable, "-m", "gateway", "--target", *targets]
+        self.command = [sys.executable, "-m", "gateway", *(["--target", *targets] if targets is not None else [])]
         self.command += ["--draft", *drafts] if drafts else []
         self.command += [] if self_test else ["--disable-draft-self-test"]
         for name, value in settings.items():

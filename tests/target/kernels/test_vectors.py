@@ -24,6 +24,8 @@ KERNELS = (
     "test_kernels.py", "../model/test_linear.py", "test_block_formats.py", "test_cpu_sampling.py",
     "test_pruned_head.py", "test_fp8_cache.py",
 )  # fmt: skip
+# Whole texts add nothing to what the kernels' own tests compare, and one shape says whether broken nodes stay apart.
+SELECTION = "not text and not (broken_node and not plain-trees-9)"
 
 
 def test_flags_are_those_of_the_kind():
@@ -71,7 +73,7 @@ def test_kernels_can_be_had():
 def test_a_processor_that_has_more_computes_as_an_older_one():
     """Their tests once more, compiled for AVX2."""
     files = [str(TARGET / name) for name in KERNELS]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", SELECTION, *files]
     older = {**os.environ, vectors.VARIABLE: vectors.AVX2.name}
     run = subprocess.run(command, env=older, capture_output=True, text=True, timeout=800, check=False)
     assert run.returncode == 0, run.stdout[-2000:]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load, load_file, save, save_file
 
 from outrider.checkpoints import checkpoint
 from outrider.config import TargetConfig
@@ -24,6 +24,8 @@ from outrider.wire.v1 import target_pb2
 from services.target.kernels.cpu import library
 from services.target.process.control import Condition, Control, Update
 from services.target.process.service import TargetServicer, describe
+from services.target.process.weights.shared import header_of, parts_of
+from tests.support.checkpoints.mtp import write_mtp
 from tests.support.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
 from tests.support.tiny import VOCAB, write_model, write_tokenizer
 
@@ -625,3 +627,52 @@ def test_no_session_starts_during_a_pause(folders, mode):
     while not engine.idle:
         ended += sum(commit.finish_reason is not FinishReason.RUNNING for commit in engine.step().commits)
     assert ended == 5
+
+
+def parts_of_shared(control, names):
+    """What GetSharedWeights sends, as tensors."""
+    found = control.shared.find(names)
+    return load(header_of(found) + b"".join(part for one in found.values() for part in parts_of(one.read())))
+
+
+def test_tensors_that_drafts_share_are_kept(tmp_path, folders):
+    """Also MTP layers, which only drafts have; those of no draft are not kept, and no fingerprint depends on them."""
+    folder = write_mtp(tmp_path / "a" / "glm", "glm-4.5")
+    _, control = started(folder)
+    tensors = load_file(folder / "model.safetensors")
+    embed, norm, layer = "model.embed_tokens.weight", "model.norm.weight", "model.layers.3.eh_proj.weight"
+    names = (embed, "lm_head.weight", layer)
+    assert (parts_of_shared(control, names), control.shared.fingerprint) == ({}, "")
+
+    def update(*chosen, shared=names):
+        new = {name: tensors[name] + 1 for name in chosen}
+        control.update_from_tensors(in_parts(control, save(new)), Update(shared=shared))
+        return new, control.shared.fingerprint, control.weights.fingerprint
+
+    _, first, whole = update(norm)
+    sent, second, later = update(embed, layer)
+    found = parts_of_shared(control, names)
+    assert found.keys() == {embed, layer}
+    assert all(torch.equal(found[name], sent[name]) for name in found)
+    assert len({"", first, second}) == 3
+    assert whole != later == update(layer)[2]
+    update("lm_head.weight", shared=())
+    with pytest.raises(ConfigError, match=r"no copy of lm_head\.weight"):
+        control.shared.find(names)
+    with pytest.raises(ConfigError, match=r"eh_proj\.weight has shape \[3\]"):
+        in_parts(control, save({layer: torch.zeros(3)}))
+    with pytest.raises(ConfigError, match="no tensors of these names"):
+        in_parts(control, save({layer.replace("3", "4"): torch.zeros(3)}))
+    control.update_from_folder(control.read_folder(str(folder)), Update())
+    found = parts_of_shared(control, names)
+    assert all(torch.equal(found[name], tensors[name]) for name in names)
+    assert control.shared.fingerprint == checkpoint.fingerprint(folder)
+
+
+def test_a_tied_head_is_kept_under_either_name(tmp_path):
+    folder = write_model(tmp_path / "a" / "tied", tie_word_embeddings=True)
+    _, control = started(folder)
+    new = load_file(folder / "model.safetensors")["model.embed_tokens.weight"] * 2
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    control.update_from_tensors(in_parts(control, save({"lm_head.weight": new})), Update(shared=names))
+    assert all(torch.equal(tensor, new) for tensor in parts_of_shared(control, names).values())

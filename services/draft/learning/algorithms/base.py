@@ -20,6 +20,7 @@ from outrider.checkpoints.checkpoint import load_json
 from outrider.serving.features import FeatureSpec
 from services.draft.formats.target import TargetCheckpoint
 from services.draft.model.layers.config import ModelConfig
+from services.draft.model.layers.heads import BlockHead
 from services.draft.model.params import Params
 
 
@@ -32,6 +33,7 @@ class DraftShape:
     inner:      width of the feed-forward part; None for the default
     vocab:      tokens that the draft proposes
     aux_layers: layers of the target whose states are features; None for the default ones
+    block:      positions of a block, the root included
     """
 
     layers: int | None = None
@@ -39,6 +41,7 @@ class DraftShape:
     inner: int | None = None
     vocab: int = 8192
     aux_layers: tuple[int, ...] | None = None
+    block: int = 8
 
 
 class Algorithm(ABC):
@@ -49,6 +52,7 @@ class Algorithm(ABC):
     config: the published config.json
     state_loss_weight: weight in the loss of the distance between the draft's states and the target's last states
     whole_vocabulary: the draft proposes all tokens, regardless of the size options
+    row_share: fraction of the rows of a pack that are trained; packs hold them in random order
     """
 
     states: FeatureSpec
@@ -56,6 +60,15 @@ class Algorithm(ABC):
     config: dict[str, Any]
     state_loss_weight: float = 0.0
     whole_vocabulary: bool = False
+    row_share: float = 1.0
+
+    @property
+    def depth(self) -> int | None:
+        """Tokens that a row predicts, where the shape of the draft says it."""
+        head = self.model.head
+        if isinstance(head, BlockHead):
+            return head.size - 1
+        return None if head.uses_features else 1
 
     @abstractmethod
     def first_params(

@@ -49,6 +49,8 @@ def first_layer(layer: Layer, hidden: int, init: RandomInit) -> Params:
     }
     if a.qkv_bias:
         params["qkv_bias"] = jnp.zeros(qkv.shape[1], jnp.float32)
+    if a.qk_norm:
+        params |= {name: jnp.ones(a.head_dim, jnp.float32) for name in ("q_norm", "k_norm")}
     norms = {"attention_norm": layer.input_norm, "beside_norm": layer.beside}
     return params | {name: jnp.ones(hidden, jnp.float32) for name, there in norms.items() if there}
 
@@ -87,6 +89,8 @@ def layer_tensors(layer: Layer, params: Mapping[str, Any]) -> dict[str, Any]:
     if a.qkv_bias:
         parts = np.split(np.asarray(params["qkv_bias"]), ends)
         tensors |= {f"self_attn.{name}_proj.bias": part for name, part in zip("qkv", parts, strict=True)}
+    if a.qk_norm:
+        tensors |= {f"self_attn.{name}.weight": params[name] for name in ("q_norm", "k_norm")}
     if layer.beside:
         names = {"input_layernorm.weight": "beside_norm", "hidden_norm.weight": "attention_norm"}
     else:

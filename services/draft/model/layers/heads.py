@@ -40,11 +40,15 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Head(ABC):
-    """A head. epsilon: of its RMS norms. uses_features: it reads the target's hidden states."""
+    """A head. epsilon: of its RMS norms.
+
+    uses_features: it reads the target's hidden states. keeps_states: its rows keep the states that they pass on
+    """
 
     epsilon: float
 
     uses_features: ClassVar[bool] = False
+    keeps_states: ClassVar[bool] = False
 
     @abstractmethod
     def join(self, params: Params, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
@@ -80,6 +84,7 @@ class EagleHead(Head):
     """EAGLE-1 and -2: a linear layer fuses [embedding; feature]; the output predicts the target's normed state."""
 
     uses_features = True
+    keeps_states = True
 
     def join(self, params: Params, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
         """params: fuse [2H, H] and optionally fuse_bias [H]."""
@@ -103,6 +108,7 @@ class Eagle3Head(Head):
     norm_output: bool = False
 
     uses_features = True
+    keeps_states = True
 
     def join(self, params: Params, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
         """The feature, and the embedding as the second input."""
@@ -128,6 +134,7 @@ class MtpHead(Head):
     zero_first_embedding: bool = False
 
     uses_features = True
+    keeps_states = True
 
     def join(self, params: Params, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
         """params: embedding_norm, feature_norm [H], and fuse [2H, H]."""
@@ -143,3 +150,39 @@ class MtpHead(Head):
         """The layer's own final norm; its output is read by the target's head."""
         normed = rms_norm(x, params["norm"], self.epsilon)
         return normed, normed if self.passes_normed else x
+
+
+@dataclass(frozen=True)
+class BlockHead(Head):
+    """A block drafter (DFlash): the target's features are context alone, and a block of masks is the input (block.py).
+
+    size:       positions of a block, the root included
+    mask_token: whose embedding stands at the positions to predict
+    causal:     by layer, whether a position attends only to those before it
+    scale:      of embeddings
+    selector:   candidates of a position whose scores depend on the token before it; 0 without (programs/block.py)
+    group:      channels that share the changing part of a kernel, in layers with convolutions; 0 without (block.py)
+    """
+
+    size: int
+    mask_token: int
+    causal: tuple[bool, ...]
+    scale: float = 1.0
+    selector: int = 0
+    group: int = 0
+
+    uses_features = True
+
+    def join(self, params: Params, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
+        """The scaled embedding."""
+        del params
+        embedding = inputs.embedding
+        return embedding if self.scale == 1 else embedding * jnp.asarray(self.scale, embedding.dtype), None
+
+    def context(self, params: Params, feature: jax.Array) -> jax.Array:
+        """What every layer's keys and values of a feature are made from. feature: [..., H], already fused."""
+        return rms_norm(feature, params["context_norm"], self.epsilon)
+
+    def finish(self, params: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The final norm."""
+        return rms_norm(x, params["norm"], self.epsilon), None

@@ -2,7 +2,7 @@
 
 layers     for each layer [slots, 2, kv_heads, head_dim]: keys and values of a slot side by side; behind them, for each
            chained layer but the last [slots, H]: the state that it passes on to the next layer
-features   [slots, H]: the state that each row passes on to its children; None for models without features
+features   [slots, H]: the state that each row passes on to its children; None for models that pass none on
 
 On several devices each holds the keys and values of its own heads, and its own part of the features if the hidden size
 is divisible.
@@ -33,7 +33,7 @@ def make_pools(config: ModelConfig, total_pages: int, page_size: int, dtype: Any
     slots = (total_pages + 1) * page_size
     layers = [jnp.zeros((slots, *layer.attention.kv_shape), dtype) for layer in config.layers]
     layers += [jnp.zeros((slots, config.hidden_size), dtype) for _ in range(config.chain_links)]
-    return Pools(layers, jnp.zeros((slots, config.hidden_size), dtype) if config.head.uses_features else None)
+    return Pools(layers, jnp.zeros((slots, config.hidden_size), dtype) if config.head.keeps_states else None)
 
 
 def move_rows(pool: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from outrider.config import DraftConfig
 from outrider.errors import ConfigError
 from outrider.placement.devices import gpus, host_memory
 from outrider.placement.memory import SCRATCH_SLOTS, draft_cache_tokens, draft_share_tokens, jax_memory_fraction
+from outrider.placement.replicas import check_draft_devices, device_numbers
 from services.draft.kernels.cpu import library
 
 _GPU_PLATFORMS = ("auto", "cuda", "gpu")
@@ -21,52 +23,54 @@ _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.floa
 
 
 def choose_devices(device: str, count: int, flag: str = "--draft-device", share: int | None = None) -> list[jax.Device]:
-    """Neighbouring devices, of which the first becomes JAX's default. Raises ConfigError.
+    """Devices, of which the first becomes JAX's default. Raises ConfigError.
 
-    device: auto, or a platform of JAX and optionally the index of the first device, such as cuda:1; flag: its name.
-    share: --draft-memory-bytes
+    device: auto, a platform of JAX and optionally the index of the first of neighbouring devices, such as cuda:1, or a
+    list of devices of one platform; flag: its name. share: --draft-memory-bytes
     """
+    if count < 1:
+        raise ConfigError(f"--draft-tp-size must be 1 or more, not {count}")
+    check_draft_devices(device, count, flag)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes three quarters of a shared GPU
     platform, _, index = device.partition(":")
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")  # so that JAX takes no memory of other devices
     try:
-        first = int(index or 0)
-        hidden = _keep_to_gpus(first, count, share) if platform in _GPU_PLATFORMS and count > 0 else 0
+        first = int(index.partition(",")[0] or 0)
+        wanted = device_numbers(device) if "," in device else list(range(first, first + count))
+        kept = _keep_to_gpus(wanted, share) if platform in _GPU_PLATFORMS else False
         found = jax.devices(None if platform == "auto" else platform)
-        hidden = hidden if found[0].platform == "gpu" else 0
+        kept = kept and found[0].platform == "gpu"
     except ValueError:
         raise ConfigError(f"{flag} {device} has no index behind the colon; write for example cuda:1") from None
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{flag} {device}: JAX has no such device here: {reason}") from None
-    if count < 1:
-        raise ConfigError(f"--draft-tp-size must be 1 or more, not {count}")
-    if not 0 <= first <= len(found) + hidden - count:
+    if not kept and not 0 <= min(wanted) <= max(wanted) < len(found):
         together = f" and --draft-tp-size {count} need" if count > 1 else " needs"
         raise ConfigError(
-            f"{flag} {device}{together} {first + count} devices; there "
+            f"{flag} {device}{together} {max(wanted) + 1} devices; there "
             f"{'is' if len(found) == 1 else 'are'} {len(found)} of kind {found[0].platform}"
         )
-    chosen = found[first - hidden : first - hidden + count]
+    chosen = found[:count] if kept else [found[number] for number in wanted]
     jax.config.update("jax_default_device", chosen[0])
     return list(chosen)
 
 
-def _keep_to_gpus(first: int, count: int, share: int | None) -> int:
-    """Keep JAX to some of the GPUs, and to a share of their memory. Returns how many in front of them are hidden.
+def _keep_to_gpus(numbers: Sequence[int], share: int | None) -> bool:
+    """Keep JAX to some of the GPUs, in this order, and to a share of their memory. Returns False if it does not.
 
     JAX would have a context of some hundred megabytes on every GPU, also on those that are the target's alone. Numbers
     that this machine does not have stay, and are refused later.
     """
     known = gpus()
-    if not 0 <= first <= len(known) - count:
-        return 0
-    total = known[first].total
+    if not 0 <= min(numbers) <= max(numbers) < len(known):
+        return False
+    total = known[numbers[0]].total
     if share is not None and total and not any(name in os.environ for name in _FRACTIONS):
         os.environ[_FRACTIONS[0]] = f"{jax_memory_fraction(share, total):.4f}"
-    jax.config.update("jax_cuda_visible_devices", ",".join(map(str, range(first, first + count))))
-    return first
+    jax.config.update("jax_cuda_visible_devices", ",".join(map(str, numbers)))
+    return True
 
 
 def dtype_of(config: DraftConfig, device: jax.Device) -> tuple[Any, str]:

@@ -87,7 +87,7 @@ class MeshPlacement:
 
     def cache_numbers(self, part: ModelConfig) -> int:
         """Elements that a device's caches keep for a token."""
-        states = part.hidden_size if part.head.uses_features else 0
+        states = part.hidden_size if part.head.keeps_states else 0
         return part.cache_numbers() - (states - states // self.devices if states and self.pools[-1] else 0)
 
     def _mapped(self, function: Callable[..., _R], specs: Any, results: Any) -> Callable[..., _R]:
@@ -280,6 +280,6 @@ def _pool_specs(whole: ModelConfig, part: ModelConfig, *, split_states: bool) ->
         for own, layer in zip(part.layers, whole.layers, strict=True)
     ]
     specs += [PartitionSpec()] * whole.chain_links
-    if whole.head.uses_features:
+    if whole.head.keeps_states:
         specs.append(PartitionSpec(None, AXIS) if split_states else PartitionSpec())
     return tuple(specs)

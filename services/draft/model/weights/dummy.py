@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,20 @@ from services.draft.model.weights.tensors import Shapes, Tensors
 _DEVIATION = 0.02  # of random matrices, as of most initial weights
 
 
-def open_tensors(folder: Path, known_as: Callable[[str], str] = str, load_format: LoadFormat = "auto") -> Tensors:
-    """The tensors of a draft checkpoint. load_format: --speculative-draft-load-format. Raises ConfigError."""
+def open_tensors(
+    folder: Path,
+    known_as: Callable[[str], str] = str,
+    load_format: LoadFormat = "auto",
+    replaced: Mapping[str, NDArray[Any]] | None = None,
+) -> Tensors:
+    """The tensors of a draft checkpoint. load_format: --speculative-draft-load-format. Raises ConfigError.
+
+    replaced: as of `Tensors`
+    """
     if load_format == "dummy":
         return DummyTensors(folder, known_as)
     files = weight_files(folder, torch_files=load_format != "safetensors", safetensors=load_format != "pt")
-    return Tensors(folder, known_as, files)
+    return Tensors(folder, known_as, files, replaced)
 
 
 def has_weights(folder: Path) -> bool:

@@ -34,9 +34,15 @@ class Tensors:
 
     invented = False
 
-    def __init__(self, folder: Path, known_as: Callable[[str], str] = str, files: Sequence[Path] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        known_as: Callable[[str], str] = str,
+        files: Sequence[Path] | None = None,
+        replaced: Mapping[str, NDArray[Any]] | None = None,
+    ) -> None:
         """known_as: maps a name in the files to the name that readers use. files: default all weight files of the
-        folder. Raises ConfigError.
+        folder. replaced: arrays to read in place of those of the files, by names in the files. Raises ConfigError.
         """
         self.folder = folder
         self._files: list[Any] = []
@@ -48,6 +54,7 @@ class Tensors:
                 self._places[known_as(name)] = opened, name, file
         self._settings = _quantization(folder)
         self._parts = _parts_of_weights(self._places)  # of each quantized weight: names by part
+        self._replaced = {known_as(name): array for name, array in (replaced or {}).items()}
 
     def __enter__(self) -> Tensors:
         return self
@@ -88,6 +95,8 @@ class Tensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""
+        if name in self._replaced:
+            return self._replaced[name].shape
         parts = self._parts.get(name, {})
         if parts and "weight" not in parts:
             shapes = {part: self.shape(known) for part, known in parts.items()}
@@ -109,6 +118,8 @@ class Tensors:
         """
         if shape is not None:
             self.check_shape(name, shape)
+        if name in self._replaced:
+            return self._replaced[name]
         if name in self._parts:
             parts = {part: self._stored(known) for part, known in self._parts[name].items()}
             return dequantize(name, parts, self._settings)

@@ -1,4 +1,4 @@
-"""Collects answers of a target: a client of its ordinary stream that stores tokens and hidden states.
+"""Collects answers of a target, or its states of rollouts: a client of its ordinary stream, which fills the store.
 
     jobs ──► conversation, turn by turn ──► sessions of the stream ──► records ──► store
 
@@ -40,6 +40,7 @@ from outrider.wire.v1 import target_pb2, target_pb2_grpc
 from services.draft.learning.store import Record, Store
 from services.draft.train.data.passages import Passages, quotes, user_turn_frame, whole_sentences
 from services.draft.train.data.prompts import PromptJob, is_held_out
+from services.draft.train.data.rollouts import replay
 
 log = logging.getLogger(__name__)
 
@@ -326,6 +327,11 @@ class Collector:
 
     async def _conversation(self, job: PromptJob) -> AsyncIterator[Record]:
         conversation, tokenizer = job.conversation, self._client.tokenizer
+        if conversation.rollout is not None:
+            if (replayed := await replay(conversation.rollout, self._limits.length, self._write)) is not None:
+                held_out, first = is_held_out(conversation.name, self._held_out), conversation.rollout.prompt
+                yield Record(*replayed, first, first, job.temperature, job.seed, held_out)
+            return
         if conversation.text:
             async for record in self._answer(job, tokenizer.encode(conversation.text)):
                 yield record

@@ -30,7 +30,7 @@ from outrider.checkpoints.headers import (
 )
 from outrider.errors import ConfigError
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _HEADER_BYTES, _HEADER_BYTES_A_TENSOR = 1 << 16, 1 << 10  # at most, of a header that is sent
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -55,9 +55,9 @@ def check(
             continue
         if entry.shape != shapes[name]:
             raise ConfigError(f"{name} has shape {list(entry.shape)}; the model's has {list(shapes[name])}")
-        dtype = _DTYPES.get(entry.dtype)
+        dtype = DTYPES.get(entry.dtype)
         if dtype is None:
-            raise ConfigError(f"{name} is of type {entry.dtype}; write one of {', '.join(_DTYPES)}")
+            raise ConfigError(f"{name} is of type {entry.dtype}; write one of {', '.join(DTYPES)}")
 
 
 def tied_names(shapes: Mapping[str, Any], *, tied: bool) -> dict[str, str]:
@@ -187,7 +187,7 @@ def check_shapes(
     tied: Mapping[str, str],
 ) -> None:
     """Raise ConfigError for tensors that do not fit the model. entries: dtypes and shapes by name."""
-    letters = {dtype: name for name, dtype in _DTYPES.items()}
+    letters = {dtype: name for name, dtype in DTYPES.items()}
     for name, (dtype, shape) in entries.items():
         entry = HeaderEntry(letters.get(dtype, str(dtype).removeprefix("torch.")), shape, 0, 0)
         check({tied.get(name, name): entry}, shapes, frozenset(), whole=False)
@@ -199,7 +199,7 @@ def take(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], t
     Raises ConfigError.
     """
     check_shapes({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}, shapes, tied)
-    letters = {dtype: name for name, dtype in _DTYPES.items()}
+    letters = {dtype: name for name, dtype in DTYPES.items()}
     taken: dict[str, Tensor] = {}
     digests: dict[str, bytes] = {}
     for name, tensor in tensors.items():
@@ -272,7 +272,7 @@ class IncomingTensors:
         self.tensors = {own: self._tensor(self._entries[name]) for own, name in self._names.items()}
 
     def _tensor(self, entry: HeaderEntry) -> Tensor:
-        dtype, start = _DTYPES[entry.dtype], self._start + entry.start
+        dtype, start = DTYPES[entry.dtype], self._start + entry.start
         if entry.stop == entry.start:
             return torch.empty(entry.shape, dtype=dtype)
         count = torch.Size(entry.shape).numel()
