@@ -30,6 +30,7 @@ BENCHMARKS = {
     "pools": ("bench.pools.run", "pools of replicas with simulated engines: throughput, joins and losses, gateways"),
     "accept": ("bench.end_to_end.accept", "accept length of drafters by prompt category"),
     "online": ("bench.end_to_end.online", "accept length of a drafter that trains online, by round"),
+    "rollouts": ("bench.end_to_end.rollouts", "a loop of rollouts and training: reward, accept length, time"),
     "target": ("bench.services.target", "target steps against their floor; draft tokens against plain decoding"),
     "self-speculation": ("bench.services.self_speculation", "self-speculation of the target against plain decoding"),
     "kernels": ("bench.services.target_kernels", "matrix products and attention of the target on a CPU"),
@@ -42,7 +43,18 @@ BENCHMARKS = {
 }  # fmt: skip
 ALIASES = {"self-draft": "self-speculation"}  # earlier names
 # `all` omits benchmarks that need a server, a file of prompts, a trained draft, an accelerator for JAX, or hours.
-_NOT_IN_ALL = ("transports", "serve", "speculation", "sources", "peers", "scale", "accept", "online", "draft-kernels")
+_NOT_IN_ALL = (
+    "transports",
+    "serve",
+    "speculation",
+    "sources",
+    "peers",
+    "scale",
+    "accept",
+    "online",
+    "rollouts",
+    "draft-kernels",
+)
 
 
 def usage() -> str:

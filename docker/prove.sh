@@ -27,6 +27,7 @@ finish() {
   exit "$status"
 }
 trap finish EXIT
+trap 'exit 1' INT TERM
 
 # states SERVICE: health and restarts of each container
 states() { compose ps -q "$1" | xargs docker inspect --format '{{.State.Health.Status}} {{.RestartCount}}' | sort; }
@@ -89,23 +90,25 @@ for name in target draft gateway; do wait_for 900 "$name healthy" is_healthy "$n
 wait_for 60 "two targets and two drafts in the pools" ready 2 2
 summary+=("start of two targets and two drafts until healthy, model converted: $((SECONDS - start)) s")
 
-first=$(ask 400)
+first=$(ask 800)
 [ -n "$first" ]
 summary+=("answer: $(head -c 60 <<<"${first//$'\n'/ }")...")
 
 log "killing the target that answers"
 start=$SECONDS
 answer=$(mktemp)
-ask 400 >"$answer" &
+ask 800 >"$answer" &
 asked=$!
-wait_for 60 "a target that answers" busy >/dev/null
+address=$(wait_for 60 "a target that answers" busy)
 for id in $(compose ps -q target); do
-  addresses=$(docker inspect --format '{{range .NetworkSettings.Networks}}{{.IPAddress}} {{end}}' "$id")
-  if grep -qwF "$(busy)" <<<"$addresses"; then docker exec "$id" python -c 'import os; os.kill(-1, 9)' || true; fi
+  if docker inspect --format '{{range .NetworkSettings.Networks}}{{.IPAddress}} {{end}}' "$id" | grep -qwF "$address"; then
+    docker exec "$id" python -c 'import os; os.kill(-1, 9)' || true
+  fi
 done
 wait "$asked"
 [ "$first" = "$(cat "$answer")" ]
-summary+=("the same answer, $((SECONDS - start)) s after the kill of its target")
+curl --silent "$url/metrics" | grep '^outrider_reopened_sessions_total{.*service="target"' | grep -qv ' 0.0$'
+summary+=("its target killed, the same answer after $((SECONDS - start)) s")
 wait_for 300 "target back" came_back
 wait_for 60 "two targets and two drafts in the pools" ready 2 2
 summary+=("target killed, restarted, in the pool: $((SECONDS - start)) s")
@@ -114,7 +117,7 @@ log "adding a draft"
 start=$SECONDS
 compose up -d --no-recreate --scale draft=3 target draft gateway
 wait_for 300 "three drafts in the pool" ready 2 3
-[ "$first" = "$(ask 400)" ]
+[ "$first" = "$(ask 800)" ]
 summary+=("a third draft in the pool: $((SECONDS - start)) s; the same answer")
 
 log "stopping"

@@ -68,17 +68,24 @@ async def window(gateways: Sequence[Gateway], sessions: int, tokens: int, second
 
 async def observe(gateways: Sequence[Gateway], load: Load, seconds: float) -> Window:
     """Measure a window of a load that runs already."""
-    before = await _traffic(gateways)
+    before = [await _traffic(gateway) for gateway in gateways]
     start, cpu = time.monotonic(), sum(gateway.cpu_seconds() for gateway in gateways)
     await asyncio.sleep(seconds)
     end, cpu = time.monotonic(), sum(gateway.cpu_seconds() for gateway in gateways) - cpu
-    traffic = (await _traffic(gateways)).since(before)
+    after = [await _traffic(gateway) for gateway in gateways]
+    # A busy gateway takes its time for an answer, so its counts are of a time of their own.
+    grown = [
+        later.since(earlier).scaled((end - start) / (then - first))
+        for (first, earlier), (then, later) in zip(before, after, strict=True)
+    ]
+    traffic = reduce(Traffic.plus, grown, Traffic())
     return Window(end - start, load.tokens(start, end), cpu, traffic, load.pause(start, end))
 
 
-async def _traffic(gateways: Sequence[Gateway]) -> Traffic:
-    found = [await gateway.traffic() for gateway in gateways]
-    return reduce(Traffic.plus, found, Traffic())
+async def _traffic(gateway: Gateway) -> tuple[float, Traffic]:
+    """The counts of a gateway, and when it answered."""
+    found = await gateway.traffic()
+    return time.monotonic(), found
 
 
 @dataclass(frozen=True)

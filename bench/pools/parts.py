@@ -21,34 +21,34 @@ Row = dict[str, Any]
 SPEEDS = (1.0, 2.0, 4.0)  # steps of unequal targets, over the shortest
 _SHARE_WARM_UP = 4.0  # seconds until a gateway has measured how long steps take
 _SAMPLES = 0.1  # seconds between two looks at where the sessions are
-_OF_TARGET, _TO_DRAFT = ("target", "received"), ("draft", "sent")
 
 
 @dataclass(frozen=True)
 class Sizes:
     """What is measured.
 
-    points: targets, drafts and sessions of the windows of one gateway. loads: sessions with which a limited gateway is
-    measured. counts: numbers of limited gateways, at the most of these sessions. changing: sessions during changes.
-    step, draft_step: of the engines, in ms. tokens: of an answer. row_bytes: of hidden states, a token. settle: seconds
-    around a change
+    points: targets, drafts and sessions of the windows of one gateway. limited, loads: targets and drafts, and
+    sessions, with which a limited gateway is measured. counts: numbers of limited gateways, at the most of these
+    sessions. changing: sessions during changes. sharing: sessions on unequal targets. step, draft_step: of the engines,
+    in ms. tokens: of an answer. row_bytes: of hidden states, a token. settle: seconds around a change
     """
 
     points: Sequence[tuple[int, int, int]] = (
         (1, 1, 1), (1, 1, 8), (1, 1, 64), (1, 8, 64), (2, 1, 64), (2, 2, 64), (4, 4, 256), (8, 1, 256), (8, 8, 256),
         (8, 8, 512),
     )  # fmt: skip
-    loads: Sequence[int] = (32, 128, 512)
+    limited: tuple[int, int] = (4, 4)
+    loads: Sequence[int] = (32, 64, 128, 256)
     counts: Sequence[int] = (2, 3)
     changing: int = 32
     sharing: int = 56
     step: float = 50.0
     draft_step: float = 10.0
     accept_length: int = 4
-    tokens: int = 256
+    tokens: int = 128
     row_bytes: int = 8192
-    seconds: float = 4.0
-    settle: float = 1.0
+    seconds: float = 3.0
+    settle: float = 0.7
     rounds: int = 3
 
     @property
@@ -79,8 +79,11 @@ def throughput(sizes: Sizes, members: Sequence[Replica]) -> Iterator[Row]:
         with gateways(first_of(members, targets, drafts)) as running:
             for sessions in (point[2] for point in sizes.points if point[:2] == (targets, drafts)):
                 seen = uvloop.run(window(running, sessions, sizes.tokens, sizes.seconds))
-                pools = {"targets": targets, "drafts": drafts, "sessions": sessions}
-                yield {**pools, **_of_window(seen, sessions, sizes), **_raw(seen)}
+                yield {
+                    "targets": targets, "drafts": drafts, "sessions": sessions,
+                    **_of_window(seen, sessions, sizes), **_raw(seen), "step, ms": sizes.step,
+                    "draft's step, ms": sizes.draft_step,
+                }  # fmt: skip
 
 
 def features(sizes: Sizes, sessions: int = 32) -> Iterator[Row]:
@@ -94,7 +97,8 @@ def saturation(sizes: Sizes, members: Sequence[Replica], cores: float) -> Iterat
     """Gateways that have a share of a core each; 0 for no limit. The last row is one gateway with two processes."""
     systems = [(1, 1, sizes.loads), *((count, 1, sizes.loads[-1:]) for count in sizes.counts), (1, 2, sizes.loads[-1:])]
     for count, workers, loads in systems:
-        with gateways(members, count, workers=workers, cores=workers * cores) as running:
+        pools = first_of(members, *sizes.limited)
+        with gateways(pools, count, workers=workers, cores=workers * cores) as running:
             for sessions in loads:
                 seen = uvloop.run(window(running, sessions, sizes.tokens, sizes.seconds))
                 row = {"gateways": count, "processes each": workers, "sessions": sessions}
@@ -116,13 +120,13 @@ def _of_window(seen: Window, sessions: int, sizes: Sizes) -> Row:
 
 def _raw(seen: Window) -> Row:
     """What the reckoning needs."""
-    of_features = seen.traffic.size["features", "received"]
+    of_features = seen.traffic.bytes_of("features", "received")
     return {
         "frames/s": sum(count for (stream, _), count in seen.traffic.frames.items() if stream != "features")
         / seen.seconds,
         "commits/s": seen.traffic.commits / seen.seconds,
-        "commit bytes/s": (seen.traffic.size[_OF_TARGET] - of_features) / seen.seconds,
-        "proposal bytes/s": seen.traffic.size["draft", "received"] / seen.seconds,
+        "commit bytes/s": (seen.traffic.bytes_of("target", "received") - of_features) / seen.seconds,
+        "proposal bytes/s": seen.traffic.bytes_of("draft", "received") / seen.seconds,
         "feature bytes/s": of_features / seen.seconds,
     }
 
@@ -141,7 +145,7 @@ def shares(sizes: Sizes) -> Iterator[Row]:
 async def _shares(sizes: Sizes, members: Sequence[Replica], running: Sequence[Gateway]) -> list[Row]:
     targets = [one for one in members if one.role == "target"]
     sums = dict.fromkeys((one.address for one in targets), 0.0)
-    async with new_load(running, sizes.sharing, sizes.tokens // 4).running():
+    async with new_load(running, sizes.sharing, sizes.tokens // 2).running():
         await asyncio.sleep(min(_SHARE_WARM_UP, 2 * sizes.seconds))
         end = time.monotonic() + sizes.seconds
         while time.monotonic() < end:
@@ -182,7 +186,7 @@ def changes(sizes: Sizes, members: Sequence[Replica]) -> Iterator[Row]:
 
 async def _changes(sizes: Sizes, gateway: Gateway, pair: Sequence[Replica]) -> dict[str, list[Change]]:
     found: dict[str, list[Change]] = {}
-    async with new_load([gateway], sizes.changing, sizes.tokens // 4).running() as load:
+    async with new_load([gateway], sizes.changing, sizes.tokens // 2).running() as load:
         await asyncio.sleep(WARM_UP)
         for number in range(sizes.rounds):
             for role in ("target", "draft"):

@@ -29,13 +29,17 @@ def limited(cores: float) -> Iterator[Callable[[int], None]]:
         (_V2 / "cgroup.subtree_control").write_text("+cpu")
     group.mkdir()
     quota = int(cores * _PERIOD)
+
+    def limit(pid: int) -> None:
+        (group / "cgroup.procs").write_text(str(pid))
+
     try:
         if v1:
             (group / "cpu.cfs_period_us").write_text(str(_PERIOD))
             (group / "cpu.cfs_quota_us").write_text(str(quota))
         else:
             (group / "cpu.max").write_text(f"{quota} {_PERIOD}")
-        yield lambda pid: (group / "cgroup.procs").write_text(str(pid)) and None
+        yield limit
     finally:
         _remove(group)
 

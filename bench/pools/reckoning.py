@@ -1,9 +1,13 @@
 """From measured costs to a plan of large pools: bytes per second of each link, and the gateways that are needed.
 
 A gateway's processor time is divided into two parts by least squares over the measured windows: what a frame costs, and
-what a commit of a session costs. Both matter, because every gateway receives a frame of each step of each target on
-which it has sessions. So more gateways divide the commits, but not the frames; groups of gateways with a part of the
-targets each divide both.
+what a commit of a session costs. Frames of one step are as many as its sessions are spread over drafts:
+
+    target ──1──► gateway ──E──► drafts        E: different drafts of the sessions that the gateway has on the target
+    target ◄──E── gateway ◄──e── drafts        e: as many, or fewer where a draft's step answers several targets' steps
+
+That is the most. A gateway whose streams are busy merges what is for the same replica, down to one frame in each
+direction for a step; measured numbers lie between. Both bounds are reckoned.
 """
 
 from __future__ import annotations
@@ -37,18 +41,19 @@ class Costs:
 class Plan:
     """Pools to reckon.
 
-    sessions: running ones of each target. step: seconds of a target's step. accept_length: tokens of a commit.
-    row_bytes: hidden states of a token; 0 for a drafter that reads none. groups: parts of the pools, each with gateways
-    of its own
+    sessions: running ones of each target. step, draft_step: seconds of an engine's step. accept_length: tokens of a
+    commit. row_bytes: hidden states of a token; 0 for a drafter that reads none. groups: parts of the pools, each with
+    gateways of its own
     """
 
     targets: int
     drafts: int
-    sessions: int
+    sessions: float
     step: float
     accept_length: float
     row_bytes: int = 0
     groups: int = 1
+    draft_step: float = 0.005
 
     @property
     def commits(self) -> float:
@@ -64,8 +69,8 @@ class Plan:
 @dataclass(frozen=True)
 class Reckoned:
     """Bytes per second. target_out, draft_out: of a replica to all gateways; target_in, draft_in: from all gateways.
-    gateway: what a gateway process receives, and sends, on all of its streams; stream: the same of one target's.
-    gateways: processes; None if no number is enough. busy: share of a core that each uses
+    fewest, most: gateway processes, with frames merged and frames spread; None if no number is enough. gateway: what
+    each of the fewest receives, and sends, on all of its streams; stream: the same of one target's
     """
 
     target_in: float
@@ -74,8 +79,8 @@ class Reckoned:
     draft_out: float
     gateway: float
     stream: float
-    gateways: int | None
-    busy: float
+    fewest: int | None
+    most: int | None
 
 
 def reckon(costs: Costs, plan: Plan, utilization: float = UTILIZATION) -> Reckoned:
@@ -84,8 +89,11 @@ def reckon(costs: Costs, plan: Plan, utilization: float = UTILIZATION) -> Reckon
     features = plan.row_bytes * plan.accept_length * plan.commits
     a_draft = plan.targets / plan.drafts  # targets that each draft drafts for
     counts = range(plan.groups, MAX_GATEWAYS + 1, plan.groups)
-    count = next((n for n in counts if busy(costs, plan, n) <= utilization), None)
-    used = count or counts[-1]
+    fewest, most = [
+        next((n for n in counts if busy(costs, plan, n, merged=merged) <= utilization), None)
+        for merged in (True, False)
+    ]
+    used = fewest or counts[-1]
     of_target = commits + proposals + features
     return Reckoned(
         target_in=proposals,
@@ -94,21 +102,33 @@ def reckon(costs: Costs, plan: Plan, utilization: float = UTILIZATION) -> Reckon
         draft_out=a_draft * proposals,
         gateway=plan.targets * of_target / used,
         stream=of_target * plan.groups / used,
-        gateways=count,
-        busy=busy(costs, plan, used),
+        fewest=fewest,
+        most=most,
     )
 
 
-def busy(costs: Costs, plan: Plan, gateways: int) -> float:
-    """Share of a core that each gateway uses. gateways: of all groups together."""
-    of_group = gateways / plan.groups
-    targets = plan.targets / plan.groups
-    # A step's commits are a frame from the target and one to a draft, and the proposals two more, if a session of the
-    # gateway is on the target.
-    with_sessions = min(1.0, plan.sessions / of_group)
-    frames = 4 * targets * with_sessions / plan.step
-    commits = targets * plan.commits / of_group
-    return frames * costs.frame + commits * (costs.commit + plan.accept_length * plan.row_bytes * costs.feature_byte)
+def busy(costs: Costs, plan: Plan, gateways: int, *, merged: bool) -> float:
+    """Share of a core that each gateway uses. gateways: of all groups together. merged: as of `frames`"""
+    commits = plan.targets * plan.commits / gateways
+    states = plan.accept_length * plan.row_bytes * costs.feature_byte
+    return frames(plan, gateways, merged=merged) * costs.frame + commits * (costs.commit + states)
+
+
+def frames(plan: Plan, gateways: int, *, merged: bool) -> float:
+    """Frames per second that each gateway sends and receives. gateways: of all groups together.
+
+    merged: one frame in each direction of a stream for a step; else one for each target and draft that have sessions in
+    common
+    """
+    sessions = plan.sessions * plan.groups / gateways  # that a gateway has on a target
+    targets, drafts = plan.targets / plan.groups, plan.drafts / plan.groups
+    steps = targets / plan.step
+    spread = drafts * (1 - (1 - 1 / drafts) ** sessions) if drafts > 1 else min(1.0, sessions)
+    most = steps * (min(1.0, sessions) + 2 * spread) + min(steps * spread, drafts / plan.draft_step)
+    if not merged:
+        return most
+    with_sessions = targets * min(1.0, sessions) + drafts * min(1.0, sessions * targets / drafts)
+    return min(most, 2 * with_sessions / plan.step)
 
 
 def costs_of(windows: Sequence[Mapping[str, Any]], with_features: Sequence[Mapping[str, Any]] = ()) -> Costs:

@@ -12,8 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import httpx
 from bench.harness.errors import BenchError
 from bench.harness.processes import start
 from bench.pools.quota import limited
-from outrider.config.callers import ADMIN_KEYS_VARIABLE
+from outrider.config.access.callers import ADMIN_KEYS_VARIABLE
 from outrider.supervisor.health import is_healthy
 
 _ADMIN_KEY = secrets.token_hex(16)
@@ -31,6 +30,8 @@ _ADMIN = {"authorization": f"Bearer {_ADMIN_KEY}"}
 _STARTUP_TIMEOUT = 120.0  # seconds
 _POLL = 0.02  # seconds
 _TICK = os.sysconf("SC_CLK_TCK")
+
+Lane = tuple[str, str]  # a kind of streams, and the direction
 
 
 def free_ports(count: int) -> list[int]:
@@ -116,32 +117,49 @@ class Traffic:
     them
     """
 
-    frames: Counter[tuple[str, str]] = field(default_factory=Counter)
-    size: Counter[tuple[str, str]] = field(default_factory=Counter)
+    frames: Mapping[Lane, float] = field(default_factory=dict)
+    size: Mapping[Lane, float] = field(default_factory=dict)
     commits: float = 0.0
 
     def since(self, earlier: Traffic) -> Traffic:
         """The growth."""
-        return Traffic(self.frames - earlier.frames, self.size - earlier.size, self.commits - earlier.commits)
+        return self.plus(earlier.scaled(-1.0))
 
     def plus(self, other: Traffic) -> Traffic:
         """The sum of two gateways'."""
-        return Traffic(self.frames + other.frames, self.size + other.size, self.commits + other.commits)
+        return Traffic(
+            _sum(self.frames, other.frames), _sum(self.size, other.size), self.commits + other.commits
+        )  # fmt: skip
+
+    def scaled(self, factor: float) -> Traffic:
+        """All counts, times a factor."""
+        frames, size = [{lane: factor * count for lane, count in counts.items()} for counts in (self.frames, self.size)]
+        return Traffic(frames, size, factor * self.commits)
+
+    def bytes_of(self, stream: str, direction: str) -> float:
+        """Bytes in one direction of one kind of streams."""
+        return self.size.get((stream, direction), 0.0)
+
+
+def _sum(one: Mapping[Lane, float], other: Mapping[Lane, float]) -> dict[Lane, float]:
+    return {lane: one.get(lane, 0.0) + other.get(lane, 0.0) for lane in {**one, **other}}
 
 
 def traffic_of(page: str) -> Traffic:
     """The counts in a page of metrics."""
-    found = Traffic()
+    frames: dict[Lane, float] = {}
+    size: dict[Lane, float] = {}
     commits = 0.0
     for line in page.splitlines():
         name, _, rest = line.partition("{")
         if name == "outrider_verification_steps_total" or line.startswith("outrider_verification_steps_total "):
             commits += float(line.rsplit(" ", 1)[1])
-        counts = {"outrider_stream_frames_total": found.frames, "outrider_stream_bytes_total": found.size}.get(name)
+        counts = {"outrider_stream_frames_total": frames, "outrider_stream_bytes_total": size}.get(name)
         if counts is not None:
             labels = dict(re.findall(r'(\w+)="([^"]*)"', rest))
-            counts[labels["stream"], labels["direction"]] += int(float(line.rsplit(" ", 1)[1]))
-    return Traffic(found.frames, found.size, commits)
+            lane = labels["stream"], labels["direction"]
+            counts[lane] = counts.get(lane, 0.0) + float(line.rsplit(" ", 1)[1])
+    return Traffic(frames, size, commits)
 
 
 class Gateway:

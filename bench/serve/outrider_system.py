@@ -24,7 +24,7 @@ from bench.serve import load, metrics
 from bench.serve.client import Target
 from bench.serve.metrics import seconds_of
 from bench.serve.outcome import Outcome
-from outrider.config.callers import ADMIN_KEYS_VARIABLE
+from outrider.config.access.callers import ADMIN_KEYS_VARIABLE
 
 _LAST_LINES = 3  # of the stderr of a system that does not start, quoted in the error
 _STARTUP_TIMEOUT = 300.0  # seconds

@@ -1,13 +1,14 @@
-"""Reinforcement learning with Outrider as the rollout engine: GRPO on sums, in one file.
+"""Reinforcement learning with Outrider as the rollout engine: GRPO on verifiable tasks, in one file.
 
-Each step asks the gateway for answers, with and without speculation, rewards those that are the right number and
-nothing else, trains the policy in PyTorch, and pushes its weights to the targets through shared memory. The gateway
-runs on this machine and allows control without a key from it:
+Each step asks the gateway for answers, with and without speculation, rewards them, trains the policy in PyTorch, and
+pushes its weights to the targets through shared memory; the draft follows. The gateway runs on this machine and allows
+control without a key from it:
 
-outrider serve --dtype float32 --admin-networks 127.0.0.0/8 --speculative-algorithm NGRAM
-python docs/examples/rollouts.py FOLDER [http://127.0.0.1:30000]
+outrider serve --dtype float32 --admin-networks 127.0.0.0/8 --online
+python docs/examples/rollouts.py FOLDER [http://127.0.0.1:30000] [PROMPTS]
 
-FOLDER: the checkpoint that the target serves.
+FOLDER: the checkpoint that the target serves. The tasks are sums, whose answer is to be the number alone; or prompts
+of a file, JSON lines with "prompt", whose answers are to be in capital letters.
 """
 
 # ruff: noqa: T201
@@ -17,6 +18,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import json
 import random
 import re
 import sys
@@ -24,6 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -153,18 +156,24 @@ def train(
     max_tokens: int = 12,
     rate: float = 2e-5,
     batch: int = 16,
+    each: int | None = None,
 ) -> list[Step]:
-    """Run the loop, and print each step. count: answers to a prompt; batch: answers in a forward pass."""
+    """Run the loop, and print each step.
+
+    count: answers to a prompt; batch: answers in a forward pass; each: prompts of a step, in turn, by default all
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
     done: list[Step] = []
     engine.push(model, "step-0")  # an engine may compute a quantized checkpoint as it is stored
     for number in range(steps):
         began = time.perf_counter()
-        answers = engine.generate(prompts, count, max_tokens, seed=1000 * number)
+        tasks = [(number * (each or 0) + i) % len(prompts) for i in range(each or len(prompts))]
+        asked = [prompts[task] for task in tasks]
+        answers = engine.generate(asked, count, max_tokens, seed=1000 * number)
         speculated = time.perf_counter()
-        plain = engine.generate(prompts, count, max_tokens, seed=1000 * number, speculation="off")
+        plain = engine.generate(asked, count, max_tokens, seed=1000 * number, speculation="off")
         generated = time.perf_counter()
-        rewards = [reward(answer.task, answer.tokens) for answer in answers]
+        rewards = [reward(tasks[answer.task], answer.tokens) for answer in answers]
         scale, gap = advantages(answers, rewards), 0.0
         total = sum(len(answer.tokens) for answer in answers)
         optimizer.zero_grad()
@@ -209,14 +218,37 @@ def sums(tokenizer: Any, count: int, seed: int = 0) -> tuple[list[list[int]], Re
     return prompts, reward
 
 
-def main(folder: str, url: str = "http://127.0.0.1:30000") -> None:
+def capitals(tokenizer: Any, texts: Sequence[str]) -> tuple[list[list[int]], Reward]:
+    """Prompts that ask for capital letters, and the reward: their share of an answer's letters."""
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"{text}\nWrite your answer in capital letters only."}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for text in texts
+    ]
+
+    def reward(_: int, tokens: list[int]) -> float:
+        letters = [letter for letter in tokenizer.decode(tokens, skip_special_tokens=True) if letter.isalpha()]
+        return sum(letter.isupper() for letter in letters) / max(len(letters), 1)
+
+    return prompts, reward
+
+
+def main(folder: str, url: str = "http://127.0.0.1:30000", file: str | None = None) -> None:
     """Train the checkpoint in a folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    prompts, reward = sums(AutoTokenizer.from_pretrained(folder), 8)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     with contextlib.closing(Engine(url)) as engine:
-        train(model, engine, prompts, reward)
+        if file is None:
+            train(model, engine, *sums(tokenizer, 8))
+            return
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        texts = [json.loads(line)["prompt"] for line in lines if line.strip()]
+        train(model, engine, *capitals(tokenizer, texts), count=4, max_tokens=64, each=6)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from outrider.config import GatewayConfig
-from outrider.config.callers import ANY
+from outrider.config.access.callers import ANY
 
 Headers = Sequence[tuple[bytes, bytes]]
 

@@ -144,9 +144,10 @@ class Models:
                 raise self.not_found(name)
             return found or self.default
         if self.several:
+            where = f"in the query, such as ?model={self.default.name}" if field == "model" else f"in `{field}`"
             raise InvalidRequest(
-                f"this gateway serves {len(self._models)} models; name the one that this is for with `{field}`, such "
-                f"as {self.default.name}; GET /v1/models lists them",
+                f"this gateway serves {len(self._models)} models; name the one that this is for {where}; GET "
+                "/v1/models lists them",
                 param=field,
             )
         return self.default

@@ -14,8 +14,8 @@ from functools import partial
 from gateway.orchestration.session_table import MAX_FAILURES, SessionTable
 from gateway.pools.placement import open_on
 from gateway.sessions.session import Session
-from gateway.streams.batches import split_proposals
 from gateway.streams.draft import DraftLink
+from gateway.streams.frames import split_proposals
 from gateway.streams.target import TargetLink
 from gateway.streams.unreadable_frames import UnreadableFrames
 from gateway.telemetry.metrics import Metrics

@@ -215,7 +215,7 @@ class Generation:
         metrics.duration.observe(time.perf_counter() - session.stats.opened_at)
         if session.stats.steps:
             metrics.accept_length.observe(session.new_tokens / len(session.stats.steps))
-        request_log.answer_ended(session, self._outcome)
+        request_log.answer_ended(session, self._outcome, self._sessions.model)
         if self.span is not None:
             self.span.leave(session, self._outcome)
 

@@ -22,13 +22,14 @@ MAX_FAILURES = 4  # failures of a session on a service after which the session i
 
 
 class SessionTable:
-    """The open sessions, by id. Lives in one event loop."""
+    """The open sessions of a model, by id. Lives in one event loop.
+
+    model: its name; empty for the only model of the gateway
+    """
 
     def __init__(self, placement: Placement, metrics: Metrics, *, resume_timeout: float, model: str = "") -> None:
-        """resume_timeout: seconds for which sessions wait for a target to come back. model: for errors, as in
-        Orchestrator.
-        """
-        self._model = model
+        """resume_timeout: seconds for which sessions wait for a target to come back."""
+        self.model = model
         self.by_id: dict[int, Session] = {}
         self.placement = placement
         self.watches = DraftWatches()
@@ -97,7 +98,7 @@ class SessionTable:
             self._timers[session.id] = loop.call_later(self._resume_timeout, self._timed_out, session)
 
     def leave_target(self, target: TargetLink, *, wait: bool) -> None:
-        """Open the sessions of a target that leaves its pool on others, with the text that their clients have.
+        """Open the sessions of a target that leaves its pool, or stops, on others, with the text that clients have.
 
         wait: a session that no other target can take yet stays where it is; otherwise it waits for another target
         """
@@ -153,12 +154,12 @@ class SessionTable:
     # --- targets come and go ---
 
     def target_up(self) -> None:
-        """A target is up: waiting sessions are opened there, and those of targets that drain."""
+        """A target is up: waiting sessions are opened there, and those of targets that drain or stop."""
         self._no_target_since = None
         for session in self.on_target(None):
             self.open_on_target(session, again=True)
         for target in self.placement.targets:
-            if target.draining and target.up:
+            if target.departing and target.up:
                 self.leave_target(target, wait=True)
 
     def target_absent(self) -> None:
@@ -204,7 +205,7 @@ class SessionTable:
         return self._no_target_since is not None and self._seconds_away() >= self._resume_timeout
 
     def _empty_pool(self) -> Unavailable:
-        owner = f"the model `{self._model}`" if self._model else "the gateway"
+        owner = f"the model `{self.model}`" if self.model else "the gateway"
         message = f"{owner} has no target: its pool is empty; add one with POST /workers, or retry later"
         return Unavailable(message, retry_after=bounded(self._seconds_away()))
 
@@ -215,6 +216,6 @@ class SessionTable:
         return asyncio.get_running_loop().time() - self._no_target_since
 
     def _no_target(self) -> Unavailable:
-        of_model = f" of the model `{self._model}`" if self._model else ""
+        of_model = f" of the model `{self.model}`" if self.model else ""
         message = f"no target service{of_model} came back in {self._resume_timeout:.0f} s; retry later"
         return Unavailable(message, retry_after=bounded(self._seconds_away()))

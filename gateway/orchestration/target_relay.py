@@ -52,6 +52,7 @@ class TargetRelay:
         target.on_up = partial(self._up, target)
         target.on_down = partial(self._down, target)
         target.on_absent = self._table.target_absent
+        target.on_stopping = partial(self._stopping, target)
         target.on_frame = partial(self._receive, target)
         for draft in self._table.placement.drafts:
             if draft.features is not None:
@@ -225,6 +226,14 @@ class TargetRelay:
         self._unreadable.connected(target)
         self._metrics.services.up.labels("target", target.address).set(1)
         self._table.target_up()
+
+    def _stopping(self, target: TargetLink) -> None:
+        """A target stops, or serves again after all."""
+        if target.stopping:
+            self._none_left()
+            self._table.leave_target(target, wait=True)
+        elif target.open_to_sessions:
+            self._table.target_up()
 
     def _down(self, target: TargetLink) -> None:
         table = self._table

@@ -142,7 +142,7 @@ class Placement:
 
     def _may_open(self, session: Session, target: TargetLink) -> bool:
         """True if a session may be opened on a target: one that drains takes back only sessions that it had."""
-        return target.up and _holds(target, session) and (not target.draining or target is session.drained_from)
+        return target.up and _holds(target, session) and (not target.departing or target is session.drained_from)
 
     def _of_best_kind(self, session: Session) -> Sequence[DraftLink]:
         """The drafts of the first kind with a free slot for a session; without a free slot, all able drafts.

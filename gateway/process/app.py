@@ -85,7 +85,7 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
     facade_services, changed = facades(config.grpc_facades), asyncio.Event()
     admission = Admission(config.max_pending_requests)
     configs = model_configs(config)
-    runners = [ModelRunner(one, peers, admission, changed, alone=len(configs) == 1) for one in configs]
+    runners = [ModelRunner(one, peers, admission, changed.set, alone=len(configs) == 1) for one in configs]
     models = Models([runner.served for runner in runners], peers, any_model=config.accept_any_model)
     app = _with_cors(edge, config.allowed_origins)
     listeners = Listeners(config, app, keys, models.count_unread, shared=peers.several)
@@ -193,6 +193,7 @@ async def _gather(*work: Coroutine[Any, Any, None]) -> None:
 
 async def _report_health(models: Models, listeners: Listeners, changed: asyncio.Event) -> None:
     """Answer gRPC health checks with the present state of the services, until cancelled."""
+    changed.set()
     while True:
         await changed.wait()
         changed.clear()

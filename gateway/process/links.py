@@ -28,7 +28,7 @@ AnyLink = TargetLink | DraftLink
 class Links:
     """Follows the members of both pools. Lives in one event loop.
 
-    changed: set after the state of a link, or a pool, has changed
+    changed: set after the state of a link, or a pool, has changed, for the wait for the first target
     on_late: starts the work that a replica needs which joins while the gateway serves
     on_early_files: as of TargetLink
     """
@@ -39,12 +39,12 @@ class Links:
         orchestrator: Orchestrator,
         connection: Connection,
         *,
-        changed: asyncio.Event | None = None,
+        report: Callable[[], None] = lambda: None,
         strict: bool = True,
         model_path: str = "",
     ) -> None:
-        """changed: shared with the links of other models. strict: a target that a flag names must fit when the gateway
-        starts. model_path: checkpoint that targets must serve; empty for any
+        """report: called after the state of a link, or a pool, has changed. strict: a target that a flag names must fit
+        when the gateway starts. model_path: checkpoint that targets must serve; empty for any
         """
         self._strict = strict
         self._model_path = model_path
@@ -58,7 +58,8 @@ class Links:
         self._leaving: dict[AnyLink, asyncio.Task[None]] = {}
         self._late: set[asyncio.Task[None]] = set()
         self._were_up: set[AnyLink] = set()
-        self.changed = changed or asyncio.Event()
+        self.changed = asyncio.Event()
+        self._report = report
         self.on_late: Callable[[AnyLink], Coroutine[Any, Any, None]] = _nothing
         self.on_early_files: Callable[[dict[str, bytes]], None] = lambda _: None
 
@@ -98,6 +99,8 @@ class Links:
             self._joined(member)
         self._control = control
         self._first_drafts = list(self._orchestrator.drafts)
+        for draft in self._first_drafts:
+            control.prepare(draft)
 
     def start_drafts(self) -> None:
         """Connect to the drafts that `serve` found and that have not left since."""
@@ -113,6 +116,10 @@ class Links:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _note_change(self) -> None:
+        self.changed.set()
+        self._report()
+
     # --- members ---
 
     def _joined(self, member: Member) -> None:
@@ -127,7 +134,7 @@ class Links:
         link.rank = member.rank
         link.on_change = partial(self._link_changed, link)
         self._orchestrator.attach(link)
-        self.changed.set()
+        self._note_change()
         if isinstance(link, TargetLink):
             if self._weights is not None:
                 self._expect(link, self._weights)
@@ -157,7 +164,7 @@ class Links:
         self._leaving.pop(link, None)
         self._were_up.discard(link)
         await self._orchestrator.detach(link)
-        self.changed.set()
+        self._note_change()
 
     def _keep(self, link: AnyLink) -> None:
         """A replica that drains joins its pool again."""
@@ -165,7 +172,7 @@ class Links:
             task.cancel()
         if isinstance(link, TargetLink):
             self._orchestrator.readmit(link)
-        self.changed.set()
+        self._note_change()
 
     # --- links ---
 
@@ -191,7 +198,7 @@ class Links:
         elif link in self._were_up:
             self._were_up.discard(link)
             self._discovery.look_now(Service(link.service))
-        self.changed.set()
+        self._note_change()
 
 
 async def _nothing(link: AnyLink) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -53,9 +54,9 @@ class ModelRunner:
     """
 
     def __init__(
-        self, config: GatewayConfig, peers: Peers, admission: Admission, changed: asyncio.Event, *, alone: bool
+        self, config: GatewayConfig, peers: Peers, admission: Admission, report: Callable[[], None], *, alone: bool
     ) -> None:
-        """config: of this model. peers: the other workers of the gateway. changed: set when any replica has changed.
+        """config: of this model. peers: the other workers of the gateway. report: called when a replica has changed.
 
         alone: it is the only model of the gateway, which ends with an error of this model at its start
         """
@@ -70,7 +71,7 @@ class ModelRunner:
         discovery = Discovery(members, config.discovery_interval)
         connection = Connection(config.service_tls(), config.stream_transport, config.service_token())
         path = display_name(config.model_path) if config.model_path is not None else ""
-        self.links = Links(discovery, self._orchestrator, connection, changed=changed, strict=alone, model_path=path)
+        self.links = Links(discovery, self._orchestrator, connection, report=report, strict=alone, model_path=path)
         self._replicas = Replicas(discovery, self._orchestrator, self._peers, scope)
         health = Health(self._orchestrator, admission, config.draft_reports())
         self.served = ServedModel(config.served_model_name, metrics, self._replicas, health)
@@ -164,10 +165,13 @@ class ModelRunner:
         and Unavailable for one that does not come.
         """
         orchestrator, links, config = self._orchestrator, self.links, self._config
-        links.changed.set()
         links.start_drafts()
         required = config.connect_timeout if config.require_draft else None
-        work = [connect_target(one) for one in orchestrator.targets if one is not self._first and links.is_named(one)]
+        others = [target for target in orchestrator.targets if target is not self._first]
+        if self._alone:
+            work = [connect_target(target) for target in others if links.is_named(target)]
+        else:
+            work = [join(None, target) for target in others]
         work += [connect_draft(one, required if links.is_named(one) else None) for one in orchestrator.drafts]
         if required is not None and config.draft and not any(map(links.is_named, orchestrator.drafts)):
             work.append(any_draft(orchestrator, required))

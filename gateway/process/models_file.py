@@ -24,14 +24,14 @@ from outrider.errors import ConfigError
 
 # Flags that a table may have; those of the command line hold for the models whose tables have none.
 _FLAGS = frozenset({
-    "target", "draft", "served_model_name", "model_path", "tool_call_parser", "reasoning_parser", "sampling_defaults",
-    "per_request_spec_decode_metrics", "disable_draft_self_test", "request_timeout", "cache_threshold",
+    "target", "draft", "draft_report", "served_model_name", "model_path", "tool_call_parser", "reasoning_parser",
+    "sampling_defaults", "per_request_spec_decode_metrics", "request_timeout", "cache_threshold",
     "balance_abs_threshold", "balance_rel_threshold", "discovery_interval", "stream_transport", "service_token",
     "service_token_file", "service_ssl_ca_certs", "service_ssl_certfile", "service_ssl_keyfile",
     "service_ssl_server_name",
 })  # fmt: skip
 # Flags of the command line that say what belongs into tables.
-_OF_TABLES = ("target", "draft", "served_model_name", "model_path")
+_OF_TABLES = ("target", "draft", "draft_report", "served_model_name", "model_path")
 
 
 def model_configs(config: GatewayConfig) -> list[GatewayConfig]:
@@ -70,10 +70,11 @@ def _of_table(config: GatewayConfig, name: str, table: Any) -> GatewayConfig:
     where = f"{config.models}: [{name}]"
     if not isinstance(table, Mapping):
         raise ConfigError(f"{config.models}: `{name}` stands before the first table; write it into that of a model")
-    given = {key.replace("-", "_"): value for key, value in table.items()}
-    for key, value in given.items():
+    for key, value in table.items():
         if isinstance(value, Mapping):
             raise ConfigError(f'{where} has a table {key!r}; a name with a dot needs quotes: ["{name}.{key}"]')
+    given = {key.replace("-", "_"): value for key, value in table.items()}
+    for key in given:
         if key not in _FLAGS:
             flags = ", ".join(sorted(flag.replace("_", "-") for flag in _FLAGS))
             raise ConfigError(f"{where} has {key.replace('_', '-')!r}, which is no flag of a model; those are {flags}")

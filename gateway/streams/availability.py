@@ -17,7 +17,7 @@ class ReplicaState(StrEnum):
     STARTING = "starting"  # it answers, and is not ready yet
     FAILED = "failed"  # it answers that it could not load its model, and tries again
     REFUSED = "refused"  # it does not fit the other services
-    DRAINING = "draining"  # it was removed from its pool, and finishes sessions that no other replica can take
+    DRAINING = "draining"  # it was removed or stops, and finishes sessions that no other replica can take
     AWAITING_WEIGHTS = "awaiting_weights"  # it fits, except that it lacks the weights of an update
     UNREACHABLE = "unreachable"  # nothing answers at its address
 

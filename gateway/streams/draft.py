@@ -7,9 +7,9 @@ from typing import Any, Literal, NamedTuple
 
 import grpc
 
-from gateway.streams.batches import cut_opens, join
 from gateway.streams.connection import PLAIN, Connection
 from gateway.streams.features import FUSION_TIMEOUT, Backlog, Features
+from gateway.streams.frames import cut_opens, join
 from gateway.streams.link import CALL_TIMEOUT, Link
 from outrider.checkpoints.vocabulary import Vocabulary, check_same
 from outrider.wire.arrays import U64, pack

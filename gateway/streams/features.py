@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.streams.batches import Key, join
+from gateway.streams.frames import Key, join
 from outrider.serving.features import BACKLOG_BYTES, FRAME_BYTES, FeatureBlock
 from outrider.wire.features import feature_spans, features_from_pb, features_to_pb
 from outrider.wire.v1 import common_pb2

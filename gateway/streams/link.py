@@ -21,7 +21,8 @@ import grpc
 
 from gateway.streams.availability import READY, Availability, ReplicaState, after
 from gateway.streams.connection import PLAIN, Connection
-from gateway.streams.serving import check_serving, wait_serving
+from gateway.streams.frames import FrameSignal
+from gateway.streams.serving import check_serving, serving_changes, wait_serving
 from gateway.streams.step_time import StepTime
 from gateway.streams.traffic import Count, Direction, Traffic
 from outrider import PROTOCOL_VERSION
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 _MIN_WAIT, _MAX_WAIT = 0.1, 2.0  # seconds between attempts
 _STARTING_WAIT = 1.0  # seconds between attempts while the replica starts up and its health says so
 _JITTER = 0.2  # of a wait, so that gateways do not reconnect all at once
-_MAX_DELAY = 0.5  # seconds for which messages that are not urgent are gathered
 _STABLE_AFTER = 2.0  # seconds after which a stream counts as working
 CALL_TIMEOUT = 10.0  # seconds for each call of a handshake
 
@@ -45,48 +45,16 @@ Frame = TypeVar("Frame")  # incoming frames
 Metadata = Sequence[tuple[str, str]]
 
 
-class FrameSignal:
-    """Wakes the writer of a stream, at once or after a delay in which more messages may arrive."""
-
-    def __init__(self) -> None:
-        self._set = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def is_set(self) -> bool:
-        """True if a frame is due now."""
-        return self._set.is_set()
-
-    def set(self) -> None:
-        """A message is waiting."""
-        self._set.set()
-
-    def set_later(self) -> None:
-        """A message is waiting that is not urgent."""
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_MAX_DELAY, self.set)
-
-    def clear(self) -> None:
-        """The frame is about to be taken."""
-        self._set.clear()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def wait(self) -> Awaitable[Any]:
-        """Completes when a frame is due."""
-        return self._set.wait()
-
-
 class Link(ABC, Generic[Info, Frame]):
     """A stream to one replica. `up` is true from handshake to loss.
 
     session_count: sessions that are open there, counted by the placement
-    draining: it was removed from its pool and gets no new sessions. rank: its place in the pool, by order of the flags
+    draining: it was removed from its pool and gets no new sessions. stopping: it reports that it does not serve,
+        although its stream is open, because it stops or its engine hangs. rank: its place in the pool, by flag order
     load: the engine's last report. step_time: an average over the reports
     info: facts from the handshake. refusal: why the replica does not fit
     channel: while it is up or about to be. on_change: called after `up` or `availability` changed
-    on_absent: called after each attempt to use it that failed
+    on_absent: called after each attempt to use it that failed. on_stopping: called after `stopping` changed
     transport: of the stream's frames, grpc or socket; empty before the first
     traffic: counts of frames, which links share
     """
@@ -106,6 +74,7 @@ class Link(ABC, Generic[Info, Frame]):
         self.up = False
         self.session_count = 0
         self.draining = False
+        self.stopping = False
         self.rank = 0
         self.load: common_pb2.EngineLoad | None = None
         self.step_time = StepTime()
@@ -116,6 +85,7 @@ class Link(ABC, Generic[Info, Frame]):
         self.on_down: Callable[[], None] = lambda: None
         self.on_change: Callable[[], None] = lambda: None
         self.on_absent: Callable[[], None] = lambda: None
+        self.on_stopping: Callable[[], None] = lambda: None
         self.on_frame: Callable[[Frame], Awaitable[None]] = _ignore  # frames are processed one after the other
         self.outgoing = FrameSignal()
         self._absence = Availability(ReplicaState.UNREACHABLE, "not connected yet")
@@ -132,14 +102,20 @@ class Link(ABC, Generic[Info, Frame]):
     @property
     def availability(self) -> Availability:
         """Whether the replica is used; the reason of the last failed attempt if it is not."""
-        if self.up and self.draining:
-            return Availability(ReplicaState.DRAINING, f"it was removed; {self.session_count} sessions end here")
+        if self.up and self.departing:
+            why = "it was removed" if self.draining else "it reports that it stops or hangs"
+            return Availability(ReplicaState.DRAINING, f"{why}; {self.session_count} sessions end here")
         return READY if self.up else self._absence
+
+    @property
+    def departing(self) -> bool:
+        """True if its sessions move to other replicas."""
+        return self.draining or self.stopping
 
     @property
     def open_to_sessions(self) -> bool:
         """True if new sessions may be opened there."""
-        return self.up and not self.draining
+        return self.up and not self.departing
 
     def update_load(self, load: common_pb2.EngineLoad) -> None:
         """Take the engine's report."""
@@ -293,7 +269,7 @@ class Link(ABC, Generic[Info, Frame]):
     def _lost(self) -> None:
         self.clear()
         self.channel = None
-        lost, self.up = self.up, False
+        lost, self.up, self.stopping = self.up, False, False
         self.step_time = StepTime()  # another process may come
         if lost:
             log.warning("the stream to the %s at %s is lost", self.service, self.address)
@@ -315,17 +291,32 @@ class Link(ABC, Generic[Info, Frame]):
         self._settled.set()
         self.on_up()
         self.on_change()
-        writer = asyncio.create_task(self._write(call))
+        tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._watch_health(channel))]
         try:
             while (content := await call.read()) is not grpc.aio.EOF:
                 frame = message_of(self.frame, content)
                 self._count(received, frame, len(content))
                 await self.on_frame(frame)
         finally:
-            writer.cancel()
+            for task in tasks:
+                task.cancel()
             call.cancel()
-            # The writer's error is dropped; a cancellation of this task must not be, or the task would run forever.
-            await asyncio.gather(writer, return_exceptions=True)
+            # Their errors are dropped; a cancellation of this task must not be, or the task would run forever.
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch_health(self, channel: grpc.aio.Channel) -> None:
+        """Follow what the replica reports of its health while its stream is open."""
+        try:
+            async for serves in serving_changes(channel):
+                if serves != self.stopping:
+                    continue
+                self.stopping = not serves
+                change = "serves again" if serves else "does not serve any more; its sessions move"
+                log.info("the %s at %s %s", self.service, self.address, change)
+                self.on_stopping()
+                self.on_change()
+        except grpc.aio.AioRpcError as error:  # its sessions move when its stream ends
+            log.debug("the health of the %s at %s is not watched: %s", self.service, self.address, error.details())
 
     async def start_call(self, channel: grpc.aio.Channel) -> Any:
         """Open the stream, whose frames are bytes. Raises ConfigError if they must use a socket and there is none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -41,3 +42,10 @@ async def wait_serving(channel: grpc.aio.Channel, seconds: float) -> None:
                         return
                     was_starting = True
             await asyncio.sleep(seconds)
+
+
+async def serving_changes(channel: grpc.aio.Channel) -> AsyncIterator[bool]:
+    """Whether the service serves, now and at each change. Raises AioRpcError when it is lost."""
+    stub: Any = HealthStub(channel)
+    async for answer in stub.Watch(health_pb2.HealthCheckRequest()):
+        yield answer.status == _SERVING

@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 
 from gateway.streams.availability import Availability, ReplicaState
-from gateway.streams.batches import cut_opens, join
 from gateway.streams.connection import PLAIN, Connection
 from gateway.streams.features import FUSION_TIMEOUT, Features
+from gateway.streams.frames import cut_opens, join
 from gateway.streams.link import CALL_TIMEOUT, Link, collect_files
 from gateway.streams.pool_weights import OtherWeights, PoolWeights
 from outrider.errors import ConfigError

@@ -16,8 +16,8 @@ def enable(enabled: bool) -> None:
     log.disabled = not enabled
 
 
-def answer_ended(session: Session, outcome: str) -> None:
-    """Log the end of an answer. As JSON, its figures are fields."""
+def answer_ended(session: Session, outcome: str, model: str = "") -> None:
+    """Log the end of an answer. As JSON, its figures are fields. model: one of several; otherwise empty."""
     if log.disabled or not session.request.counted:
         return
     stats, now = session.stats, time.perf_counter()
@@ -32,9 +32,10 @@ def answer_ended(session: Session, outcome: str) -> None:
         "verified_draft_tokens": stats.verified,
         "accepted_draft_tokens": stats.accepted,
         "session_id": session.id,
+        **({"model": model} if model else {}),
     }
     log.info(
-        "an answer ended (%s): %d + %d tokens in %.3f s, %d steps, %d of %d draft tokens accepted",
-        outcome, session.prompt_length, session.new_tokens, figures["seconds"], len(stats.steps),
-        stats.accepted, stats.verified, extra=figures,
+        "an answer%s ended (%s): %d + %d tokens in %.3f s, %d steps, %d of %d draft tokens accepted",
+        f" of {model}" if model else "", outcome, session.prompt_length, session.new_tokens, figures["seconds"],
+        len(stats.steps), stats.accepted, stats.verified, extra=figures,
     )  # fmt: skip

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ _TORCH_FILES = ["pytorch_model*.bin"]
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 _TEMPLATES = "additional_chat_templates/*.jinja"
 _DUPLICATES = "consolidated*.safetensors"  # the same weights in Mistral's own layout
+_VOCABULARY = "vocabulary.json"
 _HUB_DUPLICATES = ["*/*.safetensors", _DUPLICATES]
 
 
@@ -208,8 +210,50 @@ def fingerprint(folder: Path) -> str:
 
 def vocab_hash(folder: Path) -> str:
     """Hash of the tokenizer's vocabulary; empty if the folder has no tokenizer.json."""
+    if (stored := stored_vocabulary(folder)) is not None:
+        return stored.hash
     entries = vocabulary(folder)
     return hashlib.sha256(json.dumps(sorted(entries.items())).encode()).hexdigest()[:16] if entries else ""
+
+
+@dataclass(frozen=True)
+class StoredVocabulary:
+    """What a start needs of a vocabulary, without parsing it. hash: as of vocab_hash.
+
+    largest: greatest id of a token that is not an added one; special: ids of the special tokens
+    """
+
+    hash: str
+    largest: int
+    special: Mapping[str, int]
+
+
+def stored_vocabulary(folder: Path) -> StoredVocabulary | None:
+    """What `write_vocabulary` has written; None for other folders, and if the tokenizer is another by now."""
+    file = folder / _VOCABULARY
+    if origin_of(folder) is None or not file.is_file():
+        return None
+    facts = load_json(file)
+    if facts.pop("tokenizer_bytes", None) != (folder / "tokenizer.json").stat().st_size:
+        return None
+    try:
+        return StoredVocabulary(**facts)
+    except TypeError:  # of another release
+        return None
+
+
+def write_vocabulary(folder: Path) -> None:
+    """Write down what starts need of the vocabulary of a folder that is made from a GGUF file, if it has one."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return
+    added = {entry["content"]: entry for entry in load_json(file).get("added_tokens", [])}
+    facts = {
+        "hash": vocab_hash(folder), "tokenizer_bytes": file.stat().st_size,
+        "largest": max((i for token, i in vocabulary(folder).items() if token not in added), default=-1),
+        "special": {token: entry["id"] for token, entry in added.items() if entry.get("special")},
+    }  # fmt: skip
+    (folder / _VOCABULARY).write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
 
 def vocabulary(folder: Path) -> Mapping[str, int]:

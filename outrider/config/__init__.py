@@ -7,6 +7,8 @@ depend on where the process runs; `ServeConfig` takes every option once for all 
 Flags that SGLang has keep SGLang's names and meaning. A field's docstring is the flag's help text.
 """
 
+from outrider.config.access.tls import ServiceTlsOptions
+from outrider.config.access.token import ServiceTokenOptions
 from outrider.config.argv import format_cores, parse_cores, to_argv
 from outrider.config.common import AUTO_CORES, DEFAULT_MODEL, DType, ProcessConfig, SharedOptions, check_minimum
 from outrider.config.draft import (
@@ -33,8 +35,6 @@ from outrider.config.target import (
     TargetOptions,
     check_device,
 )
-from outrider.config.tls import ServiceTlsOptions
-from outrider.config.token import ServiceTokenOptions
 from outrider.config.train import TrainConfig
 
 __all__ = [

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
+from outrider.config.access.token import ServicePortOptions
 from outrider.config.common import DType, MachineShareOptions, RequireDraftOptions, ServiceConfig, SharedOptions
-from outrider.config.token import ServicePortOptions
 
 Algorithm = Literal["AUTO", "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "DFLASH", "NONE"]
 MtpState = Literal["auto", "normed", "raw"]

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from outrider.config.callers import AccessOptions, ApiKeyOptions
+from outrider.config.access.callers import AccessOptions, ApiKeyOptions
+from outrider.config.access.tls import ServiceTlsOptions, TlsOptions
+from outrider.config.access.token import ServiceTokenOptions
 from outrider.config.common import RequireDraftOptions, ServiceConfig, check_minimum
-from outrider.config.tls import ServiceTlsOptions, TlsOptions
-from outrider.config.token import ServiceTokenOptions
 from outrider.errors import ConfigError
 
 ToolCallParser = Literal["auto", "none", "hermes", "qwen25", "llama3", "deepseekv3"]

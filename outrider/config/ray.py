@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import tyro
 
+from outrider.config.access.token import ServiceTokenOptions
 from outrider.config.common import LogOptions, SharedOptions, TracingOptions
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.target import TargetOptions
-from outrider.config.token import ServiceTokenOptions
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
+from outrider.config.access.token import ServiceTokenOptions
 from outrider.config.common import LogOptions, RequireDraftOptions, SharedOptions, TracingOptions, check_minimum
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.target import TargetOptions
-from outrider.config.token import ServiceTokenOptions
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
+from outrider.config.access.token import ServicePortOptions
 from outrider.config.common import (
     DEFAULT_MODEL,
     DType,
@@ -16,7 +17,6 @@ from outrider.config.common import (
     check_minimum,
 )
 from outrider.config.ranks import check_ranks
-from outrider.config.token import ServicePortOptions
 from outrider.errors import ConfigError
 
 # Minimum of each number, by field.
@@ -229,8 +229,25 @@ class TargetListenOptions:
 
 
 @dataclass(frozen=True)
+class DrainOptions:
+    """What happens to sessions when the target stops."""
+
+    topic: ClassVar[str] = "scheduling"
+
+    drain_timeout: float = 5.0
+    """Time that sessions have when the target is stopped, in seconds. Gateways move them to other targets at once;
+    those that no other target can take go on here until then."""
+
+
+@dataclass(frozen=True)
 class TargetConfig(
-    TargetListenOptions, TargetOptions, SharedOptions, ServicePortOptions, MachineShareOptions, ServiceConfig
+    TargetListenOptions,
+    DrainOptions,
+    TargetOptions,
+    SharedOptions,
+    ServicePortOptions,
+    MachineShareOptions,
+    ServiceConfig,
 ):
     """The target service: verifies proposals with the large model (PyTorch)."""
 
@@ -246,6 +263,8 @@ class TargetConfig(
             raise ConfigError(f"--chunked-prefill-size must be 1 or more, or -1 for no cutting, not {chunk}")
         check_minimum(self, _LEAST)
         check_ranks(self)
+        if not self.drain_timeout >= 0:
+            raise ConfigError(f"--drain-timeout must be 0 or more, not {self.drain_timeout}")
         fraction = self.mem_fraction_static
         if fraction is not None and not 0.0 < fraction <= 1.0:
             raise ConfigError(f"--mem-fraction-static must lie in (0, 1], not {fraction}")

@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
+from outrider.config.access.tls import ServiceTlsOptions
+from outrider.config.access.token import ServiceTokenOptions
 from outrider.config.common import DEFAULT_MODEL, ProcessConfig
-from outrider.config.tls import ServiceTlsOptions
-from outrider.config.token import ServiceTokenOptions
 
 TrainedAlgorithm = Literal["DFLASH", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE"]
 
@@ -26,7 +26,8 @@ class TrainedModelOptions:
     """Kind of draft model: an EAGLE or EAGLE3 head, an MTP layer (NEXTN), a block drafter (DFLASH), or a small decoder
     (STANDALONE)."""
     initial: str | None = None
-    """Folder of an EAGLE or EAGLE3 head to continue from, whose shape overrides the flags. Default: random weights."""
+    """Folder of an EAGLE or EAGLE3 head to continue from, or of a checkpoint with an MTP layer (NEXTN), whose shape
+    overrides the flags. Default: random weights."""
     output: str = "draft"
     """Folder for the draft model, in its published format, with a report of the training."""
 
@@ -38,7 +39,8 @@ class DataOptions:
     topic: ClassVar[str] = "training data"
 
     data: tuple[str, ...] = ()
-    """Files of prompts, JSON lines with "prompt", "text", "turns" or "messages". Default: the target writes prompts."""
+    """Files of JSON lines: prompts ("prompt", "text", "turns" or "messages"), or rollouts with token ids. Default: the
+    target writes prompts."""
     data_limit: int | None = None
     """Prompts read from each file. Default: all."""
     answers: str | None = None

@@ -24,7 +24,7 @@ HEALTH_METHODS = ("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 """Methods that need no key, because probes have none."""
 
 MAX_WATCHES = 64
-"""Health checks of a port that may wait for changes at a time."""
+"""Health checks of a port that may wait for changes at a time, besides those of callers with a key."""
 
 Check = Callable[[Mapping[str, Any]], object]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic only for type checkers
@@ -102,6 +102,10 @@ class Guard(grpc.aio.ServerInterceptor):
                 self._check(dict(metadata or ()))
             return True
         return False
+
+    def knows(self, metadata: Any) -> bool:
+        """True if a key is needed, and a call with this metadata has a valid one."""
+        return self._check is not None and self.permits(metadata)
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any

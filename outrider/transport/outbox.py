@@ -109,6 +109,11 @@ class Routes:
         """Number of streams."""
         return len(self._outboxes)
 
+    @property
+    def sessions(self) -> int:
+        """Number of sessions. Any thread may ask."""
+        return len(self._owners)
+
     def enter(self, outbox: Outbox) -> None:
         """Add a stream."""
         self._outboxes.add(outbox)

@@ -7,6 +7,7 @@ the process, so that its supervisor restarts it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -51,6 +52,7 @@ CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 _REUSE_PORT = "grpc.so_reuseport"
+_DRAIN_POLL = 0.05  # seconds
 
 
 class _Health(HealthServicer):  # type: ignore[misc]
@@ -74,7 +76,10 @@ class _Health(HealthServicer):  # type: ignore[misc]
     async def Watch(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Send the status whenever it changes. The number of these calls is limited, because they need no key."""
+        """Send the status whenever it changes. The number of these calls without a key is limited."""
+        if self._guard.knows(context.invocation_metadata()):  # each gateway of a target watches it
+            await super().Watch(request, context)
+            return
         if self._watches >= MAX_WATCHES:
             await abort(context, Overloaded(f"{self._watches} callers watch this port's health, which is the limit"))
         self._watches += 1
@@ -193,6 +198,24 @@ async def _build_in_thread(build: Callable[[], Engine], stop: asyncio.Event) -> 
         engine.cancel()
 
 
+async def _sessions_gone(hub: StreamHub[Any, Any], stop: asyncio.Event, seconds: float) -> None:
+    """Wait until no session is left: gateways, which watch the health, move them to other replicas.
+
+    Ends after `seconds`, and when `stop` is set again, by a signal or a fault.
+    """
+    stop.clear()
+    clock = asyncio.get_running_loop().time
+    end = clock() + seconds
+    if not hub.sessions or seconds <= 0:
+        return
+    log.info("%d sessions have %g s to move to other replicas, or to end", hub.sessions, seconds)
+    gone = False
+    while not gone and not stop.is_set() and clock() < end:
+        gone = not hub.sessions  # one more turn, in which their last frames are written
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _DRAIN_POLL)
+
+
 async def serve_engine(
     build: Callable[[], Engine],
     address: str,
@@ -203,6 +226,7 @@ async def serve_engine(
     *,
     tls: ServerTls | None = None,
     token: str | None = None,
+    drain: float = 0.0,
     watch: Callable[[EngineLoop, GrpcServer], Coroutine[Any, Any, None]] | None = None,
 ) -> int:
     """Serve an engine until a signal or a fault. Returns the process's exit code.
@@ -211,7 +235,8 @@ async def serve_engine(
 
     build: returns the engine, warmed up; called in a thread of its own once the port is bound. register: adds the
     service to the server and returns the full names of what it added. network_cores: CPU cores of the network threads;
-    the engine stays on the present cores of the process. token: that callers must have. watch: runs beside the engine
+    the engine stays on the present cores of the process. token: that callers must have. drain: seconds that sessions
+    have to move or to end after a signal; a second one ends them. watch: runs beside the engine
     """
     own = sorted(os.sched_getaffinity(0))
     run_network_on(network_cores)
@@ -249,6 +274,8 @@ async def serve_engine(
             watching.cancel()
         log.info("stopping")
         await server.set_serving(False)
+        if not loop.fault:
+            await _sessions_gone(hub, stop, drain)
         hub.close()
         await hub.acceptor.close()
         await server.stop()

@@ -53,6 +53,11 @@ class StreamHub(Generic[Request, Response]):
         self._call_streams.write_all()
         self._socket_streams.write_all()
 
+    @property
+    def sessions(self) -> int:
+        """Number of sessions that streams own."""
+        return self._routes.sessions
+
     def close(self) -> None:
         """End all streams."""
         for end in list(self._ends):

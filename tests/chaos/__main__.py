@@ -4,6 +4,7 @@ make chaos                                    each fault on each process, and so
 make chaos ARGS="--all --minutes 30"          every temperature and number of sessions, too, as far as time allows
 make chaos ARGS="--all --minutes 30 --resume" the cells that are missing in the page
 make chaos ARGS="--only target SIGSTOP"       cells whose name has all of these words; no page is written
+make chaos ARGS="pools"                       instead of one replica of each service, two: pools that change and break
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from tests.chaos.campaign import Campaign
 from tests.chaos.cells import Cell, all_cells, head_cells, selected
 from tests.chaos.network import Network, network
 from tests.chaos.page import Page
+from tests.chaos.pools import app as pools
 from tests.chaos.system import running_system
 from tests.support.checkpoints.perfect import write_cyclic_target, write_perfect_eagle3
 from tests.support.tiny import write_model, write_slower_twin, write_tokenizer
@@ -174,4 +176,6 @@ def _command(options: Options) -> str:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["pools"]:
+        sys.exit(pools.main(tyro.cli(pools.Options, args=sys.argv[2:], description=pools.__doc__)))
     sys.exit(main(tyro.cli(Options, description=__doc__)))

@@ -25,7 +25,8 @@ DOCUMENTS = [
 PATHS = re.compile(r"(?<![\w./])(?:outrider|gateway|services|docs|tests|protos|docker|bench)/[\w/.*-]*[\w*/]")
 LINKED = [*DOCUMENTS, ROOT / "docs" / "benchmarks" / "README.md", *(ROOT / "docs" / "benchmarks").glob("[er]*.md")]
 OF_OTHERS = {
-    "--build", "--drafter", "--help", "--help-all", "--ignore", "--profile", "--scale",  # Docker, benchmarks, any
+    "--create-namespace", "--namespace", "--set",  # Helm
+    "--build", "--drafter", "--help", "--help-all", "--ignore", "--only", "--profile", "--scale",  # Docker, bench, any
     "--self-draft", "--self-draft-head",  # earlier spellings of --self-speculation
     "--sglang",  # slime's prefix
     "--http2-prior-knowledge", "--list-methods", "--policy", "--protocol", "--worker-urls",  # buf and smg

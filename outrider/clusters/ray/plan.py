@@ -25,7 +25,7 @@ from outrider.config import (
     ServeConfig,
     TargetConfig,
 )
-from outrider.config.callers import ADMIN_KEYS_VARIABLE, KEYS_VARIABLE
+from outrider.config.access.callers import ADMIN_KEYS_VARIABLE, KEYS_VARIABLE
 from outrider.config.ray import RayUpConfig
 from outrider.drafts import resolve_drafter
 from outrider.errors import ConfigError

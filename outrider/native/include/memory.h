@@ -41,6 +41,14 @@ class Buffer {
     return made;
   }
 
+  // A view of memory that somebody else frees, after this buffer.
+  static Buffer view(void* data, size_t bytes) {
+    Buffer made;
+    made.bytes_ = bytes;
+    made.data_ = data;
+    return made;
+  }
+
   template <class T>
   T* as() const {
     return static_cast<T*>(data_);

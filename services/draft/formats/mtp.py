@@ -131,6 +131,15 @@ def holds_mtp(folder: Path) -> bool:
         return find_layout(tensors.names) is not None
 
 
+def published_names(folder: Path) -> tuple[MtpLayout, dict[str, str]]:
+    """The layout of a checkpoint with MTP layers, and the names in its files by those as of DeepSeek (mtp.<i>.*)."""
+    with Tensors(folder) as tensors:
+        layout = find_layout(tensors.names)
+        assert layout is not None, "read_mtp has read it"
+        known_as = _renaming(layout, tensors.names)
+        return layout, {known_as(name): name for name in tensors.names}
+
+
 def read_mtp(
     folder: Path,
     target: TargetCheckpoint,
@@ -218,8 +227,7 @@ class _Reader:
 
     def _in_files(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """The same shapes by the names in the files."""
-        with Tensors(self.folder) as tensors:
-            names = {self.known_as(name): name for name in tensors.names}
+        _, names = published_names(self.folder)
         return {names[known]: shape for known, shape in shapes.items() if known in names}
 
     def _published(self) -> str:

@@ -28,6 +28,8 @@ from services.draft.model.layers.heads import BlockHead
 from services.draft.model.matrices.mixed_precision import MixedPrecisionWeight, bf16_dot
 from services.draft.model.params import Params
 
+_EXACT = ("embed", "router")
+
 
 class TargetWeights(NamedTuple):
     """Frozen weights of the target.
@@ -165,10 +167,13 @@ def _exact(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def wrapped(params: Params) -> Params:
-    """The same parameters with matrices that are multiplied in bfloat16; embeddings are only looked up."""
-    return {
-        name: part
-        if name == "embed"
-        else jax.tree.map(lambda leaf: MixedPrecisionWeight(leaf) if leaf.ndim == 2 else leaf, part)
-        for name, part in params.items()
-    }
+    """The same parameters with matrices that are multiplied in bfloat16.
+
+    Embeddings are only looked up; a router's choice of experts is computed exactly.
+    """
+
+    def wrap(path: tuple[Any, ...], leaf: Any) -> Any:
+        return leaf if leaf.ndim != 2 or path[-1].key in _EXACT else MixedPrecisionWeight(leaf)
+
+    found: Params = jax.tree_util.tree_map_with_path(wrap, params)
+    return found

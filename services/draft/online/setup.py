@@ -14,8 +14,8 @@ from outrider.errors import ConfigError
 from outrider.serving.features import FeatureFormat, row_bytes
 from services.draft.formats.base import DraftCheckpoint
 from services.draft.formats.target import TargetCheckpoint, target_logits
+from services.draft.learning.algorithms.initial import published_head
 from services.draft.learning.algorithms.llama_layers import plain
-from services.draft.learning.algorithms.published import published_head
 from services.draft.learning.objective import TargetWeights
 from services.draft.learning.vocabulary import draft_ids
 from services.draft.model.params import Params
@@ -53,8 +53,6 @@ class OnlineSetup:
         embedding = bool(draft.shared.keys() & target.shared(head=False).keys())
         self.shared = target.shared(embedding=embedding)  # the head computes what the target would have sampled
         self._learner: Learner | None = None
-        if options.output and not self.head.whole:
-            raise ConfigError("--online-output cannot store MTP layers, which belong to the target's checkpoint")
         self._keep = weight_writer(self.head, Path(options.output).expanduser() if options.output else None, origin)
         self.learnt = self.head.params()
         width = len(self.head.states.layers) + 1  # states of the target

@@ -22,7 +22,7 @@ from outrider.serving.features import FeatureFormat, decode
 from outrider.speculation.shape import TreeShape
 from services.draft.formats.target import read_target, target_logits
 from services.draft.learning.algorithms import Algorithm, DraftShape, algorithm_of
-from services.draft.learning.algorithms.published import initial_head
+from services.draft.learning.algorithms.initial import initial_head
 from services.draft.learning.batches import Batch, Batches, learnt_rows
 from services.draft.learning.evaluation import ChainEvaluator
 from services.draft.learning.objective import Objective, TargetWeights

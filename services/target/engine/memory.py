@@ -38,7 +38,8 @@ def plan_memory(model: Model, config: TargetConfig) -> MemoryPlan:
     memory = device_memory(model.device)
     if memory is None:
         ranks = config.tp_size // config.nnodes  # of this machine, which have as many caches
-        plan = plan_host(free_host_memory() // ranks, model.token_bytes, **cache_flags(config))
+        free = max(0, free_host_memory() - model.mapped_bytes)
+        plan = plan_host(free // ranks, model.token_bytes, **cache_flags(config))
     else:
         sizes = step_sizes(config, model.hidden_size, model.vocab_size)
         # With a fraction, this process's own context counts, too: the fraction is of all that the device has.

@@ -94,7 +94,8 @@ class Model:
     prompt_lookup: True if prompt lookup drafts for it, too
     shortage: bytes that another tensor-parallel rank's device has less free than this one
     kinds: number formats of its file that weights keep, with the number of weights; such weights are not replaced
-    step_bytes: of weights that a step reads; 0 if it is not known
+    step_bytes: of weights that a step reads; 0 if it is not known. mapped_bytes: of weights in a file's pages, which
+    the system counts as free
     """
 
     runner: Runner
@@ -114,6 +115,7 @@ class Model:
     shortage: int = 0
     kinds: Mapping[str, int] = field(default_factory=dict)
     step_bytes: int = 0
+    mapped_bytes: int = 0
 
     @property
     def drafts(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.checkpoint import fingerprint
+from outrider.checkpoints.gguf.record import GgufRecord
 from outrider.native import vectors
 from services.target.kernels.cpu import build, library
 from services.target.kernels.cpu.attention.paged import WIDEST_HEAD, reads
@@ -32,7 +33,7 @@ from services.target.step.programs import FusedLoop
 
 log = logging.getLogger(__name__)
 
-_PACKING = 1  # increase when weights are packed in another way, or order, by the same kernels
+_PACKING = 2  # increase when weights are packed in another way, or order, by the same kernels
 _WIDEST_NORM = 16384  # in kernels/cpu/csrc/matrices/norm.h
 
 
@@ -93,6 +94,7 @@ class ProgramRunner:
         self.threads = torch.get_num_threads()
         self.program = Program(self.threads, module.dtype, pools, module.config.hidden_size)
         self.weight_bytes = self.draft_bytes = 0  # read by a step, and by a drafting step
+        self.mapped_bytes = 0  # of weights that lie in a file's pages
         self.copied, self.prompt_lookup = copied is not None, prompt_lookup
         states = () if head is None else head.layers
         source = ModuleWeights(module) if source is None else source
@@ -128,6 +130,7 @@ class ProgramRunner:
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace weights in place. Wider ones are rounded first, as when a model is loaded."""
+        packed_file.drop_pending()
         for name, tensor in tensors.items():
             self._writes[name](tensor.to(self._dtype))
 
@@ -136,6 +139,11 @@ class ProgramRunner:
         before = self._writes.get(name)
         self._shapes[name] = shape
         self._writes[name] = write if before is None else lambda tensor: (before(tensor), write(tensor))
+
+
+def origin_of(folder: Path, record: GgufRecord | None) -> str:
+    """What names a checkpoint's weights: its fingerprint, which samples them, and the state of its GGUF file."""
+    return fingerprint(folder) + ("" if record is None else f", changed at {record.file.stat().st_mtime_ns} ns")
 
 
 def program_of(
@@ -149,25 +157,26 @@ def program_of(
     prompt_lookup: bool,
     head: Path | None,
     source: WeightSource | None = None,
-    checkpoint: str | None = None,
+    origin: str | None = None,
 ) -> ProgramRunner:
     """A model without an `unsupported_reason` as a compiled program, with what self-speculation needs.
 
-    Arguments as of ProgramRunner; head: folder of the local EAGLE head. checkpoint: fingerprint of the weights, under
-    which packed ones are kept; None keeps none. Raises ConfigError for a head that does not fit.
+    Arguments as of ProgramRunner; head: folder of the local EAGLE head. origin: of the weights, as of
+    `origin_of`, under which packed ones are kept; None keeps none. Raises ConfigError for a head that does not fit.
     """
     vocab, hidden = module.model.embed_tokens.weight.shape
     read = None if head is None else read_eagle_head(head, len(probe.shapes), hidden, vocab, context_length)
-    facts = None if checkpoint is None else {
-        "weights": checkpoint, "head": None if head is None else fingerprint(head), "dtype": str(module.dtype),
+    facts = None if origin is None else {
+        "weights": origin, "head": None if head is None else fingerprint(head), "dtype": str(module.dtype),
         "formats": [number_format, copied], "kept": source is not None and bool(source.kinds),
         "kernels": build.KERNELS.compiled().name, "packing": _PACKING,
     }  # fmt: skip
-    with packed_file.cached(facts):
+    with packed_file.cached(facts) as file:
         runner = ProgramRunner(
             module, probe, number_format, context_length, cache_dtype, copied, prompt_lookup=prompt_lookup, head=read,
             source=source,
         )  # fmt: skip
+        runner.mapped_bytes = 0 if file is None else file.taken
     if runner.kinds:
         kept = ", ".join(f"{count} in {kind}" for kind, count in sorted(runner.kinds.items()))
         log.info("weights keep the number formats of their file: %s", kept)

@@ -114,7 +114,8 @@ class ProgramBuilder:
         outputs, inputs = self._module.model.embed_tokens.weight.shape
         if own is not None:
             packed = own.new(outputs, inputs)
-            self._source.pack(_EMBEDDING, packed, torch.arange(outputs))
+            if not packed.restore():
+                self._source.pack(_EMBEDDING, packed, torch.arange(outputs))
             return packed
         table = self._source.plain(_EMBEDDING).to(self._module.dtype).contiguous()
         self._runner.add_weight(_EMBEDDING, (outputs, inputs), table.copy_)
@@ -218,7 +219,7 @@ class ProgramBuilder:
                 outputs = weights.interleaved(counts[part], part)
             else:
                 outputs, first = torch.arange(first, first + counts[part]), first + counts[part]
-            if own is not None:
+            if own is not None and not packed.restore():
                 self._source.pack(name, packed, outputs)
             self._fill(name, outputs, inputs, [narrow] if own is not None else [packed, narrow])
             if name != _EMBEDDING:

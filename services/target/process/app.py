@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _GRAMMARS_AFTER = 2.0  # seconds that a target serves before it prepares for grammars
+_KEPT_AFTER = 1.0  # and before it writes packed weights to the disk
 
 
 def _as_built(_: TargetEngine) -> None:
@@ -101,13 +103,14 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
 
         ((engine, kept),) = built
         await asyncio.gather(
-            watch_engine(loop, server, config.hang_timeout), measure_again(loop, engine, kept), _load_grammars(engine)
-        )
+            watch_engine(loop, server, config.hang_timeout), measure_again(loop, engine, kept), _load_grammars(engine),
+            _keep_packed_weights(),
+        )  # fmt: skip
 
     with tracing_to(config.otlp_traces_endpoint, "target") as tracing:
         return await serve_engine(
             build, config.listen, verify_request_from_pb, verify_response_to_pb, register, tls=tls, token=token,
-            watch=watch,
+            drain=config.drain_timeout, watch=watch,
         )  # fmt: skip
 
 
@@ -115,6 +118,14 @@ async def _load_grammars(engine: TargetEngine) -> None:
     """Prepare for grammars once the gateway has connected: tokenizer and process would take the cores of the start."""
     await asyncio.sleep(_GRAMMARS_AFTER)
     engine.sessions.grammars.load()
+
+
+async def _keep_packed_weights() -> None:
+    """Write packed weights for the next start, in a thread at a low priority, once this start is over."""
+    from services.target.kernels.cpu.matrices import packed_file
+
+    await asyncio.sleep(_KEPT_AFTER)
+    threading.Thread(target=packed_file.write_pending, name="packed weights", daemon=True).start()
 
 
 async def _serve_ranks(config: TargetConfig) -> int:

@@ -14,7 +14,7 @@ from services.draft.drafters import feature
 from tests.support.checkpoints.heads import write_pair
 from tests.support.draft.features import FEATURES, PROMPT, RNG, feed, start
 from tests.support.draft.helpers import commit_of, feature_engine, request, settle
-from tests.support.draft.twin import Twin
+from tests.support.draft.twins.heads import Twin
 from tests.support.tiny import VOCAB
 
 

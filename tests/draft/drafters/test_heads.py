@@ -12,7 +12,7 @@ from services.draft.formats.eagle3 import read_eagle3
 from services.draft.formats.target import read_target
 from tests.support.checkpoints.heads import MAKERS, write_head
 from tests.support.draft.stepping import Stepper
-from tests.support.draft.twin import Twin
+from tests.support.draft.twins.heads import Twin
 from tests.support.tiny import VOCAB, write_model
 
 

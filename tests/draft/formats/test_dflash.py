@@ -43,15 +43,16 @@ def test_every_layout_is_the_same(tmp_path, target):
         assert all(np.array_equal(a, b) for a, b in pairs)
 
 
-def test_defaults_of_a_configuration(tmp_path, target):
+def test_defaults_of_a_configuration(tmp_path):
     """As SGLang: states by the number of layers, 16 positions, and a mask token that is added behind the vocabulary."""
+    target = write_tokenizer(write_model(tmp_path / "target", num_hidden_layers=8, vocab=VOCAB + 8))
     config, tensors = dflash(target, layers=3, states=(1, 3, 5))
     for key in ("block_size", "layer_types", "num_target_layers", "dflash_config"):
         del config[key]
     draft = read(tmp_path / "draft", target, config, tensors)
     assert draft.features.layers == (2, 4, 6)
     assert draft.config.head.size == 16
-    assert draft.config.head.mask_token == 260  # 4 special tokens and 256 bytes
+    assert draft.config.head.mask_token == VOCAB
     named = read(tmp_path / "named", target, config | {"dflash_config": {"mask_token": "<|end|>"}}, tensors)
     assert 0 < named.config.head.mask_token < 4
     assert default_layers(36, 5) == (1, 9, 17, 25, 33)  # of Qwen3-8B's

@@ -52,6 +52,42 @@ def test_wrong_prompts_are_refused_by_line(tmp_path, line, what):
         read_conversations([write(tmp_path, {"prompt": "fine"}, line)])
 
 
+def test_rollouts_are_read_as_engines_and_trainers_write_them(tmp_path):
+    """Each is one job; the same tokens in another form are the same rollout."""
+    info = {"prompt_tokens": 3, "input_token_logprobs": [[None, 5, None], [-1.0, 6, None], [-2.0, 7, "x"]],
+            "output_token_logprobs": [[-0.5, 8, None], [-0.1, 9, None]]}  # fmt: skip
+    forms = [
+        {"input_ids": [5, 6, 7], "output_ids": [8, 9], "meta_info": {"id": "a"}, "text": "not read"},
+        {"input_ids": [5, 6, 7], "meta_info": info},
+        {"meta_info": info},
+        {"tokens": [5, 6, 7, 8, 9], "response_length": 2, "rollout_log_probs": [-0.5, -0.1], "loss_mask": [1, 1],
+         "prompt": "not read", "reward": 1.0},
+    ]  # fmt: skip
+    for form in forms:
+        (found,) = read_conversations([write(tmp_path, form)])
+        assert (found.rollout.tokens.tolist(), found.rollout.prompt) == ([5, 6, 7, 8, 9], 3)
+        assert not found.chat
+        assert not found.free
+    found = read_conversations([write(tmp_path, *forms, {"tokens": [5, 6, 7, 8, 10], "response_length": 2})])
+    assert len(found) == 2
+    assert len(list(jobs(found, None, (0.0, 1.0), 0))) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ({"tokens": [1, 2, 3]}, "response_length"), ({"tokens": [1, 2], "response_length": 2}, "response_length"),
+        ({"tokens": [1, True], "response_length": 1}, "list of token ids"), ({"output_ids": [3]}, "input_ids must"),
+        ({"input_ids": [3], "output_ids": []}, "output_ids must"), ({"input_ids": [-1], "output_ids": [1]}, "ids"),
+        ({"meta_info": 3}, "input_ids must"), ({"input_ids": [[1, 2]], "output_ids": [1]}, "input_ids must"),
+        ({"output_ids": [1], "meta_info": {"prompt_tokens": 9, "input_token_logprobs": [[-1.0, 6]]}}, "input_ids must"),
+    ],
+)  # fmt: skip
+def test_wrong_rollouts_are_refused_by_line(tmp_path, line, what):
+    with pytest.raises(ConfigError, match=f"line 2.*{what}"):
+        read_conversations([write(tmp_path, {"tokens": [1, 2], "response_length": 1}, line)])
+
+
 def test_lines_with_invalid_characters_are_refused(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(

@@ -9,7 +9,7 @@ import safetensors.numpy
 import safetensors.torch
 
 from outrider.errors import ConfigError
-from services.draft.learning.algorithms.published import initial_head
+from services.draft.learning.algorithms.initial import initial_head
 from services.draft.learning.store import Record
 from services.draft.train import evaluate
 from services.draft.train.evaluate import CHAIN, TREE, replay

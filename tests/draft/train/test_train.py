@@ -1,5 +1,6 @@
 """A whole training run: a target generates, a head is trained, the published head serves, and the text is unchanged."""
 
+import asyncio
 import errno
 import json
 import os
@@ -15,10 +16,12 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from outrider.checkpoints import checkpoint
 from outrider.config import DraftConfig, TrainConfig, to_argv
 from outrider.errors import ConfigError, EngineFault
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
+from outrider.serving.features import FeatureFormat, decode
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.formats.target import read_target
 from services.draft.learning import optimize
@@ -27,13 +30,15 @@ from services.draft.learning.batches import Batches
 from services.draft.learning.disk import reporting_full_disk
 from services.draft.learning.objective import Objective, TargetWeights
 from services.draft.learning.optimize import Schedule, Trainer
-from services.draft.learning.store import Record
+from services.draft.learning.store import Record, Store
 from services.draft.learning.vocabulary import draft_ids
 from services.draft.process.app import build
 from services.draft.train import app
+from services.draft.train.data.writing import open_store, write_answers
 from services.draft.train.evaluate import CHAIN, replay
 from services.draft.train.run import TrainingRun
 from tests.support.checkpoints.heads import eagle3, write_head
+from tests.support.checkpoints.mtp import write_mtp
 from tests.support.checkpoints.perfect import cycle_text, write_cyclic_target
 from tests.support.draft.training import head_of, random_record, shared_of, states_of_cycle, store_of, target_of
 from tests.support.gateway.services import Gateway
@@ -84,6 +89,39 @@ def test_head_learns_its_target(trained):
     assert report["sharpness"]["gains"][0] == 1
     answers = trained.with_name("draft.answers")
     assert json.loads((answers / "about.json").read_text())["layers"] == [2, 4, 5]
+
+
+def test_rollouts_are_learnt_without_answers_of_the_target(trained, models, tmp_path):
+    """The states that a prefill computes over them are those of the steps that wrote the same tokens."""
+    written = Store(
+        Path(str(trained) + ".answers"), json.loads(Path(f"{trained}.answers/about.json").read_text()), 4 * 2 * 48
+    ).read()
+    samples = [written.record(i) for i in range(8)]
+    lines = [{"tokens": one.tokens.tolist(), "response_length": len(one.tokens) - one.prompt} for one in samples]
+    lines += [lines[0], {"input_ids": [5, 6], "output_ids": list(range(10, 240))}]  # the same again; a long one
+    lines += [{"input_ids": [5] * 159, "output_ids": [6]}, {"input_ids": [5, 6], "output_ids": [VOCAB, 7]}]
+    (tmp_path / "rollouts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    service = target_service(models / "target", f"unix:{tmp_path}/target").start()
+    config = TrainConfig(
+        model_path=str(models / "target"), data=(str(tmp_path / "rollouts.jsonl"),), target=service.address,
+        output=str(tmp_path / "draft"), **FLAGS | {"steps": 1},
+    )  # fmt: skip
+    target = models / "target"
+    algorithm = TrainingRun(config, target).algorithm
+    store = open_store(config, target, algorithm.states)
+    try:
+        asyncio.run(write_answers(config, store, algorithm.states, checkpoint.fingerprint(target)))
+    finally:
+        service.stop()
+    reader = store.read()
+    found = {reader.tokens(i).tobytes(): reader.record(i) for i in range(len(reader))}
+    assert len(found) == len(reader) == 9, "one is too long, and one has unknown tokens"
+    for one in samples:
+        again = found[one.tokens.tobytes()]
+        assert (again.prompt, again.first) == (one.prompt, one.prompt)
+        states, expected = (decode(r.rows, FeatureFormat.BFLOAT16) for r in (again, one))
+        np.testing.assert_allclose(states, expected, rtol=0.02, atol=0.02)
+    assert sorted(len(record.tokens) for record in found.values())[-1] == 160
 
 
 def test_target_with_other_weights_is_refused(models, tmp_path):
@@ -296,12 +334,14 @@ def test_full_disk_is_reported(models, monkeypatch, number, kind):
         app.train(TrainConfig(model_path=str(models / "target"), output="there"))
 
 
-def test_run_resumes_with_its_first_answers(tmp_path):
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "DFLASH"])
+def test_run_resumes_with_its_first_answers(tmp_path, algorithm):
     """Another run may have added answers."""
     target = target_of(tmp_path / "target")
     rng = np.random.default_rng(0)
     records = [random_record(rng, 24, 4, held_out=i % 4 == 0) for i in range(12)]
     flags = {"draft_vocab_size": 64, "intermediate_size": 64, "batch_tokens": 60, "unroll": 2, "epochs": 1.0}
+    flags |= {"algorithm": algorithm, "block_size": 3, "num_layers": 1, "aux_layers": (1, 3, 4)}
     store = store_of(tmp_path / "answers", records[:8])
     facts = []
     for _ in range(2):
@@ -312,6 +352,7 @@ def test_run_resumes_with_its_first_answers(tmp_path):
             store.add(job, [record])
     assert facts[0] == facts[1]
     assert len(learning.reader) == 8
+    assert len(learning.curve.losses[0]) == 2, "tokens that a row predicts"
     (tmp_path / "fewer").mkdir()
     with pytest.raises(ConfigError, match="with other records"):
         learning.run(store_of(tmp_path / "fewer", records[:6]), tmp_path / "checkpoint", {})
@@ -444,7 +485,7 @@ def test_training_continues_from_a_published_head(trained, models, tmp_path):
     again = safetensors.numpy.load_file(tmp_path / "draft" / "model.safetensors")
     assert set(again) == set(first)
     np.testing.assert_array_equal(again["d2t"], first["d2t"])
-    with pytest.raises(ConfigError, match="--initial is for EAGLE and EAGLE3"):
+    with pytest.raises(ConfigError, match="--initial is for EAGLE, EAGLE3, NEXTN"):
         app.train(replace(config, algorithm="STANDALONE", output=str(tmp_path / "other")))
 
 
@@ -464,3 +505,28 @@ def test_head_of_another_width_is_trained_with_its_own_embedding(tmp_path):
     again = safetensors.numpy.load_file(tmp_path / "draft" / "model.safetensors")
     np.testing.assert_array_equal(again["embed_tokens.weight"], tensors["embed_tokens.weight"])
     assert again["fc.weight"].shape == (32, 3 * 48)
+
+
+def test_training_goes_on_from_a_checkpoint_s_own_mtp_layer(tmp_path):
+    """With experts, whose router's bias stays; the result is read, and drafts, as the published layer."""
+    target = read_target(write_mtp(tmp_path / "target", "glm-4.5"))
+    rng = np.random.default_rng(0)
+    records = [random_record(rng, 20, 4, states=1) for _ in range(4)]
+    flags = TrainConfig(
+        model_path=str(target.folder), initial=str(target.folder), algorithm="NEXTN", steps=1, unroll=2,
+        batch_tokens=60, evaluate=0, learning_rate=1e-2, draft_vocab_size=64,
+    )  # fmt: skip
+    learning = TrainingRun(flags, target.folder)
+    learning.run(store_of(tmp_path / "answers", records), tmp_path / "checkpoint", {})
+    learning.publish(tmp_path / "draft")
+    first = safetensors.numpy.load_file(target.folder / "model.safetensors")
+    again = safetensors.numpy.load_file(tmp_path / "draft" / "model.safetensors")
+    bias = "model.layers.3.mlp.gate.e_score_correction_bias"
+    copies = ("layers.3.embed_tokens.weight", "layers.3.shared_head.head.weight")
+    assert again.keys() == {n for n in first if n.startswith("model.layers.3.") and not n.endswith(copies)}
+    np.testing.assert_array_equal(again[bias], first[bias])
+    for name in ("eh_proj.weight", "mlp.experts.3.down_proj.weight", "mlp.gate.weight"):
+        moved = np.abs(again[f"model.layers.3.{name}"].astype(np.float32) - first[f"model.layers.3.{name}"])
+        assert 1e-3 < moved.max() < 0.1
+    scores = replay("NEXTN", tmp_path / "draft", target.folder, records[:1], CHAIN)
+    assert scores[0.0].accept_length >= 1

@@ -142,6 +142,30 @@ async def test_the_last_target_drains_until_its_sessions_end_or_another_comes():
     assert pools.open().target is late
 
 
+async def test_sessions_of_a_target_that_stops_go_on_elsewhere_and_come_back_if_it_does():
+    """A target reports that it does not serve because it stops, or because its engine hangs."""
+    pools = Pools(2)
+    stops, stays = pools.targets
+    session = pools.open()
+    await commit(stops, session, [3])
+    sent(stops)
+    stops.stopping = True
+    stops.on_stopping()
+    assert session.target is stays
+    assert sent(stops) == ([], [session.id])
+    await commit(stays, session, [4])
+    assert (stops.availability.state, pools.open().target) == (ReplicaState.DRAINING, stays)
+    assert session.failures.losses == 0
+    stays.stopping = True
+    stays.on_stopping()
+    assert session.target is stays  # no other target serves
+    late = pools.open()  # the pool is not empty, so requests wait
+    assert late.target is None
+    stops.stopping = False
+    stops.on_stopping()
+    assert session.target is late.target is stops
+
+
 async def test_a_target_may_leave_at_once_and_its_sessions_wait():
     pools = Pools(1)
     (target,) = pools.targets
@@ -236,7 +260,7 @@ async def served(monkeypatch):
 
 
 async def test_a_late_target_must_have_the_weights_of_the_last_update(served):
-    served.control.adopt_weights(
+    served.control.weights.adopt(
         {"fingerprint": "f2", "version": "2", "folder": "", "shared": "", "here": [served.first.address]}
     )
     late = served.decide("unix:/nowhere/late", added=True)
@@ -248,7 +272,7 @@ async def test_a_late_target_must_have_the_weights_of_the_last_update(served):
         late._pool.check(
             late.address, target_pb2.GetTargetInfoResponse(model=common_pb2.ModelInfo(fingerprint="other"))
         )
-    served.control.adopt_weights(
+    served.control.weights.adopt(
         {"fingerprint": "f3", "version": "3", "folder": "/w", "shared": "", "here": [late.address]}
     )
     assert late.expects("f3")
@@ -261,7 +285,7 @@ async def test_pauses_and_flushes_reach_late_replicas(served, monkeypatch):
     assert served.decide("unix:/nowhere/b", added=True).paused is True
     served.control.adopt_pause(False)
     assert not served.decide("unix:/nowhere/c", added=True).paused
-    await served.control.flush_target_states()
+    await served.control.weights.flush_target_states()
     assert served.decide("unix:/nowhere/d", added=True, service=Service.DRAFT)._due_flush is None
     with pytest.raises(Unavailable, match="/nowhere/"):  # those that are there cannot be reached
         await served.control.flush_cache()

@@ -1,5 +1,9 @@
 """A gateway that starts with empty pools, and whose replicas join and leave while requests run."""
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from tests.support.gateway.http import error_of
@@ -143,6 +147,52 @@ def test_a_last_target_ends_its_sessions_and_takes_no_others(gateway, services, 
     assert all(stream.whole() for stream in streams)
     assert other.engine.opened == 2
     until(lambda: state(gateway, target) is None)
+    clear(gateway)
+
+
+# A target process around a fake engine.
+PROCESS = """
+import sys
+
+from outrider.config import TargetConfig
+from outrider.process import process
+from outrider.transport.rpc import serve_engine
+from tests.support.gateway.services import Target, model_info
+
+def register(server, hub, loop):
+    Target(hub, model_info()).register(server.server)
+    return (Target.name,)
+
+async def serve(config):
+    return await serve_engine(
+        lambda: Target.engine_class(0.015), config.listen, *Target.coders, register, drain=config.drain_timeout
+    )
+
+sys.exit(process.run("target", TargetConfig(listen=sys.argv[1], drain_timeout=60), serve))
+"""
+
+
+def test_a_target_that_is_stopped_serves_until_its_sessions_have_moved(gateway, services, folder):
+    address, other = f"unix:{folder}/stopped", services(Target, "other-of-stopped", delay=0.01)
+    with subprocess.Popen([sys.executable, "-c", PROCESS, address]) as process:
+        try:
+            process.address = address
+            add(gateway, process)
+            until(lambda: state(gateway, process) == "ready")
+            streams = [Stream(gateway) for _ in range(2)]
+            for stream in streams:
+                started(stream)
+            process.send_signal(signal.SIGTERM)
+            until(lambda: state(gateway, process) == "draining")
+            assert answers(gateway, "/readiness") == 503
+            assert process.poll() is None
+            add(gateway, other)
+            assert process.wait(20) == 0
+            assert all(stream.is_alive() for stream in streams)
+            assert all(stream.whole() for stream in streams)
+            assert other.engine.opened == 2
+        finally:
+            process.kill()
     clear(gateway)
 
 

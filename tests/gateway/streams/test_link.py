@@ -298,3 +298,25 @@ async def test_a_service_accepts_only_gateways_with_its_token(tmp_path, token, w
     finally:
         await link.stop()
         await asyncio.to_thread(target.stop)
+
+
+async def test_a_link_follows_the_health_of_its_replica(tmp_path):
+    """A replica that stops, or whose engine hangs, does not serve although its stream is open."""
+    service = Service(Target, f"unix:{tmp_path}/target").start()
+    link, changes = TargetLink(service.address), []
+    changed = asyncio.Event()
+    link.on_stopping = lambda: (changes.append(link.stopping), changed.set())
+    link.start()
+    try:
+        await link.wait_up(10)
+        for serving in (False, True):
+            changed.clear()
+            asyncio.run_coroutine_threadsafe(service.server.set_serving(serving), service._loop)
+            await asyncio.wait_for(changed.wait(), 10)
+            assert link.open_to_sessions is serving
+        assert changes == [True, False]
+        link._lost()
+        assert not link.stopping
+    finally:
+        await link.stop()
+        await asyncio.to_thread(service.stop)

@@ -133,6 +133,8 @@ async def test_health_checks_need_no_token_and_report_progress_only_to_those_who
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await watch(health_pb2.HealthCheckRequest()).read()
             assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            gateway = health_pb2_grpc.HealthStub(with_token(channel, TOKEN)).Watch(health_pb2.HealthCheckRequest())
+            assert (await gateway.read()).status == health_pb2.HealthCheckResponse.SERVING
             calls[0].cancel()
 
             async def watched():

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from outrider import PROTOCOL_VERSION
-from outrider.config.callers import ADMIN_KEYS_VARIABLE
+from outrider.config.access.callers import ADMIN_KEYS_VARIABLE
 from outrider.service_token import token_check
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message
@@ -148,7 +148,7 @@ class Service:
         self.engine = self.kind.engine_class(self.delay)
         loop = EngineLoop(lambda _: None)
         hub = StreamHub(loop, *self.kind.coders)
-        server = GrpcServer(check=token_check(self.token))
+        server = self.server = GrpcServer(check=token_check(self.token))
         self.kind(hub, model_info(**self.facts), **self.options).register(server.server)
         await server.start(self.address, (self.kind.name,), self.tls)
         await hub.acceptor.open(self.address)

@@ -1,6 +1,7 @@
 """Small real processes to supervise, and a supervisor of them, which tests kill."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -30,10 +31,19 @@ STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HE
 QUICK = Backoff(first=0.05, longest=0.2, reset_after=30.0)
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port(count=1):
+    """The first of `count` consecutive free ports."""
+    while True:
+        with contextlib.ExitStack() as probes:
+            first = 0
+            try:
+                for number in range(count):
+                    probe = probes.enter_context(socket.socket())
+                    probe.bind(("127.0.0.1", first + number if number else 0))
+                    first = first or probe.getsockname()[1]
+            except (OSError, OverflowError):  # one of them is taken, or there is none
+                continue
+            return first
 
 
 def child(script, *, name="child", backoff=QUICK, on_line=lambda line: None):

@@ -130,6 +130,26 @@ def test_a_bad_update_is_refused_and_changes_nothing(shared, folders, expected, 
     assert running.texts(temperature=1, seed=3) == expected[0]
 
 
+def test_a_trainer_that_dies_in_its_upload_leaves_the_old_weights(shared, folders, expected):
+    """Until its connection is seen to end, other trainers are told to wait."""
+    running, kind = shared, {"content-type": "application/octet-stream"}
+    norm = "model.norm.weight"
+    content = save(load_file(folders[1] / "model.safetensors"))
+    same = save({norm: load_file(folders[0] / "model.safetensors")[norm]})
+
+    def dying():
+        yield content[: len(content) // 2]
+        until(lambda: "another update" in running.post("/update_weights_from_tensor", None, content=same, headers=kind)
+              .get("error", {}).get("message", ""))  # fmt: skip
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        running.post("/update_weights_from_tensor", content=dying(), headers=kind)
+    until(lambda: running.post("/update_weights_from_tensor", None, content=same, headers=kind).get("success"))
+    assert running.texts(temperature=1, seed=3) == expected[0]
+    assert running.version() == "default"
+
+
 def test_weights_over_a_trainers_process_group(system, folders, expected):
     """Weights that do not fit, and a trainer that dies, leave the old ones."""
     running = system(folders[0])
@@ -164,7 +184,13 @@ def test_weights_over_a_trainers_process_group(system, folders, expected):
         assert running.texts(temperature=1, seed=3) == expected[1]
         norm = "model.norm.weight"
         assert "[24, 2]" in update(400, [norm], shapes=[[24, 2]])["error"]["message"]
-        assert "did not arrive" in update(400, [norm], trainer.kill)["error"]["message"]
+
+        def half():
+            trainer.broadcast([norm])
+            time.sleep(0.3)
+            trainer.kill()
+
+        assert "did not arrive" in update(400, [norm, parts[1][0]], half)["error"]["message"]
         assert "no process group" in update(400, [norm], int)["error"]["message"]
         assert running.texts(temperature=1, seed=3) == expected[1]
     assert "no process group" in running.post("/destroy_weights_update_group", 400, json=join)["error"]["message"]

@@ -1,15 +1,27 @@
-"""Packed weights are kept for the next start: it reads the same numbers, and packs anew what is damaged."""
+"""Packed weights are kept for the next start: it maps the same numbers, and packs anew what is damaged."""
 
+import itertools
 import logging
+import os
+from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 
+from outrider.checkpoints.gguf.record import read_record
 from outrider.config import TargetConfig
+from outrider.errors import ConfigError
+from services.target.engine import memory
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.matrices import packed_file
 from services.target.model import program_builder
 from services.target.model.dense.load import load_dense
+from services.target.model.gguf import convert
+from tests.support.checkpoints.families import write_family
+from tests.support.checkpoints.ggufs import write_gguf
 from tests.support.target.driving import engine_of, opening, run
 from tests.support.target.self_speculation import drafting
 from tests.support.tiny import write_model
@@ -20,12 +32,34 @@ WAYS = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
     "copy": {"self_speculation": "quantized", "dtype": "bfloat16"},  # with a pruned head
+    "gguf": {"dtype": "auto"},  # the file's own formats
 }
 
 
+class Checkpoint(NamedTuple):
+    """A folder, and the description of a GGUF file."""
+
+    folder: Path
+    described: Path
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("llama"))
+def both(tmp_path_factory):
+    made = tmp_path_factory.mktemp("llama")
+    wide = write_family(made / "wide", "llama-2", hidden_size=256, intermediate_size=512, initializer_range=0.12)
+    write_gguf(made / "it.gguf", wide, made / "plain", lambda name: Type.Q6_K if "v_proj" in name else
+               Type.Q4_K if "_proj" in name or "embed" in name else Type.F32)  # fmt: skip
+    assert convert.main([str(made / "it.gguf"), str(made / "described"), "--describe"]) == 0
+    return Checkpoint(write_model(made / "plain llama"), made / "described")
+
+
+@pytest.fixture
+def folder(both):
+    return both.folder
+
+
+def folder_for(way, both):
+    return both.described if way == "gguf" else both.folder
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +71,10 @@ def cache(tmp_path, monkeypatch):
 
 
 def loaded(folder, **flags):
-    return load_dense(folder, TargetConfig(**({"device": "cpu", "dtype": "float32"} | flags)))
+    """A model, whose packed weights are on the disk by now."""
+    model = load_dense(folder, TargetConfig(**({"device": "cpu", "dtype": "float32"} | flags)))
+    packed_file.write_pending()
+    return model
 
 
 def outcome(model):
@@ -48,7 +85,8 @@ def outcome(model):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_later_start_reads_what_the_first_one_packed(way, folder, cache, monkeypatch):
+def test_a_later_start_maps_what_the_first_one_packed(way, both, cache, monkeypatch):
+    folder = folder_for(way, both)
     first = loaded(folder, **WAYS[way])
     (file,) = cache.iterdir()
     before = file.stat().st_mtime_ns, file.read_bytes()
@@ -63,6 +101,25 @@ def test_a_later_start_reads_what_the_first_one_packed(way, folder, cache, monke
     assert second.runner.draft_bytes == first.runner.draft_bytes
     assert file.read_bytes() == before[1]
     assert file.stat().st_mtime_ns > before[0]  # it was used last
+    if way == "gguf":
+        assert first.mapped_bytes == 0
+        assert second.mapped_bytes >= second.runner.weight_bytes - 10_000  # all but the norms
+        monkeypatch.setattr(memory, "free_host_memory", lambda: second.mapped_bytes)
+        assert memory.plan_memory(first, TargetConfig()).pages > 0
+        with pytest.raises(ConfigError, match="page of"):  # it would displace the mapped pages, which count as free
+            memory.plan_memory(second, TargetConfig())
+        sizes = mapping_of(file)
+        assert sizes["Rss"] > 0
+        assert sizes["Anonymous"] == 0  # no page was changed: its pages are those of every process that maps it
+
+
+def mapping_of(file):
+    """Sizes of a mapped file in this process, in kB, by name."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.endswith(str(file)))
+    words = (line.split() for line in lines[begin + 1 :])
+    return {word[0].rstrip(":"): int(word[1]) for word in itertools.takewhile(lambda word: word[0][-1] == ":", words)
+            if word[-1] == "kB"}  # fmt: skip
 
 
 def flipped(content):
@@ -73,14 +130,16 @@ def flipped(content):
 @pytest.mark.parametrize(
     "damage", [flipped, lambda c: c[: len(c) // 2], lambda c: b"[1]" + c, lambda c: b""], ids=range(4)
 )
-def test_what_is_damaged_is_packed_again(damage, folder, cache, caplog):
-    expected = outcome(loaded(folder, **WAYS["copy"]))
+@pytest.mark.parametrize("way", ["copy", "gguf"])
+def test_what_is_damaged_is_packed_again(way, damage, both, cache, caplog):
+    folder = folder_for(way, both)
+    expected = outcome(loaded(folder, **WAYS[way]))
     (file,) = cache.iterdir()
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
     with caplog.at_level(logging.WARNING):
-        assert outcome(loaded(folder, **WAYS["copy"])) == expected
-    assert "is damaged" in caplog.text
+        assert outcome(loaded(folder, **WAYS[way])) == expected
+    assert f"{file} is damaged" in caplog.text
     assert file.read_bytes() == whole
 
 
@@ -92,6 +151,36 @@ def test_new_weights_are_packed(way, folder, tmp_path):
     model = loaded(folder, **WAYS[way])
     model.runner.update(load_file(other / "model.safetensors"))
     assert outcome(model) == expected
+
+
+def test_weights_that_are_replaced_are_not_written(folder, tmp_path, cache):
+    other = write_model(tmp_path / "other", seed=5)
+    model = load_dense(folder, TargetConfig(device="cpu", dtype="float32", quantization="int4"))
+    model.runner.update(load_file(other / "model.safetensors"))
+    packed_file.write_pending()
+    assert not list(cache.glob("*"))
+
+
+def test_a_gguf_file_that_changes_is_packed_again(both, cache):
+    loaded(both.described, **WAYS["gguf"])
+    os.utime(read_record(both.described).file)
+    loaded(both.described, **WAYS["gguf"])
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_a_change_of_any_word_changes_the_checksum():
+    numbers = np.random.default_rng(0).integers(0, 256, 203, np.uint8)
+
+    def checksum():
+        return library.load().outrider_checksum(numbers.ctypes.data, numbers.nbytes)
+
+    before = checksum()
+    for place in range(len(numbers)):
+        numbers[place] ^= 16
+        assert checksum() != before
+        numbers[place] ^= 16
+    assert checksum() == before
+    assert library.load().outrider_checksum(numbers.ctypes.data, numbers.nbytes - 1) != before
 
 
 def test_each_checkpoint_and_format_has_a_file_and_the_number_of_files_is_limited(folder, tmp_path, cache, monkeypatch):

@@ -21,6 +21,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "weights/format.h"
 #include "memory.h"
@@ -46,11 +47,18 @@ struct Weight {
   const char* panel(int64_t index) const { return data + index * panel_bytes; }
 };
 
-// A packed weight that owns its memory, initially zeros.
+// A packed weight with memory that may be written: its own, initially zeros, or what `place` gives it.
 struct OwnWeight : Weight {
   Buffer memory, scale_memory;
 
   OwnWeight(Format format, int64_t outputs, int64_t inputs, int64_t groups = 1);
+  // Without memory, for `allocate` or `place`.
+  explicit OwnWeight(const Weight& shape) : Weight(shape) {}
+
+  int64_t bytes() const { return panels * panel_bytes; }
+  int64_t scale_bytes() const { return format == Format::kInt8 ? panels * kPanel * 4 : 0; }
+  void allocate();
+  void place(Buffer numbers, Buffer scales);
 };
 
 inline int64_t k_step(Format format, int64_t groups = 1) {
@@ -83,11 +91,19 @@ inline Weight::Weight(Format format, int64_t outputs, int64_t inputs, int64_t gr
       groups(groups) {}
 
 inline OwnWeight::OwnWeight(Format format, int64_t outputs, int64_t inputs, int64_t groups)
-    : Weight(format, outputs, inputs, groups),
-      memory(Buffer::beside_others(panels * panel_bytes)),
-      scale_memory(format == Format::kInt8 ? panels * kPanel * 4 : 0) {
-  std::memset(memory.as<char>(), 0, panels * panel_bytes);  // padding must be finite
-  std::memset(scale_memory.as<char>(), 0, scale_memory.bytes());
+    : Weight(format, outputs, inputs, groups) {
+  allocate();
+}
+
+inline void OwnWeight::allocate() {
+  place(Buffer::beside_others(bytes()), Buffer(scale_bytes()));
+  std::memset(memory.as<char>(), 0, bytes());  // padding must be finite
+  std::memset(scale_memory.as<char>(), 0, scale_bytes());
+}
+
+inline void OwnWeight::place(Buffer numbers, Buffer scales_of_them) {
+  memory = std::move(numbers);
+  scale_memory = std::move(scales_of_them);
   data = memory.as<char>();
   scales = scale_memory.as<float>();
 }

@@ -26,13 +26,12 @@ from outrider.checkpoints.disk import put_in_place, write_atomically
 from outrider.checkpoints.eagle3 import plain_name
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureFormat
-from services.draft.formats import eagle, eagle3
+from services.draft.formats import eagle
 from services.draft.formats.base import DraftCheckpoint
 from services.draft.formats.target import TargetCheckpoint
 from services.draft.learning.algorithms.base import Algorithm
 from services.draft.model.fusion import Fusion, read_fusion
-from services.draft.model.layers.config import Attention, Mlp
-from services.draft.model.layers.heads import Eagle3Head, EagleHead
+from services.draft.model.layers.config import Attention, Layer, Mlp
 from services.draft.model.params import Params
 from services.draft.model.weights.tensors import Tensors
 
@@ -44,11 +43,12 @@ _WHOLE = ("d2t", "t2d")  # tensors of integers and truth values
 class PublishedHead(Algorithm):
     """A published head. fusion: the layer that makes a feature from the target's states, where the target does not.
 
-    whole: False if the head cannot be published by itself
+    mlps, attentions: feed-forward parts and attention that can be trained
     """
 
     fusion: Fusion | None = None
-    whole: ClassVar[bool] = True
+    mlps: ClassVar[tuple[type, ...]] = (Mlp,)
+    attentions: ClassVar[tuple[type, ...]] = (Attention,)
 
     def __init__(self, folder: Path, target: TargetCheckpoint, draft: DraftCheckpoint) -> None:
         """draft: read from the folder. Raises ConfigError for a head that cannot be trained further."""
@@ -58,10 +58,18 @@ class PublishedHead(Algorithm):
         self.states = replace(draft.features, final=True, format=FeatureFormat.BFLOAT16)
         for layer in self.model.layers:
             a = layer.attention
-            plain = isinstance(a, Attention) and a.window is None and not (a.first or a.sinks or a.gated or a.softcap)
-            if not plain or not isinstance(layer.mlp, Mlp) or self.model.stacked:
+            plain = not isinstance(a, Attention) or (
+                a.window is None and not (a.first or a.sinks or a.gated or a.softcap)
+            )
+            if (
+                not plain
+                or not isinstance(a, self.attentions)
+                or not isinstance(layer.mlp, self.mlps)
+                or self.model.stacked
+            ):
                 raise ConfigError(
-                    f"--online trains heads of dense layers with plain attention; {folder} has others. Leave it out"
+                    f"{folder} has layers that are not trained: only dense layers with plain attention are, and of "
+                    "MTP layers experts and latent attention"
                 )
 
     # --- parameters ---
@@ -125,15 +133,7 @@ class PublishedHead(Algorithm):
         """The trained tensors of the layers. Arguments as of `tensors`."""
         tensors: dict[str, Any] = {}
         for i, (layer, own) in enumerate(zip(self.model.layers, params["layers"], strict=True)):
-            a = layer.attention
-            assert isinstance(a, Attention)
-            ends = np.cumsum([a.heads * a.head_dim, a.kv_heads * a.head_dim])
-            for name, parts in _JOINED.items():
-                for kind, ending in (("weight", ""), ("bias", "_bias")):
-                    if name + ending in own:
-                        pieces = np.split(np.asarray(own[name + ending]).T, ends if name == "qkv" else len(parts))
-                        named = zip(parts, pieces, strict=True)
-                        tensors |= {f"layers.{i}.{part}.{kind}": piece for part, piece in named}
+            tensors |= joined_tensors(layer, own, f"layers.{i}.")
             # Layers after the first name the norm before attention either way, and may store the other one unused.
             both = layer.beside or f"layers.{i}.hidden_norm.weight" in stored
             norms = {
@@ -148,6 +148,20 @@ _JOINED = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "output": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",),
 }  # fmt: skip
+
+
+def joined_tensors(layer: Layer, own: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Published matrices and biases of a layer, which the service has joined, [out, in]. own: its parameters."""
+    a = layer.attention
+    sizes = [a.heads * a.head_dim, a.kv_heads * a.head_dim] if isinstance(a, Attention) else []
+    ends = np.cumsum(sizes)
+    tensors: dict[str, Any] = {}
+    for name, parts in _JOINED.items():
+        for kind, ending in (("weight", ""), ("bias", "_bias")):
+            if name + ending in own:
+                pieces = np.split(np.asarray(own[name + ending]).T, ends if name == "qkv" else len(parts))
+                tensors |= {f"{prefix}{part}.{kind}": piece for part, piece in zip(parts, pieces, strict=True)}
+    return tensors
 
 
 class PublishedEagle(PublishedHead):
@@ -177,10 +191,10 @@ class PublishedEagle3(PublishedHead):
         with Tensors(folder, self.known_as) as tensors:
             fused, own_head = "fc.weight" in tensors, "lm_head.weight" in tensors
         if draft.features.final or not fused:
-            raise ConfigError(f"--online trains EAGLE-3 heads that fuse states; {folder} has no fc.weight")
+            raise ConfigError(f"training goes on from EAGLE-3 heads that fuse states; {folder} has no fc.weight")
         if not own_head:
             raise ConfigError(
-                f"--online trains EAGLE-3 heads with their own head matrix; {folder} has no lm_head.weight"
+                f"training goes on from EAGLE-3 heads with their own head matrix; {folder} has no lm_head.weight"
             )
         layers = draft.features.layers or (2, target.layers // 2, target.layers - 3)
         self.states = replace(self.states, layers=layers)
@@ -218,28 +232,3 @@ class PublishedEagle3(PublishedHead):
         own = {"fc.weight": fusion["fuse"].T, "norm.weight": params["norm"], "lm_head.weight": params["head"].T}
         own |= {name: fusion[param] for param, name in names.items() if param in fusion}
         return own | self.layer_tensors(params, stored)
-
-
-class PublishedMtp(PublishedHead):
-    """An MTP layer in any published layout; the target's own head reads its states."""
-
-    whole = False
-
-    def tensors(self, params: Mapping[str, Any], stored: set[str]) -> dict[str, Any]:
-        """MTP layers are not published, because their layouts differ too much."""
-        del params, stored
-        raise AssertionError("MTP layers are not published")
-
-
-def published_head(folder: Path, target: TargetCheckpoint, draft: DraftCheckpoint) -> PublishedHead:
-    """The head of a folder, to be trained further. draft: read from there. Raises ConfigError if it cannot be."""
-    kinds: dict[type, type[PublishedHead]] = {EagleHead: PublishedEagle, Eagle3Head: PublishedEagle3}
-    return kinds.get(type(draft.config.head), PublishedMtp)(folder, target, draft)
-
-
-def initial_head(algorithm: str, folder: Path, target: TargetCheckpoint) -> PublishedHead:
-    """A published head from which a training run starts. Raises ConfigError if it cannot."""
-    readers = {"EAGLE": eagle.read_eagle, "EAGLE3": eagle3.read_eagle3}
-    if algorithm not in readers:
-        raise ConfigError(f"--initial is for {' and '.join(readers)}; leave it out to train {algorithm} from nothing")
-    return published_head(folder, target, readers[algorithm](folder, target))

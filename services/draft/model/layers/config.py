@@ -114,6 +114,7 @@ class Experts:
     scaling:       of the weights
     shared_gate:   the shared expert's output is multiplied by the sigmoid of a gate
     joined:        published as one tensor of all experts
+    all_computed:  every expert computes, also those that no row has chosen, for training
     """
 
     count: int
@@ -127,6 +128,7 @@ class Experts:
     scaling: float = 1.0
     shared_gate: bool = False
     joined: bool = False
+    all_computed: bool = False
 
 
 @dataclass(frozen=True)

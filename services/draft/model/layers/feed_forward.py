@@ -17,7 +17,7 @@ def feed_forward(description: Mlp | Experts, layer: dict[str, Any], x: jax.Array
     if isinstance(description, Mlp):
         return _gated(x, layer, "gate_up", "down", description.activation)
     rows = x.reshape(-1, x.shape[-1])
-    mixed = _mix(rows, layer, *route(description, layer, rows), description.count)
+    mixed = _mix(rows, layer, *route(description, layer, rows), description)
     if description.shared:
         shared = _gated(rows, layer, "shared_gate_up", "shared_down")
         if description.shared_gate:
@@ -61,13 +61,14 @@ def _in_best_groups(description: Experts, wanted: jax.Array) -> jax.Array:
     return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(wanted.shape)
 
 
-def _mix(x: jax.Array, layer: dict[str, Any], chosen: jax.Array, weights: jax.Array, count: int) -> jax.Array:
+def _mix(x: jax.Array, layer: dict[str, Any], chosen: jax.Array, weights: jax.Array, description: Experts) -> jax.Array:
     """The weighted sum of the chosen experts' outputs for each row, [N, H].
 
     A loop over the experts that any row has chosen: their weights are read once, those of the others never. With the
     few rows of an expansion that is the whole cost of a step. Each expert computes all rows, which wastes work in
     prompt chunks.
     """
+    count = description.count
     used = jnp.zeros(count, bool).at[chosen.reshape(-1)].set(True)
     order = jnp.argsort(~used)  # used experts first
     share = jnp.zeros((len(x), count), jnp.float32).at[jnp.arange(len(x))[:, None], chosen].set(weights)
@@ -78,5 +79,6 @@ def _mix(x: jax.Array, layer: dict[str, Any], chosen: jax.Array, weights: jax.Ar
         output = product(jax.nn.silu(gate) * up, layer["experts_down"][expert])
         return total + share[:, expert, None] * output
 
-    total: jax.Array = lax.fori_loop(0, used.sum(), add, jnp.zeros(x.shape, jnp.float32))
+    turns = count if description.all_computed else used.sum()
+    total: jax.Array = lax.fori_loop(0, turns, add, jnp.zeros(x.shape, jnp.float32))
     return total.astype(x.dtype)

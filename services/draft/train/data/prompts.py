@@ -5,12 +5,14 @@ A file has one JSON object a line, with one of these keys:
     prompt      one user turn                           turns      several user turns
     text        a text to continue, without template    messages   a conversation that ends with a user turn
 
+or a rollout, whose answer is there (rollouts.py).
+
 A conversation that the target begins has an opening: the first words of the user turn, which name the kind of task. The
 target writes the rest of the turn, unless the opening quotes earlier answers (passages.py). Without openings a small
 model writes similar turns again and again.
 
 A job is one conversation at one temperature. Jobs come in passes over all conversations; every pass shuffles them, and
-gives each conversation another temperature. A greedy answer never changes, so it is requested once.
+gives each conversation another temperature. A greedy answer never changes, so it is requested once, as is a rollout.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
+from services.draft.train.data.rollouts import Rollout, is_rollout, read_rollout
 
 _KINDS = ("prompt", "text", "turns", "messages")
 _OPENINGS = Path(__file__).parent / "openings.txt"
@@ -38,6 +41,7 @@ class Conversation:
     opening:  the beginning of a user turn whose rest the target writes
     messages: earlier messages before `turns`, as (role, content)
     turns:    user turns, each followed by an answer; empty if the target begins the conversation
+    rollout:  prompt and answer, in place of all others
     """
 
     name: str
@@ -45,16 +49,17 @@ class Conversation:
     opening: str = ""
     messages: tuple[tuple[str, str], ...] = ()
     turns: tuple[str, ...] = ()
+    rollout: Rollout | None = None
 
     @property
     def chat(self) -> bool:
         """True if the conversation is rendered by the model's chat template."""
-        return not self.text
+        return not self.text and self.rollout is None
 
     @property
     def free(self) -> bool:
         """True if the target writes the user turn."""
-        return not self.text and not self.turns
+        return self.chat and not self.turns
 
 
 @dataclass(frozen=True)
@@ -112,9 +117,12 @@ def _conversation(line: bytes, where: str) -> Conversation:
         raise ConfigError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff) is not a character") from None
     except ValueError as error:
         raise ConfigError(f"{where}: not valid JSON: {error}") from None
+    if is_rollout(content):
+        rollout = read_rollout(content, where)
+        return Conversation(hashlib.sha256(rollout.content).hexdigest()[:16], rollout=rollout)
     kinds = [kind for kind in _KINDS if isinstance(content, dict) and kind in content]
     if len(kinds) != 1:
-        raise ConfigError(f"{where}: expected an object with one of {', '.join(_KINDS)}")
+        raise ConfigError(f"{where}: expected an object with one of {', '.join(_KINDS)}, or a rollout")
     value, kind = content[kinds[0]], kinds[0]
     name = hashlib.sha256(json.dumps([kind, value], sort_keys=True).encode()).hexdigest()[:16]
     if kind in ("prompt", "text"):
@@ -165,6 +173,8 @@ def jobs(
         for place, conversation in todo:
             temperature = temperatures[(place + number) % len(temperatures)]
             again = number >= len(temperatures) and not conversation.free
+            if conversation.rollout is not None and number:
+                continue
             if temperature == 0 and (again or (number and len(set(temperatures)) == 1 and not conversation.free)):
                 continue
             asked += 1

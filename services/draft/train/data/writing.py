@@ -75,7 +75,7 @@ async def write_answers(config: TrainConfig, store: Store, states: FeatureSpec, 
                     raise
                 log.warning("%s; unfinished answers are requested again", error.message)
                 await asyncio.sleep(1.0)
-    if store.token_count < limits.tokens:
+    if store.token_count < limits.tokens and not all(one.rollout for one in conversations):
         log.warning(
             "%d tokens were generated, not the %d of --tokens: either greedy answers to further prompts would only "
             "repeat, or --max-bytes is reached", store.token_count, limits.tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, c_bool, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_bool, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 
 from outrider import native
 from services.target.kernels.cpu import build
@@ -173,7 +173,10 @@ _SHAPE, _BATCH = POINTER(AttentionShape), POINTER(BatchView)
 _SIGNATURES: native.Signatures = {
     "weight_new": (c_void_p, (c_int32, c_int64, c_int64, c_int64)),
     "weight_free": (None, (c_void_p,)),
+    "weight_allocate": (None, (c_void_p,)),
+    "weight_place": (None, (c_void_p, c_void_p, c_void_p)),
     "weight_bytes": (c_int64, (c_void_p,)),
+    "checksum": (c_uint64, (c_void_p, c_int64)),
     "weight_memory": (None, (c_void_p, c_void_p)),
     "weight_pack": (None, (c_void_p, c_void_p, c_void_p, c_int64)),
     "weight_pack_quantized": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64)),

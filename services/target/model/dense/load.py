@@ -80,7 +80,7 @@ def load_dense(folder: Path, config: TargetConfig) -> Model | None:
     probe, means = _probe_of(settings, dtype), plan_self_speculation(config, module, None, source)
     runner = native.program_of(
         module, probe, cache_dtype, context_length, cpu_format(config.quantization), copied=means.copied,
-        prompt_lookup=means.prompt_lookup, head=means.head, source=source, checkpoint=checkpoint.fingerprint(folder),
+        prompt_lookup=means.prompt_lookup, head=means.head, source=source, origin=native.origin_of(folder, record),
     )  # fmt: skip
     STARTUP.done("packing weights")
     model = Model(
@@ -100,6 +100,7 @@ def load_dense(folder: Path, config: TargetConfig) -> Model | None:
         prompt_lookup=runner.prompt_lookup,
         kinds=runner.kinds,
         step_bytes=runner.weight_bytes,
+        mapped_bytes=runner.mapped_bytes,
     )
     self_check.check(model)
     STARTUP.done("checks")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from outrider.checkpoints.checkpoint import write_vocabulary
 from outrider.checkpoints.conversion import EXIT_DISK_FULL, content_of
 from outrider.checkpoints.disk import is_full
 from outrider.checkpoints.gguf.record import write_record
@@ -75,18 +76,35 @@ def convert(gguf: Path, folder: Path, console: Console) -> None:
         model.save_pretrained(folder, max_shard_size=_SHARD)
         phases.enter(_PHASES[3])
         _write_tokenizer(reader, gguf, folder, model.config, model.generation_config, console)
+    write_vocabulary(folder)
     _give_to_all(folder)
 
 
 def describe(gguf: Path, folder: Path, console: Console) -> None:
     """Write what `convert` writes, but for the weights, which stay in the file. Raises as `convert` does."""
+    from services.target.model.gguf import direct
+    from services.target.model.gguf.reader import HeaderReader, record_of
+
+    with Phases(gguf.name, _PHASES[3:], console) as phases:
+        phases.enter(_PHASES[3])
+        reader = HeaderReader(gguf)
+        try:
+            warning = direct.describe(reader, folder)
+        except direct.Unknown as reason:
+            console.print(f"{gguf.name}: described by transformers, because {reason}", markup=False, soft_wrap=True)
+            _describe_by_transformers(gguf, folder, console)
+        else:
+            _warn(gguf, warning, console)
+        write_record(folder, record_of(reader, gguf, content_of(gguf)))
+    write_vocabulary(folder)
+    _give_to_all(folder)
+
+
+def _describe_by_transformers(gguf: Path, folder: Path, console: Console) -> None:
     import torch
     import transformers
 
-    from services.target.model.gguf.reader import record_of
-
-    with Phases(gguf.name, _PHASES[3:], console) as phases, _opened(gguf) as (reader, config):
-        phases.enter(_PHASES[3])
+    with _opened(gguf) as (reader, config):
         auto_class: Any = transformers.AutoModelForCausalLM
         config.architectures = [auto_class._model_mapping[type(config)].__name__]
         config.dtype = torch.bfloat16
@@ -94,8 +112,11 @@ def describe(gguf: Path, folder: Path, console: Console) -> None:
         config.save_pretrained(folder)
         generation = transformers.GenerationConfig.from_model_config(config)
         _write_tokenizer(reader, gguf, folder, config, generation, console)
-        write_record(folder, record_of(reader, gguf, content_of(gguf)))
-    _give_to_all(folder)
+
+
+def _warn(gguf: Path, warning: str | None, console: Console) -> None:
+    if warning:
+        console.print(f"warning: {gguf.name}: {warning}", style="yellow", markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -118,6 +139,21 @@ def _write_tokenizer(
     reader: GGUFReader, gguf: Path, folder: Path, config: Any, generation: Any, console: Console
 ) -> None:
     """Write the tokenizer with its chat templates, and the settings of generation with the end-of-sequence ids."""
+    from services.target.model.gguf import direct
+    from services.target.model.gguf import metadata as gguf_metadata
+
+    try:
+        warning = direct.write_tokenizer(reader, config.model_type, folder)
+        own = gguf_metadata.field(reader, "tokenizer.ggml.eos_token_id")
+    except direct.Unknown:
+        warning, own = _write_tokenizer_by_transformers(reader, gguf, folder)
+    _warn(gguf, warning, console)
+    generation.eos_token_id = _eos_token_ids(config, own, gguf_metadata.end_token_ids(reader))
+    generation.save_pretrained(folder)
+
+
+def _write_tokenizer_by_transformers(reader: GGUFReader, gguf: Path, folder: Path) -> tuple[str | None, int | None]:
+    """Returns a warning for the user, or None, and the tokenizer's end-of-sequence id, or None."""
     import transformers
 
     from services.target.model.gguf import metadata as gguf_metadata
@@ -128,13 +164,11 @@ def _write_tokenizer(
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, **begin)
     if whole:
         tokenizer.backend_tokenizer.model.ignore_merges = True
-    if warning := gguf_pretokenizers.apply(reader, tokenizer):
-        console.print(f"warning: {gguf.name}: {warning}", style="yellow", markup=False, soft_wrap=True)
+    warning = gguf_pretokenizers.apply(reader, tokenizer)
     if templates := gguf_metadata.chat_templates(reader):
         tokenizer.chat_template = templates
     tokenizer.save_pretrained(folder)
-    generation.eos_token_id = _eos_token_ids(config, tokenizer, gguf_metadata.end_token_ids(reader))
-    generation.save_pretrained(folder)
+    return warning, tokenizer.eos_token_id
 
 
 def _give_to_all(folder: Path) -> None:
@@ -145,10 +179,10 @@ def _give_to_all(folder: Path) -> None:
         file.chmod(0o666 & ~mask)
 
 
-def _eos_token_ids(config: Any, tokenizer: Any, known: Set[int]) -> list[int]:
+def _eos_token_ids(config: Any, tokenizer: int | None, known: Set[int]) -> list[int]:
     """End-of-sequence ids of the configuration and the tokenizer, and further known ones."""
     configured = config.get_text_config().eos_token_id
-    ids = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id, *known}
+    ids = {*(configured if isinstance(configured, list) else [configured]), tokenizer, *known}
     return sorted(token for token in ids if token is not None)
 
 

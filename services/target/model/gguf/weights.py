@@ -128,7 +128,7 @@ class GgufWeights:
             return torch.from_numpy(np.array(gguf.quants.dequantize(raw, Type[tensor.kind])[0][which]))
         chosen = raw[which]
         if (number_format := stored_format(tensor.kind)) is not None:
-            packed = PackedWeight(len(chosen), tensor.shape[1], number_format)
+            packed = PackedWeight(len(chosen), tensor.shape[1], number_format, temporary=True)
             every = torch.arange(len(chosen))
             packed.fill_stored(every, torch.from_numpy(np.ascontiguousarray(chosen)), tensor.kind)
             return packed.rows(every)

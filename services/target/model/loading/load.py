@@ -101,7 +101,8 @@ def load(folder: Path, config: TargetConfig) -> Model:
     context_length = positions.context_length(module.config.get_text_config(), config.context_length)
     check_window(module, probe, context_length)
     STARTUP.done("checks")
-    runner = choose_runner(module, how, probe, planner, cache_dtype, context_length, config, device, source)
+    origin = None if source is None else native.origin_of(folder, record)
+    runner = choose_runner(module, how, probe, planner, cache_dtype, context_length, config, device, source, origin)
     STARTUP.done("packing weights")
     program = runner if isinstance(runner, native.ProgramRunner) else None
     model = Model(
@@ -121,6 +122,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
         prompt_lookup=program is not None and program.prompt_lookup,
         kinds={} if program is None else program.kinds,
         step_bytes=0 if program is None else program.weight_bytes,
+        mapped_bytes=0 if program is None else program.mapped_bytes,
     )
     self_check.check(model)
     if config.deterministic:

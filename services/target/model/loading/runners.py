@@ -34,10 +34,11 @@ def choose_runner(
     config: TargetConfig,
     device: torch.device,
     source: WeightSource | None = None,
+    origin: str | None = None,
 ) -> Runner:
     """The runner of a model. how: the arguments of `from_pretrained`. Raises ConfigError for its flags.
 
-    source: of the weights, if they are not in the module
+    source: of the weights, if they are not in the module. origin: as of native.program_of
     """
     reason: str | None = "it needs compiled kernels on a CPU, without --tp-size and --enable-torch-compile"
     if device.type == "cpu" and not config.enable_torch_compile:
@@ -47,7 +48,7 @@ def choose_runner(
         if reason is None:
             return native.program_of(
                 module, probe, cache_dtype, context_length, cpu_format(config.quantization), copied=means.copied,
-                prompt_lookup=means.prompt_lookup, head=means.head, source=source,
+                prompt_lookup=means.prompt_lookup, head=means.head, source=source, origin=origin,
             )  # fmt: skip
         assert source is None, "a description is loaded only if its model runs as a program"
         log.info("running module by module: %s", reason)

@@ -57,6 +57,9 @@ def check_vocabulary(folder: Path, vocab_size: int) -> None:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return
+    stored = checkpoint.stored_vocabulary(folder)
+    if stored is not None and stored.largest < vocab_size:
+        return
     outside = [token for token, i in checkpoint.vocabulary(folder).items() if i >= vocab_size]
     if outside:
         added = {entry["content"] for entry in checkpoint.load_json(file).get("added_tokens", [])}
@@ -73,7 +76,11 @@ def tokenizer_eos(folder: Path) -> int | None:
     files = (folder / "tokenizer_config.json", folder / "special_tokens_map.json")
     settings, beside = (checkpoint.load_json(file) if file.is_file() else {} for file in files)
     token = special_tokens(settings, beside).get("eos_token")
-    return None if token is None else checkpoint.vocabulary(folder).get(token)
+    if token is None:
+        return None
+    stored = checkpoint.stored_vocabulary(folder)
+    known = None if stored is None else stored.special.get(token)
+    return checkpoint.vocabulary(folder).get(token) if known is None else known
 
 
 def known_ids(own: Any, tokenizer: int | None, vocab_size: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from services.target.speculation.mode_selector import SpeculationMode
 from services.target.speculation.sources import local_eagle_head
 from services.target.step.programs import DraftTokenValue
 from tests.support.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
-from tests.support.draft.twin import Twin
+from tests.support.draft.twins.heads import Twin
 from tests.support.target.driving import engine_of, opening, run
 from tests.support.target.self_speculation import (
     LONG,

@@ -20,7 +20,7 @@ from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.sources import base, head_estimates
 from tests.support.checkpoints.heads import write_head, write_pair
 from tests.support.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
-from tests.support.draft.twin import Twin
+from tests.support.draft.twins.heads import Twin
 from tests.support.target.driving import CACHES, engine_of, load_model, opening, run, run_as_plain
 from tests.support.target.self_speculation import LAYERS, LONG, check_draft_tokens, drafting, with_head
 from tests.support.tiny import VOCAB

@@ -3,6 +3,7 @@
 
 #include "sampling/sampling.h"
 #include "attention/kv_move.h"
+#include "matrices/checksum.h"
 #include "matrices/invariant_product.h"
 #include "matrices/quantize.h"
 #include "matrices/stored_rows.h"
@@ -15,21 +16,27 @@ extern "C" {
 
 // --- weights ---
 
-// groups: of 64 inputs in a super-block; 1 for formats without
+// A weight without memory. groups: of 64 inputs in a super-block; 1 for formats without
 OwnWeight* outrider_weight_new(int32_t format, int64_t outputs, int64_t inputs, int64_t groups) {
-  return new OwnWeight(Format(format), outputs, inputs, groups);
+  return new OwnWeight(Weight(Format(format), outputs, inputs, groups));
+}
+// Gives it memory of its own, of zeros.
+void outrider_weight_allocate(OwnWeight* weight) { weight->allocate(); }
+// Gives it the caller's memory, which outlives it. scales: of int8 weights
+void outrider_weight_place(OwnWeight* weight, void* numbers, void* scales) {
+  weight->place(Buffer::view(numbers, weight->bytes()), Buffer::view(scales, weight->scale_bytes()));
 }
 void outrider_weight_free(OwnWeight* weight) { delete weight; }
-int64_t outrider_weight_bytes(const OwnWeight* weight) { return int64_t(weight->memory.bytes() + weight->scale_memory.bytes()); }
+int64_t outrider_weight_bytes(const OwnWeight* weight) { return weight->bytes() + weight->scale_bytes(); }
 
-// The weight's memory, which may be read and written as a whole. parts: address and bytes of the numbers, then of the scales
-void outrider_weight_memory(OwnWeight* weight, int64_t* parts) {
-  const Buffer* memories[] = {&weight->memory, &weight->scale_memory};
-  for (int i = 0; i < 2; ++i) {
-    parts[2 * i] = reinterpret_cast<int64_t>(memories[i]->as<char>());
-    parts[2 * i + 1] = int64_t(memories[i]->bytes());
-  }
+// The weight's memory. parts: address (0 without memory) and bytes of the numbers, then of the scales
+void outrider_weight_memory(const OwnWeight* weight, int64_t* parts) {
+  parts[0] = reinterpret_cast<int64_t>(weight->memory.as<char>());
+  parts[1] = weight->bytes();
+  parts[2] = reinterpret_cast<int64_t>(weight->scale_memory.as<char>());
+  parts[3] = weight->scale_bytes();
 }
+uint64_t outrider_checksum(const void* from, int64_t bytes) { return checksum(static_cast<const char*>(from), bytes); }
 
 // source: [count, inputs], float32 or bfloat16 by the weight's format; outputs: [count], their output indices
 void outrider_weight_pack(OwnWeight* weight, const void* source, const int64_t* outputs, int64_t count) {

@@ -65,44 +65,67 @@ def stored_format(ggml_type: str) -> Format | None:
     return _GGUF.get(ggml_type)
 
 
-_QUANTIZED = (Format.INT8, Format.INT4)  # by us, which takes longer than reading them
+_PLAIN = (Format.FLOAT32, Format.BFLOAT16)  # packed as fast as they are copied
 
 
 class PackedWeight:
-    """A packed weight in the kernels' memory.
+    """A packed weight, in memory of its own or in a mapped file of packed weights.
 
-    handle: its address. restored: it was read from a file of packed weights, so that filling it does nothing
+    restored: it lies in the file, so that filling it does nothing
     """
 
     def __init__(
-        self, outputs: int, inputs: int, number_format: Format, *, rough: bool = False, groups: int = GGUF_GROUPS
+        self,
+        outputs: int,
+        inputs: int,
+        number_format: Format,
+        *,
+        rough: bool = False,
+        groups: int = GGUF_GROUPS,
+        temporary: bool = False,
     ) -> None:
         """rough: quantize int4 with one candidate scale instead of searching for the smallest error.
 
-        groups: of 64 inputs in a super-block, for K formats
+        groups: of 64 inputs in a super-block, for K formats. temporary: not for a file of packed weights
         """
         functions = library.load()
         self._steps = torch.tensor(STEPS[:1] if rough else STEPS, dtype=torch.int32)
         self.outputs, self.inputs, self.format = outputs, inputs, number_format
         self.groups = groups if number_format in _UNITS else 1
-        self.handle: int = functions.outrider_weight_new(number_format, outputs, inputs, self.groups)
-        freed_with(self, functions.outrider_weight_free, self.handle)
-        self.restored = self._asked = False
+        self._handle: int = functions.outrider_weight_new(number_format, outputs, inputs, self.groups)
+        freed_with(self, functions.outrider_weight_free, self._handle)
+        self.restored, self._placed = False, False
+        self._asks = number_format not in _PLAIN and not temporary
+        self._file: object = None  # the mapped file that it lies in
+
+    @property
+    def handle(self) -> int:
+        """Its address. It has memory from now on."""
+        if not self._placed:
+            self._placed = True
+            library.load().outrider_weight_allocate(self._handle)
+        return self._handle
+
+    def memory(self) -> list[packed_file.Part]:
+        """As of packed_file.Restorable."""
+        parts = (ctypes.c_int64 * 4)()
+        library.load().outrider_weight_memory(self._handle, parts)
+        return [(parts[0], parts[1]), (parts[2], parts[3])]
 
     def restore(self) -> bool:
-        """Read the weight from the file of packed weights, if there is one. True if it was read."""
-        if self.format in _QUANTIZED and not self._asked and (file := packed_file.active()) is not None:
-            self._asked = True
-            parts = (ctypes.c_int64 * 4)()
-            library.load().outrider_weight_memory(self.handle, parts)
-            name = f"{self.format.name} {self.outputs} x {self.inputs}, {len(self._steps)} steps"
-            file.take(self, name, (parts[0], parts[1]), (parts[2], parts[3]))
+        """Take the weight from the file of packed weights, if there is one. True if the file has it."""
+        if self._asks and not self._placed and (file := packed_file.active()) is not None:
+            self._asks = False
+            name = f"{self.format.name} {self.outputs} x {self.inputs}, {self.groups} groups, {len(self._steps)} steps"
+            if (addresses := file.take(self, name)) is not None:
+                library.load().outrider_weight_place(self._handle, *addresses)
+                self._file, self._placed, self.restored = file.mapped, True, True
         return self.restored
 
     @property
     def bytes(self) -> int:
         """Bytes that a step reads."""
-        return int(library.load().outrider_weight_bytes(self.handle))
+        return int(library.load().outrider_weight_bytes(self._handle))
 
     def fill(self, outputs: Tensor, weight: Tensor) -> None:
         """Pack some outputs. outputs: [n] int64, their indices; weight: [n, inputs], floating point."""
@@ -138,10 +161,13 @@ class PackedWeight:
         assert stored_format(ggml_type) == self.format, "each GGUF type has its block format"
         assert self.groups == (GGUF_GROUPS if self.format in _UNITS else 1), "GGUF has super-blocks of 256"
         assert rows.dtype == torch.uint8, "rows are bytes"
+        if self.restore():
+            return
         rows, outputs = rows.contiguous(), outputs.contiguous()
-        library.load().outrider_weight_pack_gguf(
-            self.handle, rows.data_ptr(), rows.shape[1], outputs.data_ptr(), len(outputs), torch.get_num_threads()
-        )
+        with packed_file.computing():
+            library.load().outrider_weight_pack_gguf(
+                self.handle, rows.data_ptr(), rows.shape[1], outputs.data_ptr(), len(outputs), torch.get_num_threads()
+            )
 
     def fill_blocks(
         self,
@@ -166,9 +192,12 @@ class PackedWeight:
         found = [None if part is None else (part.dtype, tuple(part.shape)) for part in kept]
         assert found == expected, f"a {self.format.name} weight has parts {expected}, not {found}"
         outputs = outputs.contiguous()
-        library.load().outrider_weight_pack_arrays(
-            self.handle, ctypes.byref(rows), outputs.data_ptr(), len(outputs), torch.get_num_threads()
-        )
+        if self.restore():
+            return
+        with packed_file.computing():
+            library.load().outrider_weight_pack_arrays(
+                self.handle, ctypes.byref(rows), outputs.data_ptr(), len(outputs), torch.get_num_threads()
+            )
 
     def _shapes(self, count: int) -> list[tuple[torch.dtype, tuple[int, int]] | None]:
         """Types and shapes of the parts of `fill_blocks`, which are None where the format has none."""

@@ -6,6 +6,8 @@ many bytes of the head.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -29,12 +31,19 @@ class PrunedHead:
         self.narrow_norms = torch.zeros_like(self.error_norms)
         self.restored = self._asked = False
 
+    def memory(self) -> list[packed_file.Part]:
+        """As of packed_file.Restorable: of the norms."""
+        return [(norm.data_ptr(), norm.nbytes) for norm in (self.error_norms, self.narrow_norms)]
+
     def restore(self) -> bool:
-        """Read the head from the file of packed weights, if there is one. True if it was read."""
+        """Take the head from the file of packed weights, if there is one. True if the file has it."""
         if not self._asked and (file := packed_file.active()) is not None:
             self._asked = True
-            norms = ((norm.data_ptr(), norm.nbytes) for norm in (self.error_norms, self.narrow_norms))
-            file.take(self, f"norms of a head, {self.weight.outputs} x {self.weight.inputs}", *norms)
+            name = f"norms of a head, {self.weight.outputs} x {self.weight.inputs}"
+            if (addresses := file.take(self, name)) is not None:
+                for address, (own, size) in zip(addresses, self.memory(), strict=True):
+                    ctypes.memmove(own, address, size)
+                self.restored = True
         return self.weight.restore() and self.restored
 
     def fill(self, outputs: Tensor, weight: Tensor) -> None:

@@ -6,7 +6,7 @@ import ssl
 from dataclasses import dataclass
 from typing import ClassVar
 
-from outrider.config.tls import TlsOptions
+from outrider.config.access.tls import TlsOptions
 from outrider.service_token import check_exposure, read_token
 from outrider.tls import ServerTls
 

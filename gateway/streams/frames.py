@@ -1,9 +1,10 @@
-"""Batches of frames, joined and split by session as bytes, without an object per token."""
+"""Outgoing frames: when one is due, and batches, joined and split by session as bytes, without an object per token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 from outrider.speculation.proposal import Proposal
 from outrider.wire import codec
@@ -14,11 +15,45 @@ Key = TypeVar("Key", bound=Hashable)
 
 # Bytes of opens per frame: a service that comes back gets many sessions at once, and frames have a size limit.
 _OPEN_BYTES = 16 << 20
+_MAX_DELAY = 0.5  # seconds for which messages that are not urgent are gathered
 
 _FIELDS: dict[type, tuple[str, ...]] = {
     kind: tuple(field.name for field in kind.DESCRIPTOR.fields)
     for kind in (common_pb2.ProposalBatch, common_pb2.CommitBatch, common_pb2.FeatureBatch)
 }
+
+
+class FrameSignal:
+    """Wakes the writer of a stream, at once or after a delay in which more messages may arrive."""
+
+    def __init__(self) -> None:
+        self._set = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """True if a frame is due now."""
+        return self._set.is_set()
+
+    def set(self) -> None:
+        """A message is waiting."""
+        self._set.set()
+
+    def set_later(self) -> None:
+        """A message is waiting that is not urgent."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_MAX_DELAY, self.set)
+
+    def clear(self) -> None:
+        """The frame is about to be taken."""
+        self._set.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def wait(self) -> Awaitable[Any]:
+        """Completes when a frame is due."""
+        return self._set.wait()
 
 
 def join(batches: Sequence[Batch]) -> Batch | None:
