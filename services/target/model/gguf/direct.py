@@ -145,12 +145,10 @@ def _tokenizer(reader: GGUFReader, kind: str) -> _Made:
     made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
     plain = [token for token, of in zip(tokens, types, strict=False) if of == _USER_DEFINED and token in bare.names]
     made.add_tokens([AddedToken(token, normalized=False, special=False) for token in plain])
-    settings = _settings(reader, kind, tokens, begins=bare.begins)
+    settings = _settings(reader, kind, tokens)
     named = [*bare.special, *(settings[name] for name in _SPECIAL if settings[name] is not None)]
     made.add_special_tokens([AddedToken(token, special=True) for token in named if token not in {*control, *plain}])
-    made.post_processor = _beginning(settings, made)
-    if bare.begins and model == "llama" and field(reader, "tokenizer.ggml.add_bos_token") is None:
-        del settings["add_bos_token"]  # of pieces the post-processor alone says it
+    made.post_processor = _around(reader, settings, made, begins=bare.begins)
     return _Made(made, settings, bare.warning)
 
 
@@ -219,25 +217,24 @@ def _halves(piece: str, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
-def _settings(reader: GGUFReader, kind: str, tokens: list[str], *, begins: bool) -> dict[str, Any]:
-    """The content of tokenizer_config.json. begins: texts do, with a token, unless the file denies it."""
+def _settings(reader: GGUFReader, kind: str, tokens: list[str]) -> dict[str, Any]:
+    """The content of tokenizer_config.json."""
     found: dict[str, Any] = {"backend": "tokenizers", "is_local": True, "local_files_only": False,
                              "model_max_length": _NO_LIMIT, "tokenizer_class": _TOKENIZERS[kind]}  # fmt: skip
     for ours, theirs in _SPECIAL.items():
         index = field(reader, f"tokenizer.ggml.{theirs}_token_id")
         found[ours] = None if index is None else tokens[index]
-    for name in ("add_bos_token", "add_eos_token"):
-        stated = field(reader, f"tokenizer.ggml.{name}")
-        if stated or (stated is None and begins and name == "add_bos_token"):
-            found[name] = True
     return found
 
 
-def _beginning(settings: dict[str, Any], tokenizer: Tokenizer) -> processors.TemplateProcessing:
-    """What adds the first and the last token of a text."""
-    first, last = (
-        settings[f"{name}_token"] if settings.get(f"add_{name}_token") else None for name in ("bos", "eos")
-    )  # fmt: skip
+def _around(
+    reader: GGUFReader, settings: Mapping[str, Any], tokenizer: Tokenizer, *, begins: bool
+) -> processors.TemplateProcessing:
+    """What adds the first and the last token of a text. begins: texts do, with a token, unless the file denies it."""
+    stated = {name: field(reader, f"tokenizer.ggml.add_{name}_token") for name in ("bos", "eos")}
+    if stated["bos"] is None:
+        stated["bos"] = begins
+    first, last = (settings[f"{name}_token"] if adds else None for name, adds in stated.items())
 
     def around(text: str, part: int) -> list[str]:
         begin = [] if first is None else [f"{first}:{part}"]
