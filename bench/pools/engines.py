@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench.streams.fakes import VOCAB, CountingSequence, LockstepDraft, LockstepEngine, serve_draft, serve_target
 from outrider.serving.features import FeatureBlock, FeatureSpec
@@ -32,7 +33,7 @@ def prompt_of(number: int) -> list[int]:
     return [number // VOCAB % VOCAB, number % VOCAB]
 
 
-def number_of(tokens: Sequence[int]) -> int:
+def number_of(tokens: Sequence[int] | NDArray[np.uint32]) -> int:
     """The number of a prompt."""
     return int(tokens[0]) * VOCAB + int(tokens[1])
 

@@ -27,17 +27,18 @@ _SAMPLES = 0.1  # seconds between two looks at where the sessions are
 class Sizes:
     """What is measured.
 
-    points: targets, drafts and sessions of the windows of one gateway. loads: sessions with which a limited gateway is
-    measured. counts: numbers of limited gateways, at the most of these sessions. changing: sessions during changes.
-    step, draft_step: of the engines, in ms. tokens: of an answer. row_bytes: of hidden states, a token. settle: seconds
-    around a change
+    points: targets, drafts and sessions of the windows of one gateway. limited, loads: targets and drafts, and
+    sessions, with which a limited gateway is measured. counts: numbers of limited gateways, at the most of these
+    sessions. changing: sessions during changes. sharing: sessions on unequal targets. step, draft_step: of the engines,
+    in ms. tokens: of an answer. row_bytes: of hidden states, a token. settle: seconds around a change
     """
 
     points: Sequence[tuple[int, int, int]] = (
         (1, 1, 1), (1, 1, 8), (1, 1, 64), (1, 8, 64), (2, 1, 64), (2, 2, 64), (4, 4, 256), (8, 1, 256), (8, 8, 256),
         (8, 8, 512),
     )  # fmt: skip
-    loads: Sequence[int] = (16, 64, 128, 256)
+    limited: tuple[int, int] = (4, 4)
+    loads: Sequence[int] = (32, 64, 128, 256)
     counts: Sequence[int] = (2, 3)
     changing: int = 32
     sharing: int = 56
@@ -96,7 +97,8 @@ def saturation(sizes: Sizes, members: Sequence[Replica], cores: float) -> Iterat
     """Gateways that have a share of a core each; 0 for no limit. The last row is one gateway with two processes."""
     systems = [(1, 1, sizes.loads), *((count, 1, sizes.loads[-1:]) for count in sizes.counts), (1, 2, sizes.loads[-1:])]
     for count, workers, loads in systems:
-        with gateways(members, count, workers=workers, cores=workers * cores) as running:
+        pools = first_of(members, *sizes.limited)
+        with gateways(pools, count, workers=workers, cores=workers * cores) as running:
             for sessions in loads:
                 seen = uvloop.run(window(running, sessions, sizes.tokens, sizes.seconds))
                 row = {"gateways": count, "processes each": workers, "sessions": sessions}

@@ -6,8 +6,8 @@ what a commit of a session costs. Frames of one step are as many as its sessions
     target ──1──► gateway ──E──► drafts        E: different drafts of the sessions that the gateway has on the target
     target ◄──E── gateway ◄──e── drafts        e: as many, or fewer where a draft's step answers several targets' steps
 
-So large pools cost many frames with few sessions in each, and groups of gateways with a part of the pools each cost
-fewer.
+That is the most. A gateway whose streams are busy merges what is for the same replica, down to one frame in each
+direction for a step; measured numbers lie between. Both bounds are reckoned.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Plan:
 @dataclass(frozen=True)
 class Reckoned:
     """Bytes per second. target_out, draft_out: of a replica to all gateways; target_in, draft_in: from all gateways.
-    gateway: what a gateway process receives, and sends, on all of its streams; stream: the same of one target's.
-    gateways: processes; None if no number is enough. busy: share of a core that each uses
+    fewest, most: gateway processes, with frames merged and frames spread; None if no number is enough. gateway: what
+    each of the fewest receives, and sends, on all of its streams; stream: the same of one target's
     """
 
     target_in: float
@@ -79,8 +79,8 @@ class Reckoned:
     draft_out: float
     gateway: float
     stream: float
-    gateways: int | None
-    busy: float
+    fewest: int | None
+    most: int | None
 
 
 def reckon(costs: Costs, plan: Plan, utilization: float = UTILIZATION) -> Reckoned:
@@ -89,8 +89,11 @@ def reckon(costs: Costs, plan: Plan, utilization: float = UTILIZATION) -> Reckon
     features = plan.row_bytes * plan.accept_length * plan.commits
     a_draft = plan.targets / plan.drafts  # targets that each draft drafts for
     counts = range(plan.groups, MAX_GATEWAYS + 1, plan.groups)
-    count = next((n for n in counts if busy(costs, plan, n) <= utilization), None)
-    used = count or counts[-1]
+    fewest, most = [
+        next((n for n in counts if busy(costs, plan, n, merged=merged) <= utilization), None)
+        for merged in (True, False)
+    ]
+    used = fewest or counts[-1]
     of_target = commits + proposals + features
     return Reckoned(
         target_in=proposals,
@@ -99,26 +102,33 @@ def reckon(costs: Costs, plan: Plan, utilization: float = UTILIZATION) -> Reckon
         draft_out=a_draft * proposals,
         gateway=plan.targets * of_target / used,
         stream=of_target * plan.groups / used,
-        gateways=count,
-        busy=busy(costs, plan, used),
+        fewest=fewest,
+        most=most,
     )
 
 
-def busy(costs: Costs, plan: Plan, gateways: int) -> float:
-    """Share of a core that each gateway uses. gateways: of all groups together."""
+def busy(costs: Costs, plan: Plan, gateways: int, *, merged: bool) -> float:
+    """Share of a core that each gateway uses. gateways: of all groups together. merged: as of `frames`"""
     commits = plan.targets * plan.commits / gateways
     states = plan.accept_length * plan.row_bytes * costs.feature_byte
-    return frames(plan, gateways) * costs.frame + commits * (costs.commit + states)
+    return frames(plan, gateways, merged=merged) * costs.frame + commits * (costs.commit + states)
 
 
-def frames(plan: Plan, gateways: int) -> float:
-    """Frames per second that each gateway sends and receives. gateways: of all groups together."""
+def frames(plan: Plan, gateways: int, *, merged: bool) -> float:
+    """Frames per second that each gateway sends and receives. gateways: of all groups together.
+
+    merged: one frame in each direction of a stream for a step; else one for each target and draft that have sessions in
+    common
+    """
     sessions = plan.sessions * plan.groups / gateways  # that a gateway has on a target
     targets, drafts = plan.targets / plan.groups, plan.drafts / plan.groups
     steps = targets / plan.step
     spread = drafts * (1 - (1 - 1 / drafts) ** sessions) if drafts > 1 else min(1.0, sessions)
-    from_drafts = min(steps * spread, drafts / plan.draft_step)
-    return steps * (min(1.0, sessions) + 2 * spread) + from_drafts
+    most = steps * (min(1.0, sessions) + 2 * spread) + min(steps * spread, drafts / plan.draft_step)
+    if not merged:
+        return most
+    with_sessions = targets * min(1.0, sessions) + drafts * min(1.0, sessions * targets / drafts)
+    return min(most, 2 * with_sessions / plan.step)
 
 
 def costs_of(windows: Sequence[Mapping[str, Any]], with_features: Sequence[Mapping[str, Any]] = ()) -> Costs:

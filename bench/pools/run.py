@@ -28,7 +28,7 @@ SHOWN = (
     "longest pause, ms", "Jain",
 )  # fmt: skip
 _TINY = Sizes(
-    points=((2, 2, 8),), loads=(4,), counts=(2,), changing=8, sharing=14, step=10.0, draft_step=2.0,
+    points=((2, 2, 8),), limited=(2, 2), loads=(4,), counts=(2,), changing=8, sharing=14, step=10.0, draft_step=2.0,
     tokens=64, row_bytes=64, seconds=0.5, settle=0.2, rounds=1,
 )  # fmt: skip
 _TITLES = {
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--step-ms", type=positive_float, help="step of a target, in ms (default: 50)")
     parser.add_argument("--seconds", type=positive_float, help="of each window (default: 3)")
     parser.add_argument("--rounds", type=positive_int, help="of joins and losses (default: 3)")
-    parser.add_argument("--gateway-cores", type=float, default=0.25, metavar="SHARE",
+    parser.add_argument("--gateway-cores", type=float, default=0.2, metavar="SHARE",
                         help="share of a core of each gateway process in the part `gateways`, so that it saturates "
                         "before this machine; needs root; 0: no limit")  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="small pools and short windows")
@@ -129,7 +129,8 @@ def _notes(sizes: Sizes, cores: float) -> list[str]:
         "engines: tokens/s over those of engines that never wait; accept length: tokens of a commit; Jain: index of "
         "the sessions' tokens, 1 if all have equally many",
         "Gateway cores and µs/token: processor time of all gateways, for requests and all; busy: of its limit",
-        f"Where a gateway saturates: all {sizes.most[0]} targets and {sizes.most[1]} drafts; {limit}",
+        f"Where a gateway saturates: {sizes.limited[0]} targets and {sizes.limited[1]} drafts; {limit}. Proposals that "
+        "a busy gateway relays late cost accept length, and so more commits a token",
         f"Joins and losses: 2 targets, 2 drafts, {sizes.changing} sessions with answers of {sizes.tokens // 2} tokens; "
         f"medians and maxima of {sizes.rounds} rounds. First token: until a client has one that came through the "
         "replica, or with the help of its proposals; of one that serves again, from its readiness on. Reported: until "

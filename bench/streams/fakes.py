@@ -225,7 +225,8 @@ class _Draft(draft_pb2_grpc.DraftServiceServicer):
 
     async def GetFusion(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: ARG002, N802
         """No fusion layer: the target sends its states as they are."""
-        for part in ():
+        parts: tuple[Any, ...] = ()
+        for part in parts:
             yield part
 
     async def Propose(self, request_iterator: Any, context: Any) -> None:  # noqa: ARG002, N802

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
 
+from gateway.orchestration.orchestrator import Orchestrator
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from outrider.errors import ConfigError, InvalidRequest, OutriderError, Unavailable, from_grpc_code
+from outrider.wire.v1 import draft_pb2, draft_pb2_grpc, target_pb2_grpc
 
+CALL_TIMEOUT = 60.0  # seconds; a step may be running
 _SILENCE = 60.0  # seconds in which a client that sends a body must send more
 _PART_BYTES = 1 << 20
 
@@ -30,6 +33,48 @@ def raise_first(results: Sequence[Any]) -> None:
     for result in results:
         if isinstance(result, BaseException):
             raise result
+
+
+class Services:
+    """The replicas of a model, called together."""
+
+    def __init__(self, orchestrator: Orchestrator) -> None:
+        self.orchestrator = orchestrator
+
+    @property
+    def targets(self) -> list[TargetLink]:
+        """A copy, because targets come and go while they are called."""
+        return list(self.orchestrator.targets)
+
+    def some_targets(self) -> list[TargetLink]:
+        """All targets. Raises Unavailable if there is none, because no target would have the new weights."""
+        if not (targets := self.targets):
+            raise Unavailable("the pool of targets is empty; add one with POST /workers first")
+        return targets
+
+    async def call_targets(self, call: Callable[[Any], Awaitable[Any]]) -> list[Any]:
+        """The results of all targets. Raises the first error, once all have answered."""
+        results = await asyncio.gather(*(self.call_target(t, call) for t in self.targets), return_exceptions=True)
+        raise_first(results)
+        return results
+
+    async def call_target(self, target: TargetLink, call: Callable[[Any], Awaitable[Any]]) -> Any:
+        """The result of one. Raises InvalidRequest, Unavailable."""
+        return await call_replica(target, target_pb2_grpc.TargetServiceStub, call)
+
+    async def flush_drafts(self, request: draft_pb2.FlushDraftRequest) -> list[Any]:
+        """Results of the call on each draft that is up; the others get it when they reconnect."""
+
+        def flush(stub: Any) -> Any:
+            return stub.FlushDraft(request, timeout=CALL_TIMEOUT)
+
+        calls: list[Coroutine[Any, Any, Any]] = []
+        for draft in list(self.orchestrator.drafts):
+            if draft.up:
+                calls.append(call_replica(draft, draft_pb2_grpc.DraftServiceStub, flush))
+            else:
+                draft.flush_later(request)
+        return await asyncio.gather(*calls, return_exceptions=True)
 
 
 def _error_of(link: TargetLink | DraftLink, error: grpc.aio.AioRpcError) -> OutriderError:

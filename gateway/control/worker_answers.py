@@ -13,8 +13,8 @@ def answers_for(generator: Generator, control: Control) -> Answers:
     return {
         "abort": lambda asked: generator.abort(*asked),
         "abort_all": lambda _: generator.abort_all(),
-        "weights": control.adopt_weights,
-        "targets_up": lambda _: control.targets_up(),
+        "weights": control.weights.adopt,
+        "targets_up": lambda _: control.weights.targets_up(),
         "pause": control.adopt_pause,
         "running": lambda _: generator.running,
     }

@@ -75,7 +75,7 @@ class SglangFacade(Facade, sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  
         """Facts about the model."""
         del request
         async with self._call(context) as backend:
-            return pb.GetModelInfoResponse(**model_facts(backend), weight_version=backend.control.weight_version)
+            return pb.GetModelInfoResponse(**model_facts(backend), weight_version=backend.control.weights.version)
 
     async def GetServerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Facts about the gateway and its targets."""

@@ -3,10 +3,12 @@
 import base64
 import re
 import tomllib
+from dataclasses import replace
 
 import pytest
 import yaml
 
+from gateway.process.models_file import model_configs
 from gateway.telemetry.metrics import Metrics
 from outrider.service_token import read_token
 from outrider.wire.v1 import common_pb2
@@ -17,6 +19,7 @@ from tests.support.outrider.chart import (
     ROOT,
     VALUES,
     config_of,
+    container_of,
     of_kind,
     render,
     rendered,
@@ -29,6 +32,8 @@ from tests.support.outrider.chart import (
 
 helm = pytest.importorskip("helm_python", reason="Helm is missing; `make chart` installs it and runs these tests")
 
+PORTS = {"target": 30010, "draft": 30020}
+COMPONENT = "app.kubernetes.io/component"
 every_chart = pytest.mark.parametrize("values", VALUES)
 
 
@@ -38,17 +43,19 @@ def test_gateways_find_the_services_and_nothing_else_does(values):
     services, policies = of_kind(objects, "Service"), of_kind(objects, "NetworkPolicy")
     assert services.keys() == present.keys()
     pods = {component: template["metadata"]["labels"] for component, node, template in templates(values) if not node}
-    config = next(config_of(*one) for one in templates(values) if one[0] == "gateway")
+    config = next((config_of(*one) for one in templates(values) if one[0] == "gateway"), None)
     for name in ("target", "draft"):
-        addresses = [one for one in getattr(config, name) if one.startswith("dns:")]
+        if config is not None:
+            addresses = [one for one in getattr(config, name) if one.startswith("dns:")]
+            here = [f"dns:{services[name]['metadata']['name']}:{PORTS[name]}"] if name in present else []
+            assert config.models or addresses == here
         if name not in present:
-            assert addresses == []
             continue
         service = services[name]["spec"]
         (port,) = service["ports"]
+        assert port["port"] == PORTS[name]
         assert service["clusterIP"] == "None"
         assert "publishNotReadyAddresses" not in service
-        assert addresses == [f"dns:{services[name]['metadata']['name']}:{port['port']}"]
         assert config_of(*next(one for one in templates(values) if one[0] == name)).listen.endswith(f":{port['port']}")
         assert service["selector"].items() - {(LEADER, "0")} <= pods[name].items()
         assert [component for component in pods if selector_of(values, name).items() <= pods[component].items()] == [
@@ -57,13 +64,42 @@ def test_gateways_find_the_services_and_nothing_else_does(values):
         allowed = policies[name]["spec"]["ingress"][0]
         assert policies[name]["spec"]["podSelector"] == {"matchLabels": selector_of(values, name)}
         assert allowed["ports"] == [{"port": "grpc", "protocol": "TCP"}]
-        gateways = {"podSelector": {"matchLabels": selector_of(values, "gateway")}}
+        gateways = {"podSelector": {"matchLabels": {**selector_of(values, name), COMPONENT: "gateway"}}}
         others = values_of(values).get("networkPolicy", {}).get("serviceClients", [])
         assert allowed["from"] == [gateways, *others]
-    assert services["gateway"]["spec"].get("type") == "ClusterIP"
+    if config is not None:
+        assert services["gateway"]["spec"]["type"] == "ClusterIP"
     for component, one in workloads(values).items():
         if one["kind"] != "LeaderWorkerSet":
             assert one["spec"]["selector"]["matchLabels"] == selector_of(values, component)
+
+
+def test_a_gateway_of_several_models_has_their_file(tmp_path):
+    """Pools of releases of their own, which let it in and scale by its metrics."""
+    (gateway,) = templates("models")
+    config = config_of(*gateway)
+    (mount,) = (one for one in container_of(gateway[2])["volumeMounts"] if one["name"] == "models")
+    (volume,) = (one for one in gateway[2]["spec"]["volumes"] if one["name"] == "models")
+    (files,) = (one for one in rendered("models") if one["kind"] == "ConfigMap")
+    assert volume["configMap"]["name"] == files["metadata"]["name"]
+    ((name, text),) = files["data"].items()
+    assert config.models == f"{mount['mountPath']}/{name}"
+    (tmp_path / name).write_text(text)
+    first, second = model_configs(replace(config, models=str(tmp_path / name)))
+    assert first.target == ("dns:qwen-outrider-target:30010",)
+    assert second.served_model_name == ("meta-llama/Llama-3.1-8B-Instruct",)
+    before = gateway[2]["metadata"]["annotations"]
+    later = values_of("models") | {"gateway": {"models": text.replace("qwen", "other")}}
+    (other,) = (one for one in render(later) if one["kind"] == "Deployment")
+    annotations = other["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["outrider/models"] != before["outrider/models"]  # the file is read at the start alone
+    assert before["example.com/team"] == "llm"
+    scalers = of_kind(rendered("pool"), "HorizontalPodAutoscaler")
+    assert scalers.keys() == {"target", "draft"}
+    for scaler in scalers.values():
+        (metric,) = scaler["spec"]["metrics"]
+        labels = {"job": "shared-outrider-gateway", "model": "qwen3-8b"}
+        assert metric["external"]["metric"]["selector"] == {"matchLabels": labels}
 
 
 @every_chart
@@ -190,6 +226,7 @@ def test_an_ingress_names_hosts_that_the_gateway_accepts():
         ({"target": {"accelerator": "tpu"}}, "accelerator"),
         ({"draft": {"algorithm": "EAGLE4"}}, "algorithm"),
         ({"target": {"tensorParallel": 3, "nodes": 2}}, "must divide"),
+        ({"gateway": {"models": "[a]"}}, "set target.enabled and draft.enabled to false"),
         ({"target": {"tensorParallel": 2, "nodes": 2, "cache": {"kind": "perReplica"}}}, "perReplica"),
         ({"draft": {"cache": {"kind": "claim"}}}, "draft.cache.existingClaim"),
         ({"tls": {"services": {"enabled": True}}}, "tls.services.existingSecret"),

@@ -52,7 +52,12 @@ class RayCluster:
 
     def stop(self):
         self.cluster.shutdown()
-        shutil.rmtree(self.folder, ignore_errors=True)
+
+        def removed():  # processes that are ending write their last lines
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return not self.folder.exists()
+
+        until(removed)
 
     def outrider(self, verb, *flags, seconds=240, code=0, **environment):
         """Run `outrider ray`. Returns its standard output and its standard error."""

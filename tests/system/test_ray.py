@@ -21,6 +21,9 @@ from tests.support.tiny import write_model, write_tokenizer
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(600),
+    # Of Ray's own code in this process, which leaves files and processes to the garbage collector.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason='needs ray: pip install "outrider[ray]"'),
 ]
 

@@ -11,6 +11,7 @@ import orjson
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import ClientDisconnect
 
 from gateway.api.requests.fields import Count, Items
 from outrider.errors import InvalidRequest
@@ -127,11 +128,20 @@ class DistributedBody(UpdateBody, GroupBody):
         )  # fmt: skip
 
 
+async def parts_of(request: Request) -> AsyncIterator[bytes]:
+    """The body in parts. Raises InvalidRequest if its sender goes away."""
+    try:
+        async for part in request.stream():
+            yield part
+    except ClientDisconnect:
+        raise InvalidRequest("the connection ended before all tensors had arrived, so nothing has changed") from None
+
+
 async def tensor_body(request: Request, max_update_bytes: int) -> TensorBody:
     """The parsed body. max_update_bytes: of a pickle. Raises InvalidRequest, RequestValidationError."""
     limit = 2 * max_update_bytes + _MAX_JSON  # base64 takes four letters for three bytes
     content = bytearray()
-    async for part in request.stream():
+    async for part in parts_of(request):
         content += part
         if len(content) > limit:
             raise InvalidRequest(

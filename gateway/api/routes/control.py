@@ -129,7 +129,7 @@ def install(app: FastAPI, models: Models, keys: Keys) -> None:
     async def weight_version(model: Serving = named) -> Response:
         """The label of the weights, and the targets that lack them and are unused until they are sent again."""
         control = model.control
-        return json_response({"weight_version": control.weight_version, "awaiting_targets": control.awaiting})
+        return json_response({"weight_version": control.weights.version, "awaiting_targets": control.weights.awaiting})
 
     @app.get("/get_model_info")
     @app.get("/model_info")
@@ -141,7 +141,7 @@ def install(app: FastAPI, models: Models, keys: Keys) -> None:
             "tokenizer_path": facts.model_path,
             "is_generation": True,
             "preferred_sampling_params": None,
-            "weight_version": serving.control.weight_version,
+            "weight_version": serving.control.weights.version,
             "architecture": facts.architecture,
             "fingerprint": facts.fingerprint,
         })  # fmt: skip

@@ -24,10 +24,11 @@ from gateway.api.requests.weights import (
     JoinBody,
     LabelBody,
     UpdateBody,
+    parts_of,
     tensor_body,
 )
-from gateway.control.control import UpdateResult
 from gateway.control.models import Serving
+from gateway.control.weight_updates import UpdateResult
 
 _SAFETENSORS = "application/octet-stream"
 
@@ -37,36 +38,38 @@ def install(app: FastAPI, admin: Sequence[Any], named: Any) -> None:
 
     @app.post("/update_weights_from_disk", dependencies=[*admin, VALID_UNICODE], tags=["control"])
     async def update_weights_from_disk(body: DiskBody, model: Serving = named) -> Response:
-        return _updated(await model.control.update_from_disk(body.model_path, body.update()))
+        return _updated(await model.control.weights.update_from_disk(body.model_path, body.update()))
 
     @app.post("/update_weights_from_tensor", dependencies=admin, tags=["control"])
     async def update_weights_from_tensor(request: Request, model: Serving = named) -> Response:
         """As a safetensors file: options are query parameters. As JSON: they are fields."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() == _SAFETENSORS:
             options = _options(request)
-            return _updated(await model.control.update_from_tensors(request.stream(), options.update()))
-        body = await tensor_body(request, model.control.max_update_bytes)
-        return _updated(await model.control.update_from_tensors(body.pickle(), body.pickled_update(), pickled=True))
+            return _updated(await model.control.weights.update_from_tensors(parts_of(request), options.update()))
+        body = await tensor_body(request, model.control.weights.max_update_bytes)
+        return _updated(
+            await model.control.weights.update_from_tensors(body.pickle(), body.pickled_update(), pickled=True)
+        )
 
     @app.post("/update_weight_version", dependencies=[*admin, VALID_UNICODE], tags=["control"])
     async def update_weight_version(body: LabelBody, model: Serving = named) -> Response:
-        result = await model.control.label(body.new_version, abort_all_requests=body.abort_all_requests)
+        result = await model.control.weights.label(body.new_version, abort_all_requests=body.abort_all_requests)
         version = result.weights.weight_version
         return json_response({"success": True, "message": f"Weight version is {version}.", "new_version": version})
 
     @app.post("/init_weights_update_group", dependencies=[*admin, VALID_UNICODE], tags=["control"])
     async def init_weights_update_group(body: JoinBody, model: Serving = named) -> Response:
-        await model.control.join_group(body.request())
+        await model.control.weights.join_group(body.request())
         return json_response({"success": True, "message": f"All targets have joined the group {body.group_name}."})
 
     @app.post("/destroy_weights_update_group", dependencies=[*admin, VALID_UNICODE], tags=["control"])
     async def destroy_weights_update_group(body: GroupBody, model: Serving = named) -> Response:
-        await model.control.leave_group(body.group_name)
+        await model.control.weights.leave_group(body.group_name)
         return json_response({"success": True, "message": f"All targets have left the group {body.group_name}."})
 
     @app.post("/update_weights_from_distributed", dependencies=[*admin, VALID_UNICODE], tags=["control"])
     async def update_weights_from_distributed(body: DistributedBody, model: Serving = named) -> Response:
-        return _updated(await model.control.update_from_group(body.request()))
+        return _updated(await model.control.weights.update_from_group(body.request()))
 
 
 def _options(request: Request) -> UpdateBody:

@@ -41,6 +41,7 @@ class Host:
         setup_logging("host")
         self._node: str = ray.util.get_node_ip_address()
         self._taken: list[socket.socket] = []
+        self._meeting: socket.socket | None = None  # where ranks meet; stays while processes start again
         self._cores = CoreLocks()
         self._folder = contextlib.ExitStack()  # of the gateway's sockets
         self._child: Child | None = None
@@ -50,8 +51,11 @@ class Host:
         self._health: asyncio.Task[None] | None = None  # waits until the process is ready
 
     async def reserve(self) -> str:
-        """An address of this machine that stays free until the process binds it."""
-        return host_and_port(self._node, self._free_port(self._node))
+        """An address of this machine where ranks may meet; no other process gets it."""
+        if self._meeting is not None:
+            self._meeting.close()
+        self._meeting = _hold_port(self._node)
+        return host_and_port(self._node, self._meeting.getsockname()[1])
 
     async def start(self, launch: Launch) -> None:
         """Start the process. One that runs already is stopped first. Raises ConfigError."""
@@ -144,12 +148,16 @@ class Host:
         return config, health, SILENT_SECONDS
 
     def _free_port(self, host: str) -> int:
-        """A free port. It stays bound here, without listening, so that no other process gets it; the service, which
-        binds with SO_REUSEADDR, can.
-        """
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        taken = socket.socket(family, socket.SOCK_STREAM)
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind((host, 0))
-        self._taken.append(taken)
-        return int(taken.getsockname()[1])
+        """A port that stays free for the process until it is stopped."""
+        self._taken.append(_hold_port(host))
+        return int(self._taken[-1].getsockname()[1])
+
+
+def _hold_port(host: str) -> socket.socket:
+    """A socket on a free port. It does not listen: no other process gets the port, except one that asks for it by
+    number and binds with SO_REUSEADDR, as the services do.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    return held

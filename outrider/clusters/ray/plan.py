@@ -178,8 +178,7 @@ def _resolved(config: RayUpConfig, gpus: int) -> ServeConfig:
 
 def _with_some_port(gateway: GatewayOptions) -> GatewayOptions:
     """With numbers that pass the check in place of port 0, which means a free port of the machine here."""
-    ports = {"port": gateway.port or _ANY_PORT, "grpc_port": gateway.grpc_port or _ANY_PORT + 1}
-    return replace(gateway, **ports)
+    return replace(gateway, port=gateway.port or _ANY_PORT, grpc_port=gateway.grpc_port or _ANY_PORT + 1)
 
 
 def _observed(config: RayUpConfig) -> dict[str, Any]:

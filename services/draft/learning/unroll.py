@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from services.draft.learning.batches import Batch
-from services.draft.model.layers.attention import project
-from services.draft.model.layers.config import Attention, Layer, ModelConfig
+from services.draft.model.layers.attention import latent_output, project, project_latent
+from services.draft.model.layers.config import LatentAttention, Layer, ModelConfig
 from services.draft.model.layers.decoder import layer_input, layer_output
 from services.draft.model.layers.heads import Inputs
 from services.draft.model.matrices.mixed_precision import MixedPrecisionWeight, bf16_matmul
@@ -77,8 +77,7 @@ def unroll(
             inner, residual = layer_input(layer, own, x, next_to)
             q, kv = project_heads(layer, own, inner, position)
             kv_cache[i] = kv_cache[i].further(kv, count)
-            seen = linear(attend(q, kv_cache[i], sees, isinstance(own["qkv"], MixedPrecisionWeight)), own, "output")
-            x = layer_output(layer, own, residual, seen)
+            x = layer_output(layer, own, residual, _output(layer, own, attend(q, kv_cache[i], sees, _mixed(own))))
         state, handed = model.head.finish(params, x)
         yield UnrollStep(state, place + 1)
 
@@ -120,13 +119,8 @@ def _prefix(
         kv_cache.append(UnrollKV(kv))
         if last:
             q, residual = jnp.take_along_axis(q, rows[:, None, None, :, None], axis=3), take(residual, rows)
-        seen = attend(
-            q,
-            kv_cache[-1],
-            sees if last else visible_places(batch, everywhere),
-            isinstance(own["qkv"], MixedPrecisionWeight),
-        )
-        x = layer_output(layer, own, residual, linear(seen, own, "output"))
+        seen = attend(q, kv_cache[-1], sees if last else visible_places(batch, everywhere), _mixed(own))
+        x = layer_output(layer, own, residual, _output(layer, own, seen))
     state, handed = model.head.finish(params, x)
     return handed, state, kv_cache
 
@@ -141,12 +135,26 @@ def project_heads(
 ) -> tuple[jax.Array, jax.Array]:
     """Of N rows, queries [B, G, heads / G, N, D], and keys and values [B, 2, G, N, D]."""
     a = layer.attention
-    assert isinstance(a, Attention), "only grouped-query attention is trained"
+    if isinstance(a, LatentAttention):  # one head of keys, which are the values too
+        q, row = project_latent(params, a, inner, positions)
+        return q.transpose(0, 2, 1, 3)[:, None], jnp.stack([row, row], axis=1)[:, :, None]
     assert not a.gated
     assert (a.window, a.first, a.sinks, a.softcap) == (None, 0, False, None)
     q, kv, _ = project(params, a, inner, positions, layer.epsilon)
     q = q.reshape(*q.shape[:2], a.kv_heads, -1, a.head_dim).transpose(0, 2, 3, 1, 4)
     return q, kv.transpose(0, 2, 3, 1, 4)
+
+
+def _output(layer: Layer, params: dict[str, Any], seen: jax.Array) -> jax.Array:
+    """The output of attention. seen: by `attend`."""
+    a = layer.attention
+    if isinstance(a, LatentAttention):
+        return latent_output(params, a, seen.reshape(*seen.shape[:2], a.heads, -1))
+    return linear(seen, params, "output")
+
+
+def _mixed(params: dict[str, Any]) -> bool:
+    return isinstance(params["output"], MixedPrecisionWeight)
 
 
 def attend(q: jax.Array, kv_cache: UnrollKV, sees: jax.Array, mixed_precision: bool) -> jax.Array:

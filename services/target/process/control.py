@@ -123,9 +123,10 @@ class Control:
         self._shapes = dict(engine.model.runner.weights())
         self._tied = tied_names(self._shapes, tied=self._settings.ties_embeddings)
         self._ignored = frozenset(loaded.entries.keys() - self._shapes.keys() - self._tied.keys())
+        floats = (*DTYPES, "F8_E4M3")  # a trainer sends weights wider than they are stored
         beside = {name: loaded.entries[name] for name in self._ignored}  # such as MTP layers, which drafts share
-        self._accepted = {name: entry.shape for name, entry in beside.items() if entry.dtype in DTYPES} | self._shapes
-        self._accepted = self._accepted if self._shapes else {}
+        wider = {name: entry.shape for name, entry in beside.items() if entry.dtype in floats}
+        self._accepted = wider | self._shapes if self._shapes else {}
         self._origin = WeightsOrigin(loaded.fingerprint)
         self.shared = SharedWeights(self._tied)
         self._receiving = threading.Lock()

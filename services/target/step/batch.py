@@ -27,9 +27,12 @@ from services.target.step.upload import upload
 
 
 class WeightHandle(Protocol):
-    """A weight that compiled kernels hold. handle: its address."""
+    """A weight that compiled kernels hold."""
 
-    handle: int
+    @property
+    def handle(self) -> int:
+        """Its address."""
+        ...
 
 
 @dataclass(frozen=True)

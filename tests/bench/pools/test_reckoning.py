@@ -16,42 +16,43 @@ PLAN = Plan(targets=100, drafts=100, sessions=64, step=0.025, accept_length=4)
 
 
 @pytest.mark.parametrize(
-    ("costs", "plan", "gateways"),
+    ("costs", "plan", "fewest", "most"),
     [
         # 100 targets · 64 sessions / 25 ms = 256,000 commits/s · 50 µs = 12.8 cores, of which each process uses 0.7.
-        (FREE_FRAMES, PLAN, 19),
-        (FREE_FRAMES, Plan(1, 1, 1, 0.025, 4), 1),
-        # 4,000 steps/s of two sessions on different drafts: with n > 1 gateways 32,000 / n frames/s in each.
-        (ONLY_FRAMES, Plan(100, 10**6, 2, 0.025, 4), 5),
+        (FREE_FRAMES, PLAN, 19, 19),
+        (FREE_FRAMES, Plan(1, 1, 1, 0.025, 4), 1, 1),
+        # 4,000 steps/s of two sessions on different drafts: 28,000 frames/s in one gateway, 32,000 / n in each of more.
+        (ONLY_FRAMES, Plan(100, 10**6, 2, 0.025, 4), 5, 5),
+        # 400 steps/s, each on up to 20 drafts: 19,800 frames/s in one gateway, or 1,600.
+        (ONLY_FRAMES, Plan(20, 20, 64, 0.05, 4), 1, 11),
         # In groups of one target and one draft a step has four frames: 160/s in each gateway, which is 0.016 cores.
-        (ONLY_FRAMES, Plan(100, 100, 64, 0.025, 4, groups=100), 100),
-        (Costs(frame=0.0, commit=1.0), PLAN, None),
+        (ONLY_FRAMES, Plan(100, 100, 64, 0.025, 4, groups=100), 100, 100),
+        (Costs(frame=0.0, commit=1.0), PLAN, None, None),
     ],
 )
-def test_gateways_are_as_many_as_needed(costs, plan, gateways):
+def test_gateways_are_as_many_as_needed(costs, plan, fewest, most):
     found = reckon(costs, plan)
-    assert found.gateways == gateways
-    if gateways is not None:
-        assert found.busy == busy(costs, plan, gateways) <= 0.7
-        assert gateways == plan.groups or busy(costs, plan, gateways - plan.groups) > 0.7
-    else:
-        assert found.busy == busy(costs, plan, MAX_GATEWAYS) > 0.7
+    assert (found.fewest, found.most) == (fewest, most)
+    for count, merged in ((fewest, True), (most, False)):
+        assert busy(costs, plan, count or MAX_GATEWAYS, merged=merged) <= 0.7 or count is None
+        assert count in (None, plan.groups) or busy(costs, plan, count - plan.groups, merged=merged) > 0.7
 
 
 @pytest.mark.parametrize(
-    ("plan", "gateways", "expected"),
+    ("plan", "gateways", "merged", "spread"),
     [
-        (Plan(1, 1, 8, 0.05, 4), 1, 20 * 4),  # a commit, one to the draft, a proposal, one to the target
-        (Plan(1, 1, 1, 0.05, 4), 2, 20 * 4 / 2),  # the session is on one of two gateways
-        (Plan(1, 2, 1000, 0.05, 4), 1, 20 * 7),  # two drafts
-        (Plan(1, 2, 2, 0.05, 4), 1, 20 * (1 + 3 * 1.5)),  # two sessions, half of the time on one draft
-        (Plan(8, 1, 32, 0.05, 4, draft_step=0.01), 1, 160 * 3 + 100),  # a draft's step answers several targets'
-        (Plan(10, 10, 64, 0.05, 4, groups=10), 10, 20 * 4),
-        (Plan(10, 10, 64, 0.05, 4, groups=10), 20, 20 * 4),  # two gateways of a group have sessions on its target
+        (Plan(1, 1, 8, 0.05, 4), 1, 80, 80),  # a commit, one to the draft, a proposal, one to the target
+        (Plan(1, 1, 1, 0.05, 4), 2, 40, 40),  # the session is on one of two gateways
+        (Plan(1, 2, 1000, 0.05, 4), 1, 20 * 6, 20 * 7),  # two drafts, and what comes from both merges to the target
+        (Plan(1, 2, 2, 0.05, 4), 1, 20 * (1 + 3 * 1.5), 20 * (1 + 3 * 1.5)),  # half of the time on one draft
+        (Plan(8, 1, 32, 0.05, 4, draft_step=0.01), 1, 360, 160 * 3 + 100),  # a draft's step answers several targets'
+        (Plan(10, 10, 64, 0.05, 4, groups=10), 10, 80, 80),
+        (Plan(10, 10, 64, 0.05, 4, groups=10), 20, 80, 80),  # both gateways of a group have sessions on its target
     ],
 )
-def test_frames_are_spread_over_drafts(plan, gateways, expected):
-    assert frames(plan, gateways) == pytest.approx(expected)
+def test_frames_are_spread_over_drafts_or_merged(plan, gateways, merged, spread):
+    assert frames(plan, gateways, merged=False) == pytest.approx(spread)
+    assert frames(plan, gateways, merged=True) == pytest.approx(merged)
 
 
 def test_links_carry_what_their_replicas_do():
@@ -63,14 +64,14 @@ def test_links_carry_what_their_replicas_do():
     assert found.stream == pytest.approx((76_800 + 204_800) / 19)
     few = reckon(FREE_FRAMES, Plan(100, 25, 64, 0.025, 4))
     assert (few.draft_in, few.draft_out) == pytest.approx((4 * 76_800, 4 * 204_800))
-    assert (few.target_in, few.gateways) == (found.target_in, found.gateways)
+    assert (few.target_in, few.fewest) == (found.target_in, found.fewest)
 
 
 def test_hidden_states_count_as_bytes_and_as_processor_time():
     without, states = reckon(FEATURES, PLAN), reckon(FEATURES, Plan(100, 100, 64, 0.025, 4, row_bytes=8192))
     assert states.target_out - without.target_out == pytest.approx(2560 * 4 * 8192)
     # 84 MB/s of each target, 8.4 GB/s of all: 8.4 cores beside 12.8.
-    assert (without.gateways, states.gateways) == (19, math.ceil((12.8 + 100 * 2560 * 4 * 8192 * 1e-9) / 0.7))
+    assert (without.fewest, states.fewest) == (19, math.ceil((12.8 + 100 * 2560 * 4 * 8192 * 1e-9) / 0.7))
 
 
 def windows(frame, commit, loads=((100, 1000), (100, 50), (400, 3000), (50, 10))):
@@ -110,7 +111,7 @@ def test_every_plan_of_the_page_has_a_row():
     rows = [row_of(BOTH, plan) for plan in PLANS]
     assert sum(row["targets"] == 100 for row in rows) >= 5
     assert len({tuple(row) for row in rows}) == 1
-    assert row_of(Costs(0.0, 1.0), PLAN)["gateway processes"] == "no number is enough"
+    assert row_of(Costs(0.0, 1.0), PLAN)["gateways, merged"] == "no number is enough"
 
 
 def test_the_formulas_are_compared_with_measured_windows():
@@ -119,8 +120,9 @@ def test_the_formulas_are_compared_with_measured_windows():
         "commits/s": 160.0, "frames/s": 90.0, "gateway cores": 0.1,
     }  # fmt: skip
     row = check_of(BOTH, window)  # the commits show that steps took 100 ms: 20 of them in a second
-    assert (row["frames/s"], row["reckoned"]) == ("90", "80")
-    assert row["reckoned cores"] == pytest.approx(80 * 100e-6 + 160 * 50e-6)
+    assert (row["frames/s"], row["merged"], row["spread"]) == ("90", "60", "80")
+    assert row["merged, cores"] == pytest.approx(60 * 100e-6 + 160 * 50e-6)
+    assert row["spread, cores"] == pytest.approx(80 * 100e-6 + 160 * 50e-6)
 
 
 @pytest.mark.parametrize(

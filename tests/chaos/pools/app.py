@@ -32,8 +32,9 @@ class Options:
 
     seed: int = 0
     """Of what the network loses, and of which replicas are hit."""
-    seconds: float = 36.0
-    """Length of a partition, in seconds. The gateway notices a peer that is silent for 30 s."""
+    seconds: float = 20.0
+    """Length of a partition, in seconds. The gateway notices a peer that has not acknowledged its bytes for 10 s, and
+    one that is silent for 30 s."""
     sessions: int = 8
     """Concurrent sessions."""
     tokens: int = 160
@@ -115,7 +116,8 @@ def _notes(options: Options) -> list[str]:
         "and 0.8, until the scene is over. Equal texts: those with the tokens of a run that decoded plainly while "
         "nothing happened",
         "Killed: the processes start again a second later. Drained: removed by the API. Partitioned: cut off for "
-        f"{options.seconds:g} s, briefly for 8 s. Sessions moved: opened again, on a target or a draft",
+        f"{options.seconds:g} s, briefly for 8 s; bytes that are not acknowledged for 10 s end a stream. Sessions "
+        "moved: opened again, on a target or a draft",
         "Longest pause: of a stream between two tokens, from the event on. Noticed: until the gateway shows that a "
         "replica is not in use, or has left. Whole again: until the replicas have sessions and draft tokens are "
         "accepted; from the start of the processes, the addition, or the end of the partition",

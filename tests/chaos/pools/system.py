@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from outrider.config.callers import ADMIN_KEYS_VARIABLE
 
 from bench.harness.errors import BenchError
 from bench.harness.processes import start
+from outrider.config.access.callers import ADMIN_KEYS_VARIABLE
 from outrider.service_token import VARIABLE as TOKEN_VARIABLE
 from tests.chaos.emulator import Rule
 from tests.chaos.network import Network

@@ -20,11 +20,13 @@ from services.draft.formats.eagle import read_eagle
 from services.draft.formats.eagle3 import read_eagle3
 from services.draft.formats.mtp import read_mtp
 from services.draft.formats.target import read_target, target_logits
+from services.draft.learning.algorithms.initial import initial_head
 from services.draft.learning.batches import Batch, PackShape, build
 from services.draft.learning.objective import Objective
 from services.draft.learning.unroll import unroll
 from services.draft.learning.unroll_block import unroll_block
 from services.draft.model.layers.decoder import head as head_logits
+from tests.support.checkpoints.mtp import write_mtp
 from tests.support.draft.stepping import Stepper
 from tests.support.draft.training import HIDDEN, head_of, random_record, shared_of, store_of, target_of
 from tests.support.draft.twins.blocks import BlockTwin
@@ -51,12 +53,25 @@ def states_of(batch):
     return jnp.asarray(batch.states.astype(np.float32))
 
 
-@pytest.mark.parametrize(("name", "layers"), [("EAGLE3", 1), ("EAGLE3", 2), ("EAGLE", 1), ("EAGLE", 2), ("NEXTN", 1)])
+def published(folder, family):
+    """A checkpoint's own MTP layer: target, algorithm, ids, parameters, and the draft as it is served."""
+    target = read_target(write_mtp(folder, family))
+    algorithm = initial_head("NEXTN", folder, target)
+    return target, algorithm, np.arange(VOCAB), algorithm.params(), read_mtp(folder, target)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("EAGLE3", 1), ("EAGLE3", 2), ("EAGLE", 1), ("EAGLE", 2), ("NEXTN", 1), ("glm-4.5", 1), ("deepseek-v3", 1)],
+)
 def test_rows_are_those_of_the_draft_service(tmp_path, target, name, layers):
-    algorithm, ids, params = head_of(target, name=name, layers=layers)
-    algorithm.publish(params, ids, tmp_path / "head")
-    draft = READERS[name](tmp_path / "head", target)
-    assert replace(draft.config, architecture="") == replace(algorithm.model, architecture="")
+    if name in READERS:
+        algorithm, ids, params = head_of(target, name=name, layers=layers)
+        algorithm.publish(params, ids, tmp_path / "head")
+        draft = READERS[name](tmp_path / "head", target)
+        assert replace(draft.config, architecture="") == replace(algorithm.model, architecture="")
+    else:
+        target, algorithm, ids, params, draft = published(tmp_path / "target", name)
     assert draft.features.final == (name != "EAGLE3")
     served = draft.load(jnp.float32)
     records, batch = pack_of(tmp_path / "answers", states=len(algorithm.states.layers) + 1)

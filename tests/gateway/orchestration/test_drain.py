@@ -260,7 +260,7 @@ async def served(monkeypatch):
 
 
 async def test_a_late_target_must_have_the_weights_of_the_last_update(served):
-    served.control.adopt_weights(
+    served.control.weights.adopt(
         {"fingerprint": "f2", "version": "2", "folder": "", "shared": "", "here": [served.first.address]}
     )
     late = served.decide("unix:/nowhere/late", added=True)
@@ -272,7 +272,7 @@ async def test_a_late_target_must_have_the_weights_of_the_last_update(served):
         late._pool.check(
             late.address, target_pb2.GetTargetInfoResponse(model=common_pb2.ModelInfo(fingerprint="other"))
         )
-    served.control.adopt_weights(
+    served.control.weights.adopt(
         {"fingerprint": "f3", "version": "3", "folder": "/w", "shared": "", "here": [late.address]}
     )
     assert late.expects("f3")
@@ -285,7 +285,7 @@ async def test_pauses_and_flushes_reach_late_replicas(served, monkeypatch):
     assert served.decide("unix:/nowhere/b", added=True).paused is True
     served.control.adopt_pause(False)
     assert not served.decide("unix:/nowhere/c", added=True).paused
-    await served.control.flush_target_states()
+    await served.control.weights.flush_target_states()
     assert served.decide("unix:/nowhere/d", added=True, service=Service.DRAFT)._due_flush is None
     with pytest.raises(Unavailable, match="/nowhere/"):  # those that are there cannot be reached
         await served.control.flush_cache()

@@ -95,7 +95,7 @@ async def test_a_flush_while_a_draft_is_away_precedes_its_next_use(link, monkeyp
     monkeypatch.setattr(draft_pb2_grpc, "DraftServiceStub", Stub)
     control = Control(Orchestrator([], [link], Metrics()), Facts(GatewayConfig(), target_pb2.GetTargetInfoResponse()))
     for only_fed in (True, False, True):
-        assert await control.flush_drafts(draft_pb2.FlushDraftRequest(only_fed=only_fed)) == []
+        assert await control.services.flush_drafts(draft_pb2.FlushDraftRequest(only_fed=only_fed)) == []
     assert asked == []
     for _ in range(2):
         await link.handshake(None)

@@ -32,6 +32,7 @@ def write_gguf(
     pre: str | None = None,
     begins: bool | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    pieces: bool = False,
 ):
     """The model of `folder` as a GGUF file, its projections as a quantized type; `plain` gets what the file stands for.
 
@@ -41,6 +42,7 @@ def write_gguf(
     ends: further control tokens, from 260 on
     pre: how texts are split, by name
     begins: whether prompts begin with a token, if the file sets it
+    pieces: the vocabulary is one of pieces with scores, as of Llama 2, not of bytes
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = _ARCHITECTURES[config["model_type"]]
@@ -49,7 +51,7 @@ def write_gguf(
     if scaling is not None:
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling[0]))
         writer.add_rope_scaling_factor(scaling[1])
-    _write_vocabulary(writer, ends)
+    (_write_pieces if pieces else _write_vocabulary)(writer, ends)
     if pre is not None:
         writer.add_tokenizer_pre(pre)
     if begins is not None:
@@ -108,6 +110,21 @@ def _write_vocabulary(writer: gguf.GGUFWriter, ends: Sequence[str]) -> None:
     writer.add_token_merges(["h e", "l l"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
+    writer.add_chat_template("{{ messages[0].content }}")
+
+
+def _write_pieces(writer: gguf.GGUFWriter, ends: Sequence[str]) -> None:
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁he", "he", "▁hel", "el", "▁h", "▁", "e",
+             "h", "l", *ends]  # fmt: skip
+    words += [f"<|unused{i}|>" for i in range(len(words), VOCAB)]
+    kinds = {"<unk>": 2, "<s>": 3, "</s>": 3, **dict.fromkeys(ends, 4)}
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(words)
+    writer.add_token_scores([0.0 if i < 259 else -float(i - 259) for i in range(len(words))])
+    writer.add_token_types([6 if word.startswith("<0x") else kinds.get(word, 1) for word in words])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
     writer.add_chat_template("{{ messages[0].content }}")
 
 

@@ -184,7 +184,13 @@ def test_weights_over_a_trainers_process_group(system, folders, expected):
         assert running.texts(temperature=1, seed=3) == expected[1]
         norm = "model.norm.weight"
         assert "[24, 2]" in update(400, [norm], shapes=[[24, 2]])["error"]["message"]
-        assert "did not arrive" in update(400, [norm], trainer.kill)["error"]["message"]
+
+        def half():
+            trainer.broadcast([norm])
+            time.sleep(0.3)
+            trainer.kill()
+
+        assert "did not arrive" in update(400, [norm, parts[1][0]], half)["error"]["message"]
         assert "no process group" in update(400, [norm], int)["error"]["message"]
         assert running.texts(temperature=1, seed=3) == expected[1]
     assert "no process group" in running.post("/destroy_weights_update_group", 400, json=join)["error"]["message"]

@@ -89,6 +89,7 @@ def test_every_update_reaches_the_draft(running, folders):
         trainer.broadcast(names)
         assert answer.result(60)["success"]
     trainer.kill()
+    assert running.post("/destroy_weights_update_group", json=join)["success"]
     assert not is_at(two, "group")
     running.draft.stop()  # it restarts with the weights of its flags
     running.draft.start()

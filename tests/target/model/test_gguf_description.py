@@ -33,10 +33,15 @@ def contents(folder):
     for file in sorted(folder.iterdir()):
         text = file.read_text()
         found[file.name] = json.loads(text) if file.suffix == ".json" else text
-    for name, beside in (("config", "transformers_version"), ("generation_config", "transformers_version"),
-                         ("tokenizer_config", "add_prefix_space")):  # fmt: skip
-        found[f"{name}.json"].pop(beside, None)
+    for name in ("config.json", "generation_config.json"):
+        found[name].pop("transformers_version", None)
+    for setting in ("add_prefix_space", "local_files_only"):  # null for Qwen, and as transformers was called
+        found["tokenizer_config.json"].pop(setting, None)
     return found
+
+
+def refuse(*_):
+    raise direct.Unknown("its tokenizer is another")
 
 
 @pytest.fixture(autouse=True)
@@ -48,16 +53,20 @@ def unsharded(monkeypatch):
 @pytest.mark.parametrize(("family", "changes", "options"), [
     ("llama-2", {}, {"pre": "smollm", "begins": False}), ("llama-3.1", LLAMA_3, {"pre": "llama-bpe"}),
     ("llama-2", {"tie_word_embeddings": True}, {"pre": "gpt-2", "begins": True, "scaling": ("linear", 2.0)}),
+    ("llama-2", {}, {"pieces": True}), ("llama-2", {}, {"pieces": True, "begins": False}),
+    ("llama-2", {}, {"pieces": True, "begins": True}),
     ("qwen2.5", {}, {"pre": "qwen2"}), ("qwen3", {}, {"pre": "deepseek-r1-qwen", "begins": True}),
     ("qwen3", {"head_dim": 32}, {"pre": "glm4"}), ("qwen2.5", {}, {}),
 ])  # fmt: skip
-def test_a_description_is_that_of_transformers(family, changes, options, tmp_path):
+def test_a_description_is_that_of_transformers(family, changes, options, tmp_path, monkeypatch):
     file = tmp_path / "it.gguf"
     write_gguf(file, write_family(tmp_path / "original", family, **changes), tmp_path / "plain", ends=ENDS, **options)
-    convert._describe_by_transformers(file, tmp_path / "theirs", Console(file=io.StringIO()))
+    with monkeypatch.context() as patch:
+        patch.setattr(direct, "write_tokenizer", refuse)
+        convert._describe_by_transformers(file, tmp_path / "theirs", Console(file=io.StringIO()))
     warning = direct.describe(HeaderReader(file), tmp_path / "ours")
     assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
-    assert bool(warning) == ("pre" not in options)
+    assert bool(warning) == (not options)
 
 
 @pytest.mark.parametrize(("family", "options", "reason"), [

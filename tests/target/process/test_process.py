@@ -18,6 +18,8 @@ from outrider.errors import InvalidRequest
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message
 from outrider.speculation.proposal import FinishReason
+from outrider.transport.rpc import GrpcServer
+from outrider.transport.statuses import RETRY_AFTER
 from outrider.transport.stream import StreamHub
 from outrider.wire import codec
 from outrider.wire.v1 import target_pb2, target_pb2_grpc
@@ -82,18 +84,36 @@ async def test_info_has_the_handshake_fields(address, folder):
 
 
 async def test_tokenizer_files_arrive_completely(address, folder):
-    files = {}
     async with grpc.aio.insecure_channel(address) as channel:
-        stub = await connected(channel)
-        async for part in stub.GetTokenizer(target_pb2.GetTokenizerRequest()):
-            assert len(part.content) <= 1 << 20
-            files[part.file_name] = files.get(part.file_name, b"") + part.content
+        files = await tokenizer_files(await connected(channel))
     assert set(files) == {
         "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json",
         "chat_template.json", "additional_chat_templates/tool_use.jinja",
     }  # fmt: skip
     for name, content in files.items():
         assert content == (folder / name).read_bytes()
+
+
+async def test_a_target_that_loads_offers_its_tokenizer(folder, tmp_path):
+    servicer, server, address = TargetServicer(None, None), GrpcServer(), f"unix:{tmp_path}/target.sock"
+    await server.start(address, servicer.register(server))
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = target_pb2_grpc.TargetServiceStub(channel)
+        for call in (lambda: stub.GetTargetInfo(target_pb2.GetTargetInfoRequest()), lambda: tokenizer_files(stub)):
+            with pytest.raises(grpc.aio.AioRpcError, match="loading its model") as refusal:
+                await call()
+            assert dict(refusal.value.trailing_metadata())[RETRY_AFTER] == "1"
+        servicer.offer_tokenizer(folder)
+        assert (await tokenizer_files(stub))["tokenizer.json"] == (folder / "tokenizer.json").read_bytes()
+    await server.stop(0)
+
+
+async def tokenizer_files(stub):
+    files = {}
+    async for part in stub.GetTokenizer(target_pb2.GetTokenizerRequest()):
+        assert len(part.content) <= 1 << 20
+        files[part.file_name] = files.get(part.file_name, b"") + part.content
+    return files
 
 
 async def test_a_stream_of_sessions_with_proposals(address, folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from outrider.errors import ConfigError
@@ -21,7 +22,9 @@ def published_head(folder: Path, target: TargetCheckpoint, draft: DraftCheckpoin
 
 def initial_head(algorithm: str, folder: Path, target: TargetCheckpoint) -> PublishedHead:
     """A published head from which a training run starts. Raises ConfigError if it cannot."""
-    readers = {"EAGLE": eagle.read_eagle, "EAGLE3": eagle3.read_eagle3, "NEXTN": mtp.read_mtp}
+    readers: dict[str, Callable[[Path, TargetCheckpoint], DraftCheckpoint]] = {
+        "EAGLE": eagle.read_eagle, "EAGLE3": eagle3.read_eagle3, "NEXTN": mtp.read_mtp,
+    }  # fmt: skip
     if algorithm not in readers:
         raise ConfigError(f"--initial is for {', '.join(readers)}; leave it out to train {algorithm} from nothing")
     return published_head(folder, target, readers[algorithm](folder, target))

@@ -43,11 +43,12 @@ _WHOLE = ("d2t", "t2d")  # tensors of integers and truth values
 class PublishedHead(Algorithm):
     """A published head. fusion: the layer that makes a feature from the target's states, where the target does not.
 
-    mlps: feed-forward parts that can be trained
+    mlps, attentions: feed-forward parts and attention that can be trained
     """
 
     fusion: Fusion | None = None
     mlps: ClassVar[tuple[type, ...]] = (Mlp,)
+    attentions: ClassVar[tuple[type, ...]] = (Attention,)
 
     def __init__(self, folder: Path, target: TargetCheckpoint, draft: DraftCheckpoint) -> None:
         """draft: read from the folder. Raises ConfigError for a head that cannot be trained further."""
@@ -57,11 +58,18 @@ class PublishedHead(Algorithm):
         self.states = replace(draft.features, final=True, format=FeatureFormat.BFLOAT16)
         for layer in self.model.layers:
             a = layer.attention
-            plain = isinstance(a, Attention) and a.window is None and not (a.first or a.sinks or a.gated or a.softcap)
-            if not plain or not isinstance(layer.mlp, self.mlps) or self.model.stacked:
+            plain = not isinstance(a, Attention) or (
+                a.window is None and not (a.first or a.sinks or a.gated or a.softcap)
+            )
+            if (
+                not plain
+                or not isinstance(a, self.attentions)
+                or not isinstance(layer.mlp, self.mlps)
+                or self.model.stacked
+            ):
                 raise ConfigError(
-                    f"{folder} has layers that are not trained: only dense layers with plain attention are, and the "
-                    "experts of MTP layers"
+                    f"{folder} has layers that are not trained: only dense layers with plain attention are, and of "
+                    "MTP layers experts and latent attention"
                 )
 
     # --- parameters ---
@@ -145,8 +153,8 @@ _JOINED = {
 def joined_tensors(layer: Layer, own: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Published matrices and biases of a layer, which the service has joined, [out, in]. own: its parameters."""
     a = layer.attention
-    assert isinstance(a, Attention)
-    ends = np.cumsum([a.heads * a.head_dim, a.kv_heads * a.head_dim])
+    sizes = [a.heads * a.head_dim, a.kv_heads * a.head_dim] if isinstance(a, Attention) else []
+    ends = np.cumsum(sizes)
     tensors: dict[str, Any] = {}
     for name, parts in _JOINED.items():
         for kind, ending in (("weight", ""), ("bias", "_bias")):

@@ -20,7 +20,7 @@ from services.draft.formats.mtp import MtpLayout, published_names
 from services.draft.formats.target import TargetCheckpoint
 from services.draft.learning.algorithms.llama_layers import write_folder
 from services.draft.learning.algorithms.published import PublishedHead, joined_tensors
-from services.draft.model.layers.config import Experts, Mlp
+from services.draft.model.layers.config import Attention, Experts, LatentAttention, Mlp
 
 _FIRST = "mtp.0."
 
@@ -28,7 +28,7 @@ _FIRST = "mtp.0."
 class PublishedMtp(PublishedHead):
     """An MTP layer in any published layout; the target's own head reads its states."""
 
-    mlps = (Mlp, Experts)
+    mlps, attentions = (Mlp, Experts), (Attention, LatentAttention)
     layout: MtpLayout
     names: Mapping[str, str]
 
@@ -39,8 +39,8 @@ class PublishedMtp(PublishedHead):
         layer = self.model.layers[0]
         if isinstance(layer.mlp, Experts):  # for gradients, a loop of fixed length
             self.model = replace(self.model, layers=(replace(layer, mlp=replace(layer.mlp, all_computed=True)),))
-        attention = self.model.layers[0].attention
-        if getattr(attention, "value_dim", None) not in (None, getattr(attention, "head_dim", None)):
+        a = layer.attention
+        if isinstance(a, Attention) and (a.value_dim not in (None, a.head_dim) or a.value_scale != 1):
             raise ConfigError(
                 f"{folder} has an MTP layer whose values are narrower than its keys; such are not trained"
             )
@@ -62,6 +62,8 @@ class PublishedMtp(PublishedHead):
         found |= {f"{name}.weight": np.asarray(own[norm]) - offset for norm, name in norms.items() if norm in own}
         if isinstance(self.model.layers[0].mlp, Experts):
             found |= _experts_tensors(self.model.layers[0].mlp, own)
+        if isinstance(self.model.layers[0].attention, LatentAttention):
+            found |= _latent_tensors(self.model.layers[0].attention, own)
         return {_FIRST + name: tensor for name, tensor in found.items()}
 
     def publish(self, params: Mapping[str, Any], ids: NDArray[np.int64], folder: Path) -> None:
@@ -97,4 +99,37 @@ def _experts_tensors(experts: Experts, own: Mapping[str, Any]) -> dict[str, Any]
         found |= {f"mlp.shared_experts.{name}.weight": part for name, part in parts.items()}
     if experts.shared_gate:
         found["mlp.shared_expert_gate.weight"] = np.asarray(own["shared_gate"]).T
+    return found
+
+
+def _latent_tensors(a: LatentAttention, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The published tensors of latent attention, [out, in], but for the output's."""
+    query = np.asarray(own["query"]).T
+    each = _side_by_side(query.reshape(a.heads, -1, query.shape[1]), a.plain_dim, a.interleaved)
+    expand = np.concatenate([np.asarray(own["keys"]), np.asarray(own["values"]).swapaxes(1, 2)], axis=1)
+    found = {
+        "self_attn.kv_a_layernorm.weight": own["latent_norm"],
+        "self_attn.kv_b_proj.weight": expand.reshape(-1, a.rank),
+        f"self_attn.{'q_b_proj' if a.query_rank else 'q_proj'}.weight": each.reshape(query.shape),
+    }
+    for param, kind in (("latent", "weight"), ("latent_bias", "bias")):
+        if param in own:
+            rows = _side_by_side(np.asarray(own[param]).T[None], a.rank, a.interleaved)[0]
+            found[f"self_attn.kv_a_proj_with_mqa.{kind}"] = rows
+    if a.query_rank:
+        found |= {
+            "self_attn.q_a_layernorm.weight": own["query_norm"],
+            "self_attn.q_a_proj.weight": np.asarray(own["query_down"]).T,
+        }
+        if "query_down_bias" in own:
+            found["self_attn.q_a_proj.bias"] = own["query_down_bias"]
+    return found
+
+
+def _side_by_side(rows: NDArray[Any], first: int, interleaved: bool) -> NDArray[Any]:
+    """Undoes arrays._in_halves: pairs that are rotated together are side by side again. rows: [heads, n, ...]."""
+    if not interleaved:
+        return rows
+    found, half = rows.copy(), (rows.shape[1] - first) // 2
+    found[:, first::2], found[:, first + 1 :: 2] = rows[:, first : first + half], rows[:, first + half :]
     return found

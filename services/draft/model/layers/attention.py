@@ -89,22 +89,34 @@ def _attend_latent(
     description: LatentAttention, paging: Paging, layer: dict[str, Any], x: jax.Array, pool: jax.Array, step: Step
 ) -> tuple[jax.Array, jax.Array]:
     """Attention in the latent space, where all heads read the same rows; values are projected back afterwards."""
-    rank = description.rank
+    q, row = project_latent(layer, description, x, step.positions)
+    row = row.reshape(-1, 1, 1, row.shape[-1])
+    filled = move_and_write(pool, step.moves, step.slots.reshape(-1), row, paging.backend)
+    seen = attention(q, filled, step.context, paging)
+    return latent_output(layer, description, seen), filled
+
+
+def project_latent(
+    layer: dict[str, Any], description: LatentAttention, x: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Queries [S, Q, heads, D] and rows of the cache [S, Q, D], which are keys and values of all heads."""
     inner = x
     if description.query_rank:
         inner = rms_norm(linear(x, layer, "query_down"), layer["query_norm"], _LATENT_EPSILON)
     q = linear(inner, layer, "query").reshape(*x.shape[:2], description.heads, -1)
     plain, turning = jnp.split(q, (description.plain_dim,), axis=-1)
-    latent, key = jnp.split(linear(x, layer, "latent"), (rank,), axis=-1)
+    latent, key = jnp.split(linear(x, layer, "latent"), (description.rank,), axis=-1)
     latent = rms_norm(latent, layer["latent_norm"], _LATENT_EPSILON)
-    cos_sin = _angles(description.rope, description.rotary_dim, step.positions)
+    cos_sin = _angles(description.rope, description.rotary_dim, positions)
     row = jnp.concatenate([latent, _rotate(key[:, :, None], cos_sin)[:, :, 0]], axis=-1)
-    row = row.reshape(-1, 1, 1, row.shape[-1])
-    filled = move_and_write(pool, step.moves, step.slots.reshape(-1), row, paging.backend)
     q = jnp.concatenate([jnp.einsum("sqhp,hpr->sqhr", plain, layer["keys"]), _rotate(turning, cos_sin)], axis=-1)
-    seen = attention(_scaled(q, description.scale, q.shape[-1]), filled, step.context, paging)[..., :rank]
-    values = jnp.einsum("sqhr,hrv->sqhv", seen, layer["values"])
-    return linear(values.reshape(*x.shape[:2], -1), layer, "output"), filled
+    return _scaled(q, description.scale, q.shape[-1]), row
+
+
+def latent_output(layer: dict[str, Any], description: LatentAttention, seen: jax.Array) -> jax.Array:
+    """The output of attention, [S, Q, H]. seen: what each head has read of the rows, [S, Q, heads, D]."""
+    values = jnp.einsum("sqhr,hrv->sqhv", seen[..., : description.rank], layer["values"])
+    return linear(values.reshape(*seen.shape[:2], -1), layer, "output")
 
 
 def _scaled(q: jax.Array, scale: float | None, dim: int) -> jax.Array:

@@ -17,8 +17,8 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -38,6 +38,7 @@ from outrider.wire import codec
 from outrider.wire.features import feature_spec_to_pb, features_from_pb
 from outrider.wire.v1 import target_pb2, target_pb2_grpc
 from services.draft.learning.store import Record, Store
+from services.draft.train.data.answer import RequestedAnswer
 from services.draft.train.data.passages import Passages, quotes, user_turn_frame, whole_sentences
 from services.draft.train.data.prompts import PromptJob, is_held_out
 from services.draft.train.data.rollouts import replay
@@ -65,30 +66,6 @@ class Limits:
     bytes: int
 
 
-@dataclass
-class _Session:
-    tokens: list[int]
-    prompt: int
-    rows: list[NDArray[np.uint8]] = field(default_factory=list)
-    row_count: int = 0
-    ended: bool = False  # the end-of-sequence token was sampled
-    due: int | None = None  # states that the answer needs; None until its length is known
-    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-    def add(self, tokens: Iterable[int], eos: Container[int]) -> None:
-        """Append tokens, up to the one that ends the answer."""
-        for token in tokens:
-            self.tokens.append(token)
-            if token in eos:
-                self.ended, self.due = True, len(self.tokens) - 1
-                return
-
-    def resolve(self) -> None:
-        """Complete the answer with the rows that have arrived."""
-        if not self.done.done():
-            self.done.set_result(None)
-
-
 class TargetClient:
     """A client of a target. Use: `async with TargetClient(...) as client`."""
 
@@ -100,7 +77,7 @@ class TargetClient:
         self.address, self.spec, self.tls, self._fingerprint, self._token = address, spec, tls, fingerprint, token
         self.info = target_pb2.GetTargetInfoResponse()
         self.row_bytes = 0
-        self._sessions: dict[int, _Session] = {}
+        self._sessions: dict[int, RequestedAnswer] = {}
         self._ids = itertools.count(1)
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
         self._broken: OutriderError | None = None
@@ -233,7 +210,7 @@ class TargetClient:
         if self._broken is not None:
             raise self._broken
         number = next(self._ids)
-        session = self._sessions[number] = _Session(list(prompt), len(prompt))
+        session = self._sessions[number] = RequestedAnswer(list(prompt), len(prompt))
         stop = StopConditions(new, ignore_eos=True)
         tokens = np.array(prompt, np.uint32)
         request = OpenSession(
@@ -329,8 +306,8 @@ class Collector:
         conversation, tokenizer = job.conversation, self._client.tokenizer
         if conversation.rollout is not None:
             if (replayed := await replay(conversation.rollout, self._limits.length, self._write)) is not None:
-                held_out, prompt = is_held_out(conversation.name, self._held_out), conversation.rollout.prompt
-                yield Record(*replayed, prompt, prompt, job.temperature, job.seed, held_out)
+                held_out, first = is_held_out(conversation.name, self._held_out), conversation.rollout.prompt
+                yield Record(*replayed, first, first, job.temperature, job.seed, held_out)
             return
         if conversation.text:
             async for record in self._answer(job, tokenizer.encode(conversation.text)):

@@ -63,8 +63,9 @@ def _side(line: Mapping[str, Any], info: Mapping[str, Any], side: str) -> Any:
     found = info.get(f"{side}_token_logprobs")
     if side == "input" and isinstance(found, list) and len(found) != info.get("prompt_tokens", len(found)):
         return None  # only the end of the prompt was asked for
-    whole = isinstance(found, list) and all(isinstance(one, list) and len(one) > 1 for one in found)
-    return [one[1] for one in found] if whole else None
+    if not isinstance(found, list) or not all(isinstance(one, list) and len(one) > 1 for one in found):
+        return None
+    return [one[1] for one in found]
 
 
 def _ids(found: Any, where: str, name: str) -> NDArray[np.uint32]:

@@ -7,12 +7,13 @@ The files are those that `transformers` writes, but for "<|endoftext|>", which i
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from gguf import GGUFReader
-from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from services.target.model.gguf import metadata, pretokenizers
 from services.target.model.gguf.metadata import field
@@ -31,6 +32,7 @@ _LLAMA: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "pretraini
 _QWEN: dict[str, Any] = {"max_window_layers": 28, "sliding_window": None, "use_sliding_window": False}
 _QWEN3_HEAD = 128
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens
+_SPACE = "\u2581"  # in pieces
 _NO_LIMIT = int(1e30)  # how tokenizers say that they limit no text
 
 
@@ -128,56 +130,111 @@ def _number(reader: GGUFReader, key: str, kind: type) -> Any:
 def _tokenizer(reader: GGUFReader, kind: str) -> _Made:
     if kind not in _TOKENIZERS:
         raise Unknown(f"its architecture is {kind}")
-    model, tokens = field(reader, "tokenizer.ggml.model"), field(reader, "tokenizer.ggml.tokens")
-    merges, types = field(reader, "tokenizer.ggml.merges"), field(reader, "tokenizer.ggml.token_type") or ()
-    if model != "gpt2" or not tokens or merges is None or metadata.chat_templates(reader):
-        raise Unknown("its tokenizer is of another kind")
+    tokens, types = field(reader, "tokenizer.ggml.tokens"), field(reader, "tokenizer.ggml.token_type") or ()
+    model = field(reader, "tokenizer.ggml.model")
+    if not tokens or metadata.chat_templates(reader):
+        raise Unknown("it has several chat templates, or no tokenizer")
+    if model == "gpt2":
+        bare = _byte_level(reader, tokens)
+    elif model == "llama" and kind == "llama":
+        bare = _sentencepiece(reader, tokens)
+    else:
+        raise Unknown(f"its tokenizer is of the kind {model}")
+    made = bare.tokenizer
+    control = [token for token, of in zip(tokens, types, strict=False) if of == _CONTROL and token in bare.names]
+    made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    plain = [token for token, of in zip(tokens, types, strict=False) if of == _USER_DEFINED and token in bare.names]
+    made.add_tokens([AddedToken(token, normalized=False, special=False) for token in plain])
+    settings = _settings(reader, kind, tokens)
+    named = [*bare.special, *(settings[name] for name in _SPECIAL if settings[name] is not None)]
+    made.add_special_tokens([AddedToken(token, special=True) for token in named if token not in {*control, *plain}])
+    made.post_processor = _around(reader, settings, made, begins=bare.begins)
+    return _Made(made, settings, bare.warning)
+
+
+class _Bare(NamedTuple):
+    """A tokenizer without added tokens.
+
+    names: tokens that its vocabulary has as the file spells them; special: those that are special in any case
+    begins: texts begin with a token unless the file denies it. warning: for the user, or None
+    """
+
+    tokenizer: Tokenizer
+    names: Set[str]
+    special: Sequence[str] = ()
+    begins: bool = False
+    warning: str | None = None
+
+
+def _byte_level(reader: GGUFReader, tokens: list[str]) -> _Bare:
+    merges = field(reader, "tokenizer.ggml.merges")
     split = pretokenizers.of_name(field(reader, "tokenizer.ggml.pre"))
-    if split is None:
+    if merges is None or split is None:
         raise Unknown("its texts are split in another way")
     spelling = _bytes_to_letters()
     alphabet = set(spelling.values())
-    spelled = [alphabet.issuperset(token) for token in tokens]
-    vocab = {token if whole else "".join(spelling[byte] for byte in token.encode()): index
-             for index, (token, whole) in enumerate(zip(tokens, spelled, strict=True))}  # fmt: skip
+    names = {token for token in tokens if alphabet.issuperset(token)}
+    vocab = {token if token in names else "".join(spelling[byte] for byte in token.encode()): index
+             for index, token in enumerate(tokens)}  # fmt: skip
     pairs = [tuple(merge.split(" ")) for merge in merges]
     whole_words = metadata.words_are_whole(reader)
     made = Tokenizer(models.BPE(vocab=vocab, merges=pairs, continuing_subword_prefix="", end_of_word_suffix="",
                                 fuse_unk=False, ignore_merges=whole_words))  # fmt: skip
     made.pre_tokenizer, made.decoder = split.steps, decoders.ByteLevel()
-    control = [token for token, of, whole in zip(tokens, types, spelled, strict=False) if of == _CONTROL and whole]
-    made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
-    plain = [token for token, of in zip(tokens, types, strict=False) if of == _USER_DEFINED and token in vocab]
-    made.add_tokens([AddedToken(token, normalized=False, special=False) for token in plain])
-    settings = _settings(reader, kind, tokens, whole_words)
-    named = [settings[name] for name in _SPECIAL if settings[name] is not None]
-    made.add_special_tokens([AddedToken(token, special=True) for token in named if token not in {*control, *plain}])
-    made.post_processor = _beginning(settings, made)
-    return _Made(made, settings, split.warning)
+    return _Bare(made, names, begins=whole_words, warning=split.warning)
+
+
+def _sentencepiece(reader: GGUFReader, tokens: list[str]) -> _Bare:
+    """Of pieces with scores, from which the merges follow: two pieces become one the earlier, the higher its score."""
+    vocab = {token: index for index, token in enumerate(tokens)}
+    stated, scores = field(reader, "tokenizer.ggml.merges"), field(reader, "tokenizer.ggml.scores")
+    if stated is None and scores is None:
+        raise Unknown("its pieces have no scores")
+    if stated is not None:
+        pairs = [tuple(merge.split(" ")) for merge in stated]
+    else:
+        halves = [(left, right, score) for piece, score in dict(zip(tokens, scores, strict=True)).items()
+                  for left, right in _halves(piece, vocab)]  # fmt: skip
+        halves.sort(key=lambda half: (half[2], len(half[0]), len(half[1])), reverse=True)
+        pairs = [half[:2] for half in halves]
+    made = Tokenizer(models.BPE(vocab=vocab, merges=pairs, fuse_unk=True, byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="first", split=False)
+    made.decoder = decoders.Sequence([
+        decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1),
+    ])  # fmt: skip
+    special = [token for token in ("<unk>", "<s>", "</s>") if token in vocab]
+    return _Bare(made, vocab.keys(), special, begins=True)
+
+
+def _halves(piece: str, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    """How a piece divides into two others, by their ids."""
+    ways = [(piece[:end], piece[end:]) for end in range(1, len(piece))]
+    return sorted(
+        (way for way in ways if way[0] in vocab and way[1] in vocab), key=lambda way: (vocab[way[0]], vocab[way[1]])
+    )
 
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
-def _settings(reader: GGUFReader, kind: str, tokens: list[str], begins: bool) -> dict[str, Any]:
-    """The content of tokenizer_config.json. begins: texts do, with a token, unless the file denies it."""
+def _settings(reader: GGUFReader, kind: str, tokens: list[str]) -> dict[str, Any]:
+    """The content of tokenizer_config.json."""
     found: dict[str, Any] = {"backend": "tokenizers", "is_local": True, "local_files_only": False,
                              "model_max_length": _NO_LIMIT, "tokenizer_class": _TOKENIZERS[kind]}  # fmt: skip
     for ours, theirs in _SPECIAL.items():
         index = field(reader, f"tokenizer.ggml.{theirs}_token_id")
         found[ours] = None if index is None else tokens[index]
-    for name in ("add_bos_token", "add_eos_token"):
-        stated = field(reader, f"tokenizer.ggml.{name}")
-        if stated or (stated is None and begins and name == "add_bos_token"):
-            found[name] = True
     return found
 
 
-def _beginning(settings: dict[str, Any], tokenizer: Tokenizer) -> processors.TemplateProcessing:
-    """What adds the first and the last token of a text."""
-    first, last = (
-        settings[f"{name}_token"] if settings.get(f"add_{name}_token") else None for name in ("bos", "eos")
-    )  # fmt: skip
+def _around(
+    reader: GGUFReader, settings: Mapping[str, Any], tokenizer: Tokenizer, *, begins: bool
+) -> processors.TemplateProcessing:
+    """What adds the first and the last token of a text. begins: texts do, with a token, unless the file denies it."""
+    stated = {name: field(reader, f"tokenizer.ggml.add_{name}_token") for name in ("bos", "eos")}
+    if stated["bos"] is None:
+        stated["bos"] = begins
+    first, last = (settings[f"{name}_token"] if adds else None for name, adds in stated.items())
 
     def around(text: str, part: int) -> list[str]:
         begin = [] if first is None else [f"{first}:{part}"]

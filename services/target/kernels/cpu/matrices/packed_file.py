@@ -101,7 +101,8 @@ class PackedFile:
 
     def _damaged(self) -> None:
         log.warning("%s is damaged, so weights are packed again", self.path)
-        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.path.unlink()
         self._give_up()
 
     def _give_up(self) -> None:
@@ -113,7 +114,11 @@ class PackedFile:
     def _open(self) -> None:
         """Map the file, if there is one, and begin to compare it with its checksums."""
         try:
-            with self.path.open("rb") as file:
+            file = self.path.open("rb")
+        except OSError:  # there is none, or the cache cannot be read
+            return
+        try:
+            with file:
                 header = file.readline(_MOST_HEADER)
                 entries = json.loads(header)
                 starts = _places(len(header), [entry[1] for entry in entries])
@@ -121,8 +126,6 @@ class PackedFile:
                     raise ValueError("it has another size")
                 # Private, so that new weights may be written; without them all pages stay those of the file.
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except FileNotFoundError:
-            return
         except (OSError, ValueError, TypeError, LookupError):
             self._damaged()
             return

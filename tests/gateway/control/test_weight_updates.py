@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.control import calls, control
+from gateway.control import calls
 from gateway.control.control import Control
 from gateway.control.server_info import Facts
 from gateway.workers.peers import Peers
@@ -81,14 +81,16 @@ class Piecemeal(Target):
 
 
 @pytest.fixture
-def control_of(monkeypatch):
+def updates_of(monkeypatch):
     async def call(link, _, work):
         return await work(link)
 
-    monkeypatch.setattr(control, "call_replica", call)
-    return lambda *targets, peers=None: Control(
-        SimpleNamespace(targets=targets, drafts=[]),
-        Facts(GatewayConfig(), target_pb2.GetTargetInfoResponse(), peers or Peers()),
+    monkeypatch.setattr(calls, "call_replica", call)
+    return lambda *targets, peers=None: (
+        Control(
+            SimpleNamespace(targets=targets, drafts=[]),
+            Facts(GatewayConfig(), target_pb2.GetTargetInfoResponse(), peers or Peers()),
+        ).weights
     )
 
 
@@ -116,13 +118,13 @@ def tensors(updates, version, rest=None):
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(("first", "second"), [(disk, disk), (disk, tensors), (tensors, disk)])
-def test_concurrent_updates_leave_the_same_weights_on_all_targets(control_of, tmp_path, first, second, workers):
+def test_concurrent_updates_leave_the_same_weights_on_all_targets(updates_of, tmp_path, first, second, workers):
     """On any worker of a gateway."""
 
     async def scene():
         quick, slow = Target(), Target("1")
         places = [None] if workers == 1 else [Peers(index, workers, tmp_path) for index in range(workers)]
-        asked = [control_of(quick, slow, peers=place) for place in places]
+        asked = [updates_of(quick, slow, peers=place) for place in places]
         one = asyncio.create_task(first(asked[0], "1"))
         await settled()
         other = asyncio.create_task(second(asked[-1], "2"))
@@ -131,19 +133,19 @@ def test_concurrent_updates_leave_the_same_weights_on_all_targets(control_of, tm
         await asyncio.gather(one, other)
         for target in (quick, slow):
             assert target.taken == ["1", "2"]
-            assert target.believed == asked[-1].weight_version == "2"
+            assert target.believed == asked[-1].version == "2"
 
     asyncio.run(scene())
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_one_upload_at_a_time(control_of, tmp_path, workers):
+def test_one_upload_at_a_time(updates_of, tmp_path, workers):
     """The targets keep all tensors in memory until they are whole."""
 
     async def scene():
         target, rest = Target(), asyncio.Event()
         places = [None] if workers == 1 else [Peers(index, workers, tmp_path) for index in range(workers)]
-        asked = [control_of(target, peers=place) for place in places]
+        asked = [updates_of(target, peers=place) for place in places]
         slow = asyncio.create_task(tensors(asked[0], "1", rest))
         await settled()
         with pytest.raises(Conflict, match="another update"):
@@ -156,7 +158,7 @@ def test_one_upload_at_a_time(control_of, tmp_path, workers):
     asyncio.run(scene())
 
 
-def test_an_endless_upload_ends_with_its_last_target_or_in_silence(control_of, monkeypatch):
+def test_an_endless_upload_ends_with_its_last_target_or_in_silence(updates_of, monkeypatch):
     async def scene():
         sent = 0
 
@@ -173,24 +175,24 @@ def test_an_endless_upload_ends_with_its_last_target_or_in_silence(control_of, m
                     if sent:
                         raise InvalidRequest("a gap")
 
-        updates = control_of(Refusing(), Refusing())
+        updates = updates_of(Refusing(), Refusing())
         with pytest.raises(InvalidRequest, match="a gap"):
             await updates.update_from_tensors(endless(), common_pb2.WeightUpdate())
         assert sent < 50
         monkeypatch.setattr(calls, "_SILENCE", 0.05)
         with pytest.raises(InvalidRequest, match="no more tensors arrived"):
-            await tensors(control_of(Target()), "1", asyncio.Event())
+            await tensors(updates_of(Target()), "1", asyncio.Event())
 
     asyncio.run(scene())
 
 
-def test_the_answer_comes_once_the_targets_are_used(control_of):
+def test_the_answer_comes_once_the_targets_are_used(updates_of):
     """A target that was refused for its old weights repeats the handshake first."""
 
     async def scene():
         target = Target()
         target.up = False
-        updates = control_of(target)
+        updates = updates_of(target)
         update = asyncio.create_task(disk(updates, "1"))
         await asyncio.sleep(0.05)
         assert target.taken == ["1"]
@@ -201,28 +203,28 @@ def test_the_answer_comes_once_the_targets_are_used(control_of):
     asyncio.run(scene())
 
 
-def test_a_slow_upload_does_not_block_other_updates(control_of):
+def test_a_slow_upload_does_not_block_other_updates(updates_of):
     async def scene():
         target, rest = Target(), asyncio.Event()
-        updates = control_of(target)
+        updates = updates_of(target)
         slow = asyncio.create_task(tensors(updates, "1", rest))
         await settled()
         await disk(updates, "2")
         rest.set()
         await slow
         assert target.taken == ["2", "1"]
-        assert target.believed == updates.weight_version == "1"
+        assert target.believed == updates.version == "1"
 
     asyncio.run(scene())
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_target_with_mixed_weights_is_unused_until_it_has_all(control_of, count):
+def test_a_target_with_mixed_weights_is_unused_until_it_has_all(updates_of, count):
     async def scene():
         targets = [Piecemeal() for _ in range(count)]
         for target in targets:
             target.believed = target.fingerprint
-        updates = control_of(*targets)
+        updates = updates_of(*targets)
         assert (await tensors(updates, "1:a")).unused == []
         targets[-1].start()  # restarts with the weights of its flags
         assert (await tensors(updates, "1:b")).unused == [targets[-1].address]
