@@ -327,7 +327,7 @@ async def test_a_service_of_another_kind_is_refused(tmp_path):
     link = TargetLink(draft.address)
     link.start()
     try:
-        with pytest.raises(ConfigError, match="the service at unix:.* is no target of this release"):
+        with pytest.raises(ConfigError, match=r"the service at unix:.* is no target of this release"):
             await link.wait_up(20)
         assert link.availability.state is ReplicaState.REFUSED
     finally:
