@@ -211,6 +211,13 @@ def test_a_pool_with_more_replicas_than_cores_is_warned_of(monkeypatch, tmp_path
     assert any(text.startswith("3 target replicas share the cores 0,1") for text in made.warnings)
 
 
+def test_draft_replicas_without_a_draft_are_warned_of(monkeypatch, tmp_path):
+    take_gpus(monkeypatch, tmp_path)
+    made = plan("--draft-replicas", "3", "--speculative-algorithm", "NONE")
+    assert made.made.drafts == ()
+    assert any(text.startswith("--draft-replicas 3 starts no draft") for text in made.warnings)
+
+
 def test_drafts_of_a_machine_with_a_tpu_are_refused(monkeypatch, tmp_path):
     take_gpus(monkeypatch, tmp_path)
     monkeypatch.setattr(replicas, "tpu_chips", lambda: 4)
