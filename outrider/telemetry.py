@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -56,8 +57,16 @@ class JsonLines(logging.Formatter):
         return json.dumps(event, default=str, ensure_ascii=False)
 
 
+LOG_NAME = "OUTRIDER_LOG_NAME"  # environment variable in which a supervisor names its child
+
+
 def setup_logging(role: str, level: str = "info", style: str = "text") -> None:
-    """Send the process's logs to standard error: as `time role level message`, or as JSON (style: text, json)."""
+    """Send the process's logs to standard error: as `time role level message`, or as JSON (style: text, json).
+
+    A replica that a supervisor started has its name in place of the role, such as target-2.
+    """
+    name = os.environ.get(LOG_NAME, "")
+    role = name if name.rpartition("-")[0] == role else role
     handler = logging.StreamHandler(sys.stderr)
     line = f"%(asctime)s {role:<7} %(levelname)-7s %(message)s"
     handler.setFormatter(JsonLines(role) if style == "json" else logging.Formatter(line, datefmt="%H:%M:%S"))

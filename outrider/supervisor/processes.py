@@ -29,6 +29,7 @@ from outrider.process.backoff import Backoff
 from outrider.process.parent_death import tied_to_parent
 from outrider.supervisor.hangs import until_silent
 from outrider.supervisor.health import is_healthy
+from outrider.telemetry import LOG_NAME
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ class Child:
                 # In a session of its own, so that Ctrl-C reaches only the supervisor, which stops processes in order.
                 self._process = process = await asyncio.create_subprocess_exec(
                     *tied_to_parent(self.command), stdin=asyncio.subprocess.DEVNULL, stdout=writing_end,
-                    stderr=asyncio.subprocess.STDOUT, start_new_session=True,
+                    stderr=asyncio.subprocess.STDOUT, start_new_session=True, env={**os.environ, LOG_NAME: self.name},
                 )  # fmt: skip
             finally:
                 os.close(writing_end)

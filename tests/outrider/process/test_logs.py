@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from outrider.supervisor.display import Display
-from outrider.telemetry import REQUEST_ID, setup_logging, write_line
+from outrider.telemetry import LOG_NAME, REQUEST_ID, setup_logging, write_line
 from services.draft.train.progress import Bar
 
 
@@ -23,6 +23,15 @@ def _as_before():
 
 def lines(capsys):
     return capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize(("given", "shown"), [("target-2", "target-2"), ("target", "target"), ("draft-1", "target")])
+def test_a_replica_has_its_name_in_the_log(capsys, monkeypatch, given, shown):
+    """A child of a child, such as a rank, may inherit a name of another role."""
+    monkeypatch.setenv(LOG_NAME, given)
+    setup_logging("target")
+    logging.getLogger("a").info("ready")
+    assert lines(capsys)[0].split()[1] == shown
 
 
 def test_lines_for_people(capsys):

@@ -14,6 +14,8 @@ from outrider.process.backoff import Backoff
 from outrider.supervisor import processes
 from outrider.supervisor.draft_watch import DraftWatch
 from outrider.supervisor.health import is_healthy
+from outrider.supervisor.processes import Child
+from outrider.telemetry import LOG_NAME
 from tests.support.outrider.children import HEALTHY, STUBBORN, child, gone, run, wait_gone
 
 
@@ -50,6 +52,13 @@ async def test_a_killed_child_comes_back_and_is_healthy():
         await one.wait_ready()
         assert await is_healthy(one.address)
         assert other.pid == untouched
+
+
+async def test_a_child_has_its_name_for_the_log():
+    lines = []
+    one = Child("target-2", [sys.executable, "-c", f"import os; print(os.environ['{LOG_NAME}'])"], "", lines.append)
+    assert await one._run_once() == 0
+    assert lines == ["target-2"]
 
 
 async def test_a_child_that_is_stopped_is_killed_and_comes_back():
