@@ -209,6 +209,11 @@ class Link(ABC, Generic[Info, Frame]):
                 raise ConfigError(
                     f"the {self.service} at {self.address} refuses this gateway: {error.details()}"
                 ) from None
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise ConfigError(
+                    f"the service at {self.address} is no {self.service} of this release ({error.details()}); name it "
+                    "as what it is, or start the same release there"
+                ) from None
             raise
 
     async def _run(self) -> None:

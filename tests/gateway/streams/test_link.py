@@ -23,7 +23,7 @@ from outrider.transport.rpc import GrpcServer
 from outrider.transport.statuses import statuses
 from outrider.wire.opens import open_to_pb
 from outrider.wire.v1 import common_pb2, target_pb2
-from tests.support.gateway.services import Service, Target, free_port, model_info
+from tests.support.gateway.services import Draft, Service, Target, free_port, model_info
 
 
 class Call:
@@ -322,3 +322,16 @@ async def test_a_link_follows_the_health_of_its_replica(tmp_path):
     finally:
         await link.stop()
         await asyncio.to_thread(service.stop)
+
+
+async def test_a_service_of_another_kind_is_refused(tmp_path):
+    draft = Service(Draft, f"unix:{tmp_path}/draft.sock").start()
+    link = TargetLink(draft.address)
+    link.start()
+    try:
+        with pytest.raises(ConfigError, match=r"the service at unix:.* is no target of this release"):
+            await link.wait_up(20)
+        assert link.availability.state is ReplicaState.REFUSED
+    finally:
+        await link.stop()
+        await asyncio.to_thread(draft.stop)
