@@ -207,6 +207,6 @@ class GatewayConfig(
     """The gateway: REST and gRPC for clients, streams to the services."""
 
     common: ClassVar[tuple[str, ...]] = (
-        "target", "draft", "models", "host", "port", "grpc_port", "gateway_workers", "api_key", "max_pending_requests",
+        "target", "draft", "models", "host", "port", "grpc_port", "gateway_workers", "api_key",
         "served_model_name", "log_level",
     )  # fmt: skip

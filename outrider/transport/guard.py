@@ -36,6 +36,7 @@ SERVICE_SIZES = {
     "/outrider.wire.v1.DraftService/Propose": MAX_MESSAGE_BYTES,
     "/outrider.wire.v1.TargetService/UpdateWeightsFromTensor": _PART_BYTES,
     "/outrider.wire.v1.TargetService/ConfigureFeatures": _PART_BYTES,
+    "/outrider.wire.v1.DraftService/UpdateSharedWeights": _PART_BYTES,
 }
 """Maximum size of a message to a service, in bytes, where it is not 1 MiB."""
 

@@ -103,10 +103,12 @@ async def test_a_lost_stream_reconnects(monkeypatch):
     link = Near()
     link.start()
     await link.wait_up(5)
+    link.update_load(common_pb2.EngineLoad(running_sessions=4))
     link.calls[0].end.set()
     async with asyncio.timeout(5):
         while len(link.calls) < 2 or not link.up:
             await asyncio.sleep(0.01)
+    assert link.load is None  # its sessions ended with the stream
     await link.stop()
 
 
