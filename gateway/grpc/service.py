@@ -23,7 +23,7 @@ from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.proposal import FinishReason, Logprobs
 from outrider.telemetry import REQUEST_ID
 from outrider.tracing import Tracing
-from outrider.transport.statuses import statuses
+from outrider.transport.statuses import statuses, with_status
 from outrider.wire.opens import draft_sources_from_pb, source_to_pb
 from outrider.wire.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
@@ -63,27 +63,26 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise Unavailable("the gateway is starting; it waits for a target service", retry_after=seconds)
         return self._models
 
-    async def GetGatewayInfo(  # noqa: N802
+    @with_status
+    async def GetGatewayInfo(
         self, request: gateway_pb2.GetGatewayInfoRequest, context: Any
     ) -> gateway_pb2.GetGatewayInfoResponse:
         """Facts about a model that is served."""
-        async with statuses(context):
-            models = self._ready()
-            with self._request_of(context):
-                model = models.choose(request.model)
-                generator = model.generator
-                drafts = [link.info for link in generator.orchestrator.drafts if link.up and link.info is not None]
-                return gateway_pb2.GetGatewayInfoResponse(
-                    software_version=outrider.__version__,
-                    served_model_name=generator.name,
-                    model=model.facts.target.model,
-                    drafters=sorted({name for info in drafts for name in info.drafters}),
-                    max_session_tokens=generator.max_session_tokens,
-                    served_models=models.names,
-                )
-        raise AssertionError("abort raises")
+        models = self._ready()
+        with self._request_of(context):
+            model = models.choose(request.model)
+            generator = model.generator
+            drafts = [link.info for link in generator.orchestrator.drafts if link.up and link.info is not None]
+            return gateway_pb2.GetGatewayInfoResponse(
+                software_version=outrider.__version__,
+                served_model_name=generator.name,
+                model=model.facts.target.model,
+                drafters=sorted({name for info in drafts for name in info.drafters}),
+                max_session_tokens=generator.max_session_tokens,
+                served_models=models.names,
+            )
 
-    async def Generate(self, request: gateway_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802
+    async def Generate(self, request: gateway_pb2.GenerateRequest, context: Any) -> None:
         """Stream the parts of one generation."""
         request_id = f"gen-{secrets.token_hex(12)}"
         REQUEST_ID.set(request_id)

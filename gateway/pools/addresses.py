@@ -14,6 +14,7 @@ from pathlib import Path
 from outrider.errors import ConfigError
 
 _SCHEMES = ("grpc://", "grpcs://")  # of routers' worker URLs; whether TLS is used is a flag here
+_GRPC_NAMES = ("ipv4:", "ipv6:", "unix-abstract:")  # addresses in gRPC's spelling
 
 
 class Kind(StrEnum):
@@ -42,8 +43,10 @@ def parse(text: str) -> Named:
         if not path:
             raise ConfigError(f"{text!r} names no file; write file:/path")
         return Named(text, Kind.FILE, path=Path(path).expanduser())
-    if not text.startswith("dns:"):
+    if text.startswith(_GRPC_NAMES):
         return Named(text)
+    if not text.startswith("dns:"):
+        return Named(check_address(text))
     rest = text.removeprefix("dns:")
     if rest.startswith("//"):
         server, _, rest = rest.removeprefix("//").partition("/")

@@ -15,10 +15,11 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from gateway.pools.addresses import parse
 from outrider.config import GatewayConfig
 from outrider.errors import ConfigError
 
@@ -26,9 +27,8 @@ from outrider.errors import ConfigError
 _FLAGS = frozenset({
     "target", "draft", "draft_report", "served_model_name", "model_path", "tool_call_parser", "reasoning_parser",
     "sampling_defaults", "per_request_spec_decode_metrics", "request_timeout", "cache_threshold",
-    "balance_abs_threshold", "balance_rel_threshold", "discovery_interval", "stream_transport", "service_token",
-    "service_token_file", "service_ssl_ca_certs", "service_ssl_certfile", "service_ssl_keyfile",
-    "service_ssl_server_name",
+    "balance_abs_threshold", "balance_rel_threshold", "discovery_interval", "stream_transport", "service_token_file",
+    "service_ssl_ca_certs", "service_ssl_certfile", "service_ssl_keyfile", "service_ssl_server_name",
 })  # fmt: skip
 # Flags of the command line that say what belongs into tables.
 _OF_TABLES = ("target", "draft", "draft_report", "served_model_name", "model_path")
@@ -68,12 +68,16 @@ def _tables(path: str) -> Mapping[str, Any]:
 
 def _of_table(config: GatewayConfig, name: str, table: Any) -> GatewayConfig:
     where = f"{config.models}: [{name}]"
+    if isinstance(table, list) and any(isinstance(one, Mapping) for one in table):
+        raise ConfigError(f"{config.models}: [[{name}]] is a list of tables; write [{name}]")
     if not isinstance(table, Mapping):
         raise ConfigError(f"{config.models}: `{name}` stands before the first table; write it into that of a model")
     for key, value in table.items():
         if isinstance(value, Mapping):
             raise ConfigError(f'{where} has a table {key!r}; a name with a dot needs quotes: ["{name}.{key}"]')
     given = {key.replace("-", "_"): value for key, value in table.items()}
+    if len(given) < len(table):
+        raise ConfigError(f"{where} has an entry twice, with - and with _; leave one of them out")
     for key in given:
         if key not in _FLAGS:
             flags = ", ".join(sorted(flag.replace("_", "-") for flag in _FLAGS))
@@ -82,7 +86,14 @@ def _of_table(config: GatewayConfig, name: str, table: Any) -> GatewayConfig:
     values = {key: _value(types[key], value, f"{where} {key.replace('_', '-')}") for key, value in given.items()}
     others = values.pop("served_model_name", ())
     names = tuple(dict.fromkeys((name, *others)))
-    return replace(config, **({"target": (), "draft": ()} | values), served_model_name=names)
+    found = replace(config, **({"target": (), "draft": ()} | values), served_model_name=names)
+    try:
+        found.check_model()
+        for address in (*found.target, *found.draft):
+            parse(address)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.message}") from None
+    return found
 
 
 def _value(kind: Any, value: Any, where: str) -> Any:
@@ -92,8 +103,8 @@ def _value(kind: Any, value: Any, where: str) -> Any:
     try:
         return TypeAdapter(kind).validate_python(value, strict=get_origin(kind) is not tuple)
     except ValidationError as error:
-        choices = get_args(kind)
-        known = f"; choose one of {', '.join(map(str, choices))}" if choices and get_origin(kind) is not tuple else ""
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        known = f"; choose one of {', '.join(map(str, choices))}" if choices else ""
         raise ConfigError(f"{where}: {value!r} is no value of this flag{known} ({error.errors()[0]['msg']})") from None
 
 

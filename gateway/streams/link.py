@@ -51,7 +51,7 @@ class Link(ABC, Generic[Info, Frame]):
     session_count: sessions that are open there, counted by the placement
     draining: it was removed from its pool and gets no new sessions. stopping: it reports that it does not serve,
         although its stream is open, because it stops or its engine hangs. rank: its place in the pool, by flag order
-    load: the engine's last report. step_time: an average over the reports
+    load: the engine's last report on this stream. step_time: an average over the reports
     info: facts from the handshake. refusal: why the replica does not fit
     channel: while it is up or about to be. on_change: called after `up` or `availability` changed
     on_absent: called after each attempt to use it that failed. on_stopping: called after `stopping` changed
@@ -209,6 +209,11 @@ class Link(ABC, Generic[Info, Frame]):
                 raise ConfigError(
                     f"the {self.service} at {self.address} refuses this gateway: {error.details()}"
                 ) from None
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise ConfigError(
+                    f"the service at {self.address} is no {self.service} of this release ({error.details()}); name it "
+                    "as what it is, or start the same release there"
+                ) from None
             raise
 
     async def _run(self) -> None:
@@ -270,7 +275,7 @@ class Link(ABC, Generic[Info, Frame]):
         self.clear()
         self.channel = None
         lost, self.up, self.stopping = self.up, False, False
-        self.step_time = StepTime()  # another process may come
+        self.step_time, self.load = StepTime(), None  # another process may come, or its sessions end meanwhile
         if lost:
             log.warning("the stream to the %s at %s is lost", self.service, self.address)
         try:

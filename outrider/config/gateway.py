@@ -125,8 +125,7 @@ class GatewayOptions(
             "max_requests_per_key",
         )
         check_minimum(self, dict.fromkeys(counts, 1))
-        if self.request_timeout is not None and not self.request_timeout > 0:
-            raise ConfigError(f"--request-timeout must be more than 0, or left out, not {self.request_timeout}")
+        self.check_model()
         if not self.client_timeout > 0:
             raise ConfigError(f"--client-timeout must be more than 0, not {self.client_timeout}")
         for flag, port in (("--port", self.port), ("--grpc-port", self.grpc_port)):
@@ -135,12 +134,17 @@ class GatewayOptions(
                 raise ConfigError(f"{flag} {port} is no port; choose one from 1 to 65535")
         if self.port == self.grpc_port:
             raise ConfigError(f"--port and --grpc-port are both {self.port}; choose another for one of them")
-        if not all(name.strip() for name in self.served_model_name):
-            raise ConfigError("--served-model-name is empty; is a variable of the shell not set?")
         self.check_access()
         self.client_keys()
         self.admin_keys()
         self.networks_of_admins()
+
+    def check_model(self) -> None:
+        """Raise ConfigError for a flag of one model that is out of range."""
+        if self.request_timeout is not None and not self.request_timeout > 0:
+            raise ConfigError(f"--request-timeout must be more than 0, or left out, not {self.request_timeout}")
+        if not all(name.strip() for name in self.served_model_name):
+            raise ConfigError("--served-model-name is empty; is a variable of the shell not set?")
 
 
 @dataclass(frozen=True)

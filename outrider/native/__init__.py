@@ -5,8 +5,10 @@ A library is stored in the virtual environment, or in the cache folder if the en
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -14,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ from outrider.checkpoints.conversion import cache_folder
 
 _COMPILERS = ("g++", "clang++", "c++")
 _TIMEOUT = 300.0  # seconds of a compiler call
+_PARTIAL = ".partial"  # ends the name of a folder in which a library is compiled
 
 Signatures = Mapping[str, tuple[type | None, tuple[type, ...]]]
 """Result and argument types of C functions, by name."""
@@ -72,7 +75,8 @@ class Library:
         for folder in folders:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                return self.compile(compiler, folder / name)
+                with _locked(folder / name):  # replicas that start together compile once
+                    return self.found() or self.compile(compiler, folder / name)
             except OSError as error:  # the folder cannot be written; try the next one
                 reasons.append(f"{folder}: {error.strerror}")
         raise Unavailable(f"compiled code cannot be written ({'; '.join(reasons)}); make one of these folders writable")
@@ -100,7 +104,8 @@ class Library:
     def compile(self, compiler: str, path: Path) -> Path:
         """Compile to a file, which appears atomically, with its checksum beside it. Raises Unavailable and OSError."""
         sources = sorted(self.folder.rglob("*.cpp"))
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as threads:
+        made_in = tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.name}.", suffix=_PARTIAL)
+        with made_in as folder, ThreadPoolExecutor(os.cpu_count()) as threads:
             objects = [Path(folder) / f"{source.stem}.o" for source in sources]
             made = Path(folder) / path.name
             list(threads.map(lambda source, to: self._run(compiler, "-c", source, "-o", to), sources, objects))
@@ -123,6 +128,16 @@ class Library:
                 raise OSError(errno.ENOSPC, disk.FULL)
             first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[:200])
             raise Unavailable(f"{compiler} could not compile {self.name}: {first}")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a library that is compiled, and remove what compilations that were killed left."""
+    with open(f"{path}.lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for stale in path.parent.glob(f"{path.name}.*{_PARTIAL}"):
+            shutil.rmtree(stale, ignore_errors=True)
+        yield
 
 
 def _checksum(path: Path) -> Path:

@@ -19,6 +19,7 @@ _FLAGS: dict[Role, tuple[str, str, str]] = {
     "draft": ("--draft-devices", "--draft-tp-size", "--draft-replicas"),
 }
 GPU_KINDS = ("cuda", "gpu")
+_TARGET_KINDS = ("auto", "cpu", "cuda")  # those of drafts are JAX's, which has plug-ins for more
 
 
 def numbered(name: str, replicas: int) -> list[str]:
@@ -41,6 +42,9 @@ def devices_of_replicas(
         raise ConfigError(f"{replicas_flag} and {ranks_flag} must be 1 or more, not {min(replicas, ranks)}")
     needed = f"{replicas_flag} {replicas} with {ranks_flag} {ranks} needs {replicas * ranks} devices"
     names = [name.strip() for name in device.split(",")]
+    for name in names:
+        if not name or (role == "target" and name.partition(":")[0] not in _TARGET_KINDS):
+            raise ConfigError(f"{flag} {device}: {name!r} is no device; write for example cpu or cuda:1")
     if len(names) == 1:
         kind, _, index = device.partition(":")
         if replicas == 1 or kind not in GPU_KINDS:

@@ -164,7 +164,6 @@ class EngineLoop:
         self._spent = 0.0  # seconds in steps since the last one with output
         self._held: StepOutput | None = None  # coalesced output that is not published yet
         self._last_load = EngineLoad()  # the load that was published last
-        self._sent_to_all = True  # the last output had the load alone, which goes to all streams
         self._published_at = -math.inf  # when, by the clock of time.perf_counter
         self._heart = Heart()
         self.inbox: Inbox[Message | _Call | None] = Inbox()
@@ -173,7 +172,7 @@ class EngineLoop:
     def start(self, engine: Engine, publish: Callable[[StepOutput], None]) -> None:
         """Start the thread. Messages may have been submitted before.
 
-        publish: called with the output of steps, and with the load alone if it changes while the engine is idle
+        publish: called with the output of steps, and with the load alone once the engine is idle
         """
         self.engine = engine
         engine.message_files = self.inbox.message_files
@@ -264,14 +263,12 @@ class EngineLoop:
 
     def _publish_now(self, output: StepOutput) -> None:
         self._last_load, self._published_at = output.load, time.perf_counter()
-        self._sent_to_all = not output.has_output
         self._publish(output)
 
     def _publish_idle_load(self) -> None:
-        """Publish the load of an idle engine if sessions ended after the last step, or if not all streams have it."""
+        """Publish the load of an idle engine: sessions may have ended after the last step, and streams have begun."""
         load = replace(self.engine.load(), step_microseconds=self._last_load.step_microseconds)
-        if load != self._last_load or not self._sent_to_all:
-            self._publish_now(StepOutput(load=load))
+        self._publish_now(StepOutput(load=load))
 
     def _take_messages(self) -> bool:
         """Handle the messages in the inbox, waiting for one if need be. Returns False once `stop` was called."""

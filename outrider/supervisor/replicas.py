@@ -20,6 +20,11 @@ def with_devices(config: ServeConfig) -> ServeConfig:
     targets = target_devices(config)
     if config.target_replicas > 1:
         config = replace(config, target=replace(config.target, device=_joined(targets)))
+    if config.draft_replicas > 1 and config.draft.speculative_algorithm == "NONE":
+        log.warning(
+            "--draft-replicas %d starts no draft, because of --speculative-algorithm NONE; leave one of them out",
+            config.draft_replicas,
+        )
     drafts = draft_devices(config, targets)
     if config.draft.draft_device == "auto" and drafts[0] != "auto":
         free = set(_numbers(drafts)).isdisjoint(_used(config, targets))

@@ -118,6 +118,11 @@ class CallStreams:
         if orphans := self._routes.leave(stream.outbox):
             self._engine.submit(Message(closes=orphans))
 
+    def drop(self, outbox: Outbox) -> None:
+        """End the stream of an outbox, if it is one of these."""
+        if (stream := self._streams.get(outbox)) is not None:
+            self._lose(stream)
+
     def receive(self, stream: CallStream, message: Message, failures: Sequence[SessionFailure]) -> None:
         """Take a decoded frame, with the failures of its sessions that could not be decoded."""
         if stream.outbox not in self._streams:

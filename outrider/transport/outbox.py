@@ -14,7 +14,7 @@ from outrider.speculation.proposal import Commit, FinishReason
 
 log = logging.getLogger(__name__)
 
-_FOREIGN = "another peer's stream has a session of this id"
+_FOREIGN = "another stream has a session of this id"
 _MAX_LOGPROB_BYTES = 16 << 20  # of log-probabilities in a frame with several commits: the size of a frame is limited
 
 
@@ -118,6 +118,10 @@ class Routes:
         """Add a stream."""
         self._outboxes.add(outbox)
 
+    def of_peer(self, peer: str) -> list[Outbox]:
+        """The streams of a peer; none of one without a name."""
+        return [outbox for outbox in self._outboxes if peer and outbox.peer == peer]
+
     def leave(self, outbox: Outbox) -> list[int]:
         """Remove a stream. Returns the ids of the sessions that it owned."""
         self._outboxes.discard(outbox)
@@ -155,11 +159,8 @@ class Routes:
         return message, failures
 
     def _may_open(self, request: OpenSession, outbox: Outbox) -> bool:
-        """True if no other peer owns the session. A peer whose stream was lost opens its sessions on a new one, perhaps
-        before the loss is seen here.
-        """
-        owner = self._owners.get(request.session_id)
-        return owner is None or owner is outbox or (outbox.peer != "" and owner.peer == outbox.peer)
+        """True if no other stream owns the session."""
+        return self._owners.get(request.session_id, outbox) is outbox
 
     def _own_part(self, message: Message, outbox: Outbox) -> Message:
         owners = self._owners

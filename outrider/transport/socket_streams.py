@@ -69,6 +69,11 @@ class SocketStreams:
         if orphans := self._routes.leave(stream.outbox):
             self._inbox.put(Message(closes=orphans))
 
+    def drop(self, outbox: Outbox) -> None:
+        """End the stream of an outbox, if it is one of these."""
+        if (stream := self._streams.get(outbox)) is not None:
+            self._lose(stream)
+
     def write_all(self) -> None:
         """Send the output that the routes have given to the streams."""
         for stream in list(self._streams.values()):

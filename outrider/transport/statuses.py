@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
-from typing import Any, NoReturn
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
 
 from outrider.errors import OutriderError
+
+Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
 
 PROGRESS = "outrider-progress"
 """Key of a health check's trailing metadata: progress of the start-up, as text."""
@@ -21,6 +24,17 @@ async def statuses(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator
         yield
     except OutriderError as error:
         await abort(context, error)
+
+
+def with_status(method: Method) -> Method:
+    """A method of a servicer that answers once: OutriderErrors end its call with their gRPC status."""
+
+    @functools.wraps(method)
+    async def answer(servicer: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async with statuses(context):
+            return await method(servicer, request, context)
+
+    return cast("Method", answer)
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> NoReturn:

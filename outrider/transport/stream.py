@@ -2,7 +2,7 @@
 
 Frames are decoded and submitted to the engine loop. A step's output is routed to the streams that own its sessions;
 while a stream is writing, the output of later steps collects in its next frame. A stream is the lease of its sessions:
-when it ends, for any reason, they are closed.
+when it ends, for any reason, they are closed. A peer has one stream, its newest.
 
 The engine thread writes the frames (call_streams.py). The network thread reads and decodes those that use gRPC; the
 engine thread reads those that use a socket (socket_streams.py).
@@ -30,7 +30,7 @@ from outrider.transport.socket_streams import Decode, Encode, Ended, Request, Re
 log = logging.getLogger(__name__)
 
 PEER_METADATA = "outrider-peer"
-"""Key of a secret random name in a stream's metadata, by which a client's next stream may take over its sessions."""
+"""Key of a secret random name in a stream's metadata, by which a client's next stream replaces this one."""
 
 
 class StreamHub(Generic[Request, Response]):
@@ -78,7 +78,7 @@ class StreamHub(Generic[Request, Response]):
         stream = SocketStream(connection, kind, self._ender(ended), peer)
         self._ends.add(end := partial(_resolve, ended, None))
         try:
-            await asyncio.wrap_future(self._engine.call(partial(self._socket_streams.begin, stream)))
+            await asyncio.wrap_future(self._engine.call(partial(self._begin, self._socket_streams, stream)))
             await ended
         finally:
             self._ends.discard(end)
@@ -91,7 +91,7 @@ class StreamHub(Generic[Request, Response]):
         ended: asyncio.Future[None] = self._loop.create_future()
         stream = CallStream(CallWriter(context), self._ender(ended), peer)
         self._ends.add(end := partial(_resolve, ended, None))
-        self._engine.call(partial(self._call_streams.begin, stream))
+        self._engine.call(partial(self._begin, self._call_streams, stream))
         reader = asyncio.create_task(self._read(context, stream))
         reader.add_done_callback(lambda _: end())
         try:
@@ -102,6 +102,16 @@ class StreamHub(Generic[Request, Response]):
             self._ends.discard(end)
             reader.cancel()
             self._engine.call(partial(self._call_streams.end, stream))
+
+    def _begin(self, streams: CallStreams | SocketStreams, stream: Any) -> None:
+        """Begin a stream in the engine thread. The older ones of its peer, whose loss is not seen here yet, end first:
+        what arrives late on them must not touch sessions that the peer opens on the new one.
+        """
+        for older in self._routes.of_peer(stream.outbox.peer):
+            log.info("a peer has a new stream, its older one ends")
+            self._call_streams.drop(older)
+            self._socket_streams.drop(older)
+        streams.begin(stream)
 
     def _ender(self, ended: asyncio.Future[None]) -> Ended:
         """Completes a future from the engine thread."""

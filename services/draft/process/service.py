@@ -13,7 +13,7 @@ import grpc
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.serving.loop import EngineLoop
 from outrider.transport.rpc import GrpcServer
-from outrider.transport.statuses import statuses
+from outrider.transport.statuses import statuses, with_status
 from outrider.transport.stream import StreamHub
 from outrider.wire.v1 import draft_pb2, draft_pb2_grpc
 from services.draft.drafters.shared_weights import ArrivingTensors, LoadedWeights, SharedWeights
@@ -59,38 +59,34 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             raise Unavailable("the draft service is starting up; retry in a moment", retry_after=1)
         return self._info, self._engine
 
-    async def GetDraftInfo(  # noqa: N802
+    @with_status
+    async def GetDraftInfo(
         self, request: draft_pb2.GetDraftInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> draft_pb2.GetDraftInfoResponse:
         """Facts for the handshake."""
-        del request
-        async with statuses(context):
-            return self._built()[0]
-        raise AssertionError("aborting a call raises")
+        return self._built()[0]
 
-    async def GetFusion(  # noqa: N802
+    async def GetFusion(
         self, request: draft_pb2.GetFusionRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[draft_pb2.GetFusionResponse]:
         """The fusion layer that the target applies, in parts."""
-        del request
         async with statuses(context):
             fusion = self._built()[1].drafter.fusion
             for start in range(0, len(fusion), _PART_BYTES):
                 yield draft_pb2.GetFusionResponse(content=fusion[start : start + _PART_BYTES])
 
-    async def FlushDraft(  # noqa: N802
+    @with_status
+    async def FlushDraft(
         self, request: draft_pb2.FlushDraftRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> draft_pb2.FlushDraftResponse:
         """Drop what drafters keep of texts, or only of the target's hidden states, between two steps."""
-        async with statuses(context):
-            _, engine = self._built()
-            if not request.weights_only:
-                await asyncio.wrap_future(self._loop.call(partial(engine.flush, only_fed=request.only_fed)))
-            wants = False
-            if engine.drafter.shared_weights is not None:
-                wants = await self._load_weights(engine.drafter.shared_weights, request)
-            return draft_pb2.FlushDraftResponse(wants_tensors=wants)
-        raise AssertionError("aborting a call raises")
+        _, engine = self._built()
+        if not request.weights_only:
+            await asyncio.wrap_future(self._loop.call(partial(engine.flush, only_fed=request.only_fed)))
+        wants = False
+        if engine.drafter.shared_weights is not None:
+            wants = await self._load_weights(engine.drafter.shared_weights, request)
+        return draft_pb2.FlushDraftResponse(wants_tensors=wants)
 
     async def _load_weights(self, shared: SharedWeights, request: draft_pb2.FlushDraftRequest) -> bool:
         """Load shared weights from a folder. Returns True if the draft needs them sent: a failure only costs speed."""
@@ -116,30 +112,29 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             await asyncio.wrap_future(self._loop.call(partial(shared.install, weights)))
             log.info("the draft has the target's new weights, from %s", source)
 
-    async def UpdateSharedWeights(  # noqa: N802
+    @with_status
+    async def UpdateSharedWeights(
         self,
         request_iterator: AsyncIterator[draft_pb2.UpdateSharedWeightsRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> draft_pb2.UpdateSharedWeightsResponse:
         """Replace weights that the draft shares with the target by tensors that come in parts."""
-        async with statuses(context):
-            shared = self._built()[1].drafter.shared_weights
-            if shared is None:
-                raise ConfigError("the draft shares no weights with its target")
-            parts = aiter(request_iterator)
-            first = await anext(parts, draft_pb2.UpdateSharedWeightsRequest())
-            async with self._refreshing:  # another gateway may send the same
-                if not first.fingerprint or first.fingerprint != shared.fingerprint:
-                    arriving = ArrivingTensors(shared.shapes)
-                    arriving.add(first.content)
-                    async for part in parts:
-                        arriving.add(part.content)
-                    weights = await asyncio.to_thread(shared.take, arriving.finish(), first.fingerprint)
-                    await self._install(shared, weights, "the target")
-            return draft_pb2.UpdateSharedWeightsResponse()
-        raise AssertionError("aborting a call raises")
+        shared = self._built()[1].drafter.shared_weights
+        if shared is None:
+            raise ConfigError("the draft shares no weights with its target")
+        parts = aiter(request_iterator)
+        first = await anext(parts, draft_pb2.UpdateSharedWeightsRequest())
+        async with self._refreshing:  # another gateway may send the same
+            if not first.fingerprint or first.fingerprint != shared.fingerprint:
+                arriving = ArrivingTensors(shared.shapes)
+                arriving.add(first.content)
+                async for part in parts:
+                    arriving.add(part.content)
+                weights = await asyncio.to_thread(shared.take, arriving.finish(), first.fingerprint)
+                await self._install(shared, weights, "the target")
+        return draft_pb2.UpdateSharedWeightsResponse()
 
-    async def Propose(  # noqa: N802
+    async def Propose(
         self,
         request_iterator: AsyncIterator[draft_pb2.ProposeRequest],
         context: grpc.aio.ServicerContext[Any, Any],

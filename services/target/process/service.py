@@ -16,7 +16,7 @@ from outrider.config import TargetConfig
 from outrider.errors import InvalidRequest, Unavailable
 from outrider.serving.loop import EngineLoop
 from outrider.transport.rpc import GrpcServer
-from outrider.transport.statuses import statuses
+from outrider.transport.statuses import statuses, with_status
 from outrider.transport.stream import StreamHub
 from outrider.wire.features import feature_spec_from_pb
 from outrider.wire.opens import source_to_pb
@@ -141,20 +141,17 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """Run work in the engine thread between two steps, and return its result."""
         return await asyncio.wrap_future(self._loop.call(work))
 
-    async def GetTargetInfo(  # noqa: N802
+    @with_status
+    async def GetTargetInfo(
         self, request: target_pb2.GetTargetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.GetTargetInfoResponse:
         """Information for the handshake."""
-        del request
-        async with statuses(context):
-            return self._loaded().info
-        raise AssertionError("an aborted call does not go on")
+        return self._loaded().info
 
-    async def GetTokenizer(  # noqa: N802
+    async def GetTokenizer(
         self, request: target_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[target_pb2.GetTokenizerResponse]:
         """The tokenizer's existing files, in parts."""
-        del request
         async with statuses(context):
             if (folder := self._folder) is None:
                 folder = self._loaded().folder
@@ -167,108 +164,102 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                     part = content[start : start + _PART_BYTES]
                     yield target_pb2.GetTokenizerResponse(file_name=name, content=part)
 
-    async def ConfigureFeatures(  # noqa: N802
+    @with_status
+    async def ConfigureFeatures(
         self,
         request_iterator: AsyncIterator[target_pb2.ConfigureFeaturesRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> target_pb2.ConfigureFeaturesResponse:
         """Register a specification of hidden states that sessions may request."""
-        async with statuses(context):
-            engine, _ = self._running()
-            spec: common_pb2.FeatureSpec | None = None
-            fusion = bytearray()
-            async for part in request_iterator:
-                spec = part.spec if part.HasField("spec") else spec
-                fusion += part.fusion
-                if len(fusion) > _most_fusion_bytes(engine.model.hidden_size, spec):
-                    raise InvalidRequest("the fusion is larger than any drafter's for this model", param="fusion")
-            if spec is None:
-                raise InvalidRequest("the first message must have the specification", param="spec")
-            wanted, name, content = feature_spec_from_pb(spec), spec.spec_id, bytes(fusion)
-            made = await asyncio.wrap_future(self._loop.call(lambda: engine.configure_features(name, wanted, content)))
-            return target_pb2.ConfigureFeaturesResponse(layers=made.layers, width=made.width, row_bytes=made.row_bytes)
-        raise AssertionError("an aborted call does not go on")
+        engine, _ = self._running()
+        spec: common_pb2.FeatureSpec | None = None
+        fusion = bytearray()
+        async for part in request_iterator:
+            spec = part.spec if part.HasField("spec") else spec
+            fusion += part.fusion
+            if len(fusion) > _most_fusion_bytes(engine.model.hidden_size, spec):
+                raise InvalidRequest("the fusion is larger than any drafter's for this model", param="fusion")
+        if spec is None:
+            raise InvalidRequest("the first message must have the specification", param="spec")
+        wanted, name, content = feature_spec_from_pb(spec), spec.spec_id, bytes(fusion)
+        made = await asyncio.wrap_future(self._loop.call(lambda: engine.configure_features(name, wanted, content)))
+        return target_pb2.ConfigureFeaturesResponse(layers=made.layers, width=made.width, row_bytes=made.row_bytes)
 
-    async def UpdateWeightsFromDisk(  # noqa: N802
+    @with_status
+    async def UpdateWeightsFromDisk(
         self, request: target_pb2.UpdateWeightsFromDiskRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.UpdateWeightsFromDiskResponse:
         """Replace all weights by those of a folder."""
-        async with statuses(context):
-            from services.target.process.control import Condition
+        from services.target.process.control import Condition
 
-            _, control = self._running()
-            condition = Condition(request.fingerprint, request.replaced_fingerprint)
-            folder = await asyncio.to_thread(control.read_folder, request.folder, condition)
-            update = update_from_pb(request.update)
-            facts = await self._in_engine(lambda: self._changed(control.update_from_folder(folder, update, condition)))
-            return target_pb2.UpdateWeightsFromDiskResponse(weights=facts)
-        raise AssertionError("an aborted call does not go on")
+        _, control = self._running()
+        condition = Condition(request.fingerprint, request.replaced_fingerprint)
+        folder = await asyncio.to_thread(control.read_folder, request.folder, condition)
+        update = update_from_pb(request.update)
+        facts = await self._in_engine(lambda: self._changed(control.update_from_folder(folder, update, condition)))
+        return target_pb2.UpdateWeightsFromDiskResponse(weights=facts)
 
-    async def UpdateWeightsFromTensor(  # noqa: N802
+    @with_status
+    async def UpdateWeightsFromTensor(
         self,
         request_iterator: AsyncIterator[target_pb2.UpdateWeightsFromTensorRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> target_pb2.UpdateWeightsFromTensorResponse:
         """Replace weights by tensors that come in parts."""
-        async with statuses(context):
-            _, control = self._running()
-            parts = aiter(request_iterator)
-            first = await anext(parts, target_pb2.UpdateWeightsFromTensorRequest())
-            update = update_from_pb(first.update)
-            with control.incoming(pickled=first.format == target_pb2.TENSOR_FORMAT_PICKLE) as incoming:
-                incoming.add(first.content)
-                async for part in parts:
-                    incoming.add(part.content)
-                await asyncio.to_thread(incoming.finish)
-                facts = await self._in_engine(lambda: self._changed(control.update_from_tensors(incoming, update)))
-            return target_pb2.UpdateWeightsFromTensorResponse(weights=facts)
-        raise AssertionError("an aborted call does not go on")
+        _, control = self._running()
+        parts = aiter(request_iterator)
+        first = await anext(parts, target_pb2.UpdateWeightsFromTensorRequest())
+        update = update_from_pb(first.update)
+        with control.incoming(pickled=first.format == target_pb2.TENSOR_FORMAT_PICKLE) as incoming:
+            incoming.add(first.content)
+            async for part in parts:
+                incoming.add(part.content)
+            await asyncio.to_thread(incoming.finish)
+            facts = await self._in_engine(lambda: self._changed(control.update_from_tensors(incoming, update)))
+        return target_pb2.UpdateWeightsFromTensorResponse(weights=facts)
 
-    async def JoinWeightsGroup(  # noqa: N802
+    @with_status
+    async def JoinWeightsGroup(
         self, request: target_pb2.JoinWeightsGroupRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.JoinWeightsGroupResponse:
         """Take a place in a trainer's process group."""
-        async with statuses(context):
-            from services.target.process.weights.group import Membership
+        from services.target.process.weights.group import Membership
 
-            groups = self._running()[1].groups
-            place = (request.address, request.port, request.rank, request.world_size, request.backend)
-            membership = Membership(request.group_name, *place)
-            await self._in_engine(lambda: groups.announce("join", membership=asdict(membership)))
-            await asyncio.to_thread(groups.join, membership)
-            return target_pb2.JoinWeightsGroupResponse()
-        raise AssertionError("an aborted call does not go on")
+        groups = self._running()[1].groups
+        place = (request.address, request.port, request.rank, request.world_size, request.backend)
+        membership = Membership(request.group_name, *place)
+        await self._in_engine(lambda: groups.announce("join", membership=asdict(membership)))
+        await asyncio.to_thread(groups.join, membership)
+        return target_pb2.JoinWeightsGroupResponse()
 
-    async def LeaveWeightsGroup(  # noqa: N802
+    @with_status
+    async def LeaveWeightsGroup(
         self, request: target_pb2.LeaveWeightsGroupRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.LeaveWeightsGroupResponse:
         """Leave a trainer's process group."""
-        async with statuses(context):
-            groups, name = self._running()[1].groups, request.group_name
-            await self._in_engine(lambda: groups.announce("leave", name=name))
-            await asyncio.to_thread(groups.leave, name)
-            return target_pb2.LeaveWeightsGroupResponse()
-        raise AssertionError("an aborted call does not go on")
+        groups, name = self._running()[1].groups, request.group_name
+        await self._in_engine(lambda: groups.announce("leave", name=name))
+        await asyncio.to_thread(groups.leave, name)
+        return target_pb2.LeaveWeightsGroupResponse()
 
-    async def UpdateWeightsFromGroup(  # noqa: N802
+    @with_status
+    async def UpdateWeightsFromGroup(
         self, request: target_pb2.UpdateWeightsFromGroupRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.UpdateWeightsFromGroupResponse:
         """Replace weights by tensors that a trainer broadcasts."""
-        async with statuses(context):
-            from services.target.process.weights.group import Announced
+        from services.target.process.weights.group import Announced
 
-            _, control = self._running()
-            name, flattened = request.group_name, request.flattened
-            announced = [Announced(one.name, one.dtype, tuple(one.shape)) for one in request.tensors]
-            tensors = [(one.name, one.dtype, one.shape) for one in announced]
-            await self._in_engine(
-                lambda: control.groups.announce("receive", name=name, announced=tensors, flattened=flattened)
-            )
-            arrived = await asyncio.to_thread(control.receive_from_group, name, announced, flattened=flattened)
-            update = update_from_pb(request.update)
-            facts = await self._in_engine(lambda: self._changed(control.update_from_tensors(arrived, update)))
-            return target_pb2.UpdateWeightsFromGroupResponse(weights=facts)
-        raise AssertionError("an aborted call does not go on")
+        _, control = self._running()
+        name, flattened = request.group_name, request.flattened
+        announced = [Announced(one.name, one.dtype, tuple(one.shape)) for one in request.tensors]
+        tensors = [(one.name, one.dtype, one.shape) for one in announced]
+        await self._in_engine(
+            lambda: control.groups.announce("receive", name=name, announced=tensors, flattened=flattened)
+        )
+        arrived = await asyncio.to_thread(control.receive_from_group, name, announced, flattened=flattened)
+        update = update_from_pb(request.update)
+        facts = await self._in_engine(lambda: self._changed(control.update_from_tensors(arrived, update)))
+        return target_pb2.UpdateWeightsFromGroupResponse(weights=facts)
 
     def _changed(self, weights: Weights) -> common_pb2.WeightFacts:
         """In the engine thread, because the caller may have disconnected: record the new weights, and return them."""
@@ -287,7 +278,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             shared_fingerprint=info.shared_fingerprint,
         )
 
-    async def GetSharedWeights(  # noqa: N802
+    async def GetSharedWeights(
         self, request: target_pb2.GetSharedWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[target_pb2.GetSharedWeightsResponse]:
         """Present weights for drafts, tensor by tensor."""
@@ -301,60 +292,51 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 for part in parts_of(await asyncio.to_thread(one.read)):
                     yield target_pb2.GetSharedWeightsResponse(content=part)
 
-    async def FlushCache(  # noqa: N802
+    @with_status
+    async def FlushCache(
         self, request: target_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.FlushCacheResponse:
         """Drop cached prefixes."""
-        del request
-        async with statuses(context):
-            await self._in_engine(self._running()[1].flush_cache)
-            return target_pb2.FlushCacheResponse()
-        raise AssertionError("an aborted call does not go on")
+        await self._in_engine(self._running()[1].flush_cache)
+        return target_pb2.FlushCacheResponse()
 
-    async def PauseGeneration(  # noqa: N802
+    @with_status
+    async def PauseGeneration(
         self, request: target_pb2.PauseGenerationRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.PauseGenerationResponse:
         """Stop taking steps."""
-        async with statuses(context):
-            _, control = self._running()
-            mode = _PAUSE_MODES.get(request.mode)
-            if mode is None:
-                raise InvalidRequest(f"pause mode {request.mode} is not known here", param="mode")
-            aborted = await self._in_engine(lambda: control.pause(mode))
-            return target_pb2.PauseGenerationResponse(aborted_sessions=aborted)
-        raise AssertionError("an aborted call does not go on")
+        _, control = self._running()
+        mode = _PAUSE_MODES.get(request.mode)
+        if mode is None:
+            raise InvalidRequest(f"pause mode {request.mode} is not known here", param="mode")
+        aborted = await self._in_engine(lambda: control.pause(mode))
+        return target_pb2.PauseGenerationResponse(aborted_sessions=aborted)
 
-    async def ContinueGeneration(  # noqa: N802
+    @with_status
+    async def ContinueGeneration(
         self, request: target_pb2.ContinueGenerationRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.ContinueGenerationResponse:
         """Take steps again."""
-        del request
-        async with statuses(context):
-            await self._in_engine(self._running()[1].proceed)
-            return target_pb2.ContinueGenerationResponse()
-        raise AssertionError("an aborted call does not go on")
+        await self._in_engine(self._running()[1].proceed)
+        return target_pb2.ContinueGenerationResponse()
 
-    async def ReleaseMemory(  # noqa: N802
+    @with_status
+    async def ReleaseMemory(
         self, request: target_pb2.ReleaseMemoryRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.ReleaseMemoryResponse:
         """Return the memory of the KV cache to the system."""
-        del request
-        async with statuses(context):
-            size = await self._in_engine(self._running()[1].release)
-            return target_pb2.ReleaseMemoryResponse(released_bytes=size)
-        raise AssertionError("an aborted call does not go on")
+        size = await self._in_engine(self._running()[1].release)
+        return target_pb2.ReleaseMemoryResponse(released_bytes=size)
 
-    async def ResumeMemory(  # noqa: N802
+    @with_status
+    async def ResumeMemory(
         self, request: target_pb2.ResumeMemoryRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.ResumeMemoryResponse:
         """Take memory again."""
-        del request
-        async with statuses(context):
-            await self._in_engine(self._running()[1].resume)
-            return target_pb2.ResumeMemoryResponse()
-        raise AssertionError("an aborted call does not go on")
+        await self._in_engine(self._running()[1].resume)
+        return target_pb2.ResumeMemoryResponse()
 
-    async def Verify(  # noqa: N802
+    async def Verify(
         self,
         request_iterator: AsyncIterator[target_pb2.VerifyRequest],
         context: grpc.aio.ServicerContext[Any, Any],

@@ -373,6 +373,14 @@ def test_flags_of_the_command_line_hold_where_a_table_has_none(tmp_path):
         ('[a]\ncache-threshold = "much"\n', "no value of this flag"),
         ('[a]\n[b]\nserved-model-name = "a"\n', "is the name of two models"),
         ("[default]\n", "what requests write"),
+        ("[[a]]\n", "write [a]"),
+        ('[a]\nmodel-path = "x"\nmodel_path = "y"\n', "an entry twice"),
+        ("[a]\nmodel-path = 3\n", "3 is no value of this flag ("),
+        ('[a]\nservice-token = "secret"\n', "'service-token', which is no flag of a model"),
+        ('[a]\ntarget = ""\n', "[a]: '' is no address"),
+        ('[a]\ntarget = "grpc://gpu1"\n', "is no address; write HOST:PORT"),
+        ("[a]\nrequest-timeout = -1\n", "[a]: --request-timeout must be more than 0"),
+        ('[a]\nserved-model-name = " "\n', "--served-model-name is empty"),
     ],
 )
 def test_mistakes_in_the_file(tmp_path, content, words):

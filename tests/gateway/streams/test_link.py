@@ -23,7 +23,7 @@ from outrider.transport.rpc import GrpcServer
 from outrider.transport.statuses import statuses
 from outrider.wire.opens import open_to_pb
 from outrider.wire.v1 import common_pb2, target_pb2
-from tests.support.gateway.services import Service, Target, free_port, model_info
+from tests.support.gateway.services import Draft, Service, Target, free_port, model_info
 
 
 class Call:
@@ -103,10 +103,12 @@ async def test_a_lost_stream_reconnects(monkeypatch):
     link = Near()
     link.start()
     await link.wait_up(5)
+    link.update_load(common_pb2.EngineLoad(running_sessions=4))
     link.calls[0].end.set()
     async with asyncio.timeout(5):
         while len(link.calls) < 2 or not link.up:
             await asyncio.sleep(0.01)
+    assert link.load is None  # its sessions ended with the stream
     await link.stop()
 
 
@@ -320,3 +322,16 @@ async def test_a_link_follows_the_health_of_its_replica(tmp_path):
     finally:
         await link.stop()
         await asyncio.to_thread(service.stop)
+
+
+async def test_a_service_of_another_kind_is_refused(tmp_path):
+    draft = Service(Draft, f"unix:{tmp_path}/draft.sock").start()
+    link = TargetLink(draft.address)
+    link.start()
+    try:
+        with pytest.raises(ConfigError, match=r"the service at unix:.* is no target of this release"):
+            await link.wait_up(20)
+        assert link.availability.state is ReplicaState.REFUSED
+    finally:
+        await link.stop()
+        await asyncio.to_thread(draft.stop)

@@ -1,6 +1,8 @@
 """Compiled libraries in their folders: damaged ones are compiled again, and a full disk is named."""
 
+import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -26,6 +28,22 @@ def test_a_damaged_library_is_compiled_again(library):
     assert path.read_bytes()[-1] == whole[-1]
     first = path.stat().st_mtime_ns
     assert library.compiled().stat().st_mtime_ns == first
+
+
+def test_replicas_that_start_together_compile_once(library, tmp_path, monkeypatch):
+    real = next(path for path in map(shutil.which, native._COMPILERS) if path)
+    compiler, calls = tmp_path / "compiler", tmp_path / "calls"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec {real} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setattr(native, "_COMPILERS", (str(compiler),))
+    name, folders = library._places()
+    killed = folders[0] / f"{name}.killed.partial"
+    killed.mkdir(parents=True)
+    with ThreadPoolExecutor(3) as replicas:
+        paths = {replica.result() for replica in [replicas.submit(library.compiled) for _ in range(3)]}
+    assert len(paths) == 1
+    assert len(calls.read_text().splitlines()) == 2  # one source, and the library
+    assert not killed.exists()
 
 
 def test_a_full_disk_is_named(library, tmp_path, monkeypatch):

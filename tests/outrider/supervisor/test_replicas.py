@@ -77,6 +77,9 @@ def used(made):
         (4, "--target-replicas 2 --tp-size 2 --target-devices cuda:0,cuda:0,cuda:1,cuda:2",
          "each of its 2 ranks", None),
         (4, "--target-replicas 2 --target-devices cuda:x", "no number behind the colon", None),
+        (0, "--target-replicas 2 --target-devices cpu,foo", "'foo' is no device; write for example cpu", None),
+        (0, "--draft-replicas 2 --draft-devices , --speculative-algorithm STANDALONE --speculative-draft-model m",
+         "'' is no device", None),
         (4, "--draft-tp-size 2 --draft-device cuda:0,cuda:1,cuda:2", "names 3 devices for --draft-tp-size 2", None),
         (4, "--draft-tp-size 2 --draft-device cuda:1,cuda:1", "names a device twice", None),
         (0, "--target-replicas 0", "must be 1 or more, not 0", None),
@@ -206,6 +209,13 @@ def test_a_pool_with_more_replicas_than_cores_is_warned_of(monkeypatch, tmp_path
     made = plan("--target-replicas", "3")
     assert [one.cores for one in made.made.targets] == ["0", "1", "0"]
     assert any(text.startswith("3 target replicas share the cores 0,1") for text in made.warnings)
+
+
+def test_draft_replicas_without_a_draft_are_warned_of(monkeypatch, tmp_path):
+    take_gpus(monkeypatch, tmp_path)
+    made = plan("--draft-replicas", "3", "--speculative-algorithm", "NONE")
+    assert made.made.drafts == ()
+    assert any(text.startswith("--draft-replicas 3 starts no draft") for text in made.warnings)
 
 
 def test_drafts_of_a_machine_with_a_tpu_are_refused(monkeypatch, tmp_path):

@@ -1,6 +1,7 @@
 """Frames over a socket beside gRPC: connection and call belong together, whichever arrives or ends first."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
@@ -318,10 +319,15 @@ async def service(address):
         yield running
 
 
-async def socket_call(channel, address):
+async def socket_call(channel, address, peer=None):
     key = await connect_beside(address)
-    call = target_pb2_grpc.TargetServiceStub(channel).Verify(metadata=key.metadata)
+    call = target_pb2_grpc.TargetServiceStub(channel).Verify(metadata=(*key.metadata, *named(peer)))
     return SocketCall(call, key.connection), call
+
+
+def named(peer):
+    """Metadata with the name that a client calls itself by."""
+    return [(PEER_METADATA, peer)] if peer else []
 
 
 def opening(*requests):
@@ -464,9 +470,14 @@ async def test_a_frame_longer_than_the_socket_buffer_arrives(service, address):
 
 
 async def call_stream(channel, peer=None):
-    """A stream over gRPC, with the methods of one over a socket. peer: the name that the client calls itself by."""
-    metadata = [(PEER_METADATA, peer)] if peer else None
-    return channel.stream_stream("/outrider.wire.v1.TargetService/Verify")(metadata=metadata)
+    """A stream over gRPC, with the methods of one over a socket."""
+    return channel.stream_stream("/outrider.wire.v1.TargetService/Verify")(metadata=named(peer))
+
+
+async def stream_over(transport, channel, address, peer=None):
+    if transport == "socket":
+        return (await socket_call(channel, address, peer))[0]
+    return await call_stream(channel, peer)
 
 
 async def failures_of(stream):
@@ -498,11 +509,8 @@ async def test_a_stream_neither_opens_nor_closes_nor_feeds_sessions_of_another(
     fed = []
     service.engine.receive = lambda proposals, commits: fed.extend(one.session_id for one in proposals)
 
-    async def stream_over(transport):
-        return (await socket_call(channel, address))[0] if transport == "socket" else await call_stream(channel)
-
     async with grpc.aio.insecure_channel(address) as channel:
-        owner, other = [await stream_over(transport) for transport in (owner_uses, other_uses)]
+        owner, other = [await stream_over(transport, channel, address) for transport in (owner_uses, other_uses)]
         await owner.write(opening(request(1, max_tokens=10**9)))
         await owner.read()
         node = np.array([5], np.uint32), np.array([-1], np.int32), np.array([0.0], np.float32)
@@ -522,15 +530,23 @@ async def test_a_stream_neither_opens_nor_closes_nor_feeds_sessions_of_another(
         owner.cancel()
 
 
-async def test_a_peer_that_lost_its_stream_opens_its_sessions_on_a_new_one(service, address):
-    """The service may not have seen the loss yet; that of the old stream then ends nothing."""
+@pytest.mark.parametrize("new_uses", ["grpc", "socket"])
+@pytest.mark.parametrize("old_uses", ["grpc", "socket"])
+async def test_a_peer_s_new_stream_ends_its_old_one(service, address, old_uses, new_uses):
+    """The service may not have seen the loss of the old one yet, and what was sent on it may arrive late."""
     async with grpc.aio.insecure_channel(address) as channel:
-        old, new, other = [await call_stream(channel, peer) for peer in ("secret", "secret", "another")]
-        await old.write(opening(request(1, max_tokens=10**9)))
+        old = await stream_over(old_uses, channel, address, "secret")
+        await old.write(opening(request(1, max_tokens=10**9), request(2, max_tokens=10**9)))
         await old.read()
+        other = await call_stream(channel, "another")
         await other.write(opening(request(1, max_tokens=10**9)))
         assert await failures_of(other)
+        new = await stream_over(new_uses, channel, address, "secret")
         await new.write(opening(request(1, max_tokens=10**9)))
+        await commits_of(new, 1)
+        with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            await old.write(opening(request(1, max_tokens=10**9)))
+        await until(lambda: set(service.engine.sessions) == {1})
         await commits_of(new, 1)
         old.cancel()
         await commits_of(new, 1)
