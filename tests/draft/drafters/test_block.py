@@ -147,7 +147,7 @@ FLAGS = {"draft_page_size": 4, "max_running_requests": 4, "precompile_bs_padding
 
 @pytest.fixture(scope="module")
 def drafter(target, tmp_path_factory):
-    config, tensors = dflash(target)
+    config, tensors = dflash(target, output_multiplier=10.0)  # sure enough for whole blocks
     folder = write_head(tmp_path_factory.mktemp("draft"), config, tensors)
     return feature_engine("DFLASH", folder, target, **FLAGS), BlockTwin(config, tensors, target)
 
@@ -202,7 +202,7 @@ def expected_tree(twin, tokens, seed=None):
 def test_several_sessions_draft_a_block_behind_each_commit(drafter):
     """Prompts longer than a chunk, features in pieces, commits of every length, one after the other and together."""
     engine, twin = drafter
-    prompts = [RNG.integers(5, VOCAB, length).tolist() for length in (90, 7, 2)]
+    prompts = [RNG.integers(5, VOCAB, length).tolist() for length in (150, 7, 2)]
     sessions = [Fed(engine, number, prompt) for number, prompt in enumerate(prompts)]
     sessions[0].feed(0, 70)
     settle(engine)
@@ -213,15 +213,18 @@ def test_several_sessions_draft_a_block_behind_each_commit(drafter):
         session.feed()
     outputs = settle(engine)
     assert max(output.load.step_tokens for output in outputs) >= 8, "blocks of several sessions are one step"
-    for commits in (1, 5, 12):  # a commit along another drafter's nodes is longer than a block
+    # New tokens behind accepted nodes: none where the tree has the bonus token, too, and some of it survives; a whole
+    # block; a commit along another drafter's nodes is longer.
+    for new, accepted in ((1, 0), (5, 0), (0, 2), (1, 7), (12, 0), (1, 2)):
+        lengths = [len(session.tokens) for session in sessions]
         for session in sessions:
             check_same_tree(session.tree(), expected_tree(twin, session.tokens))
-        for session in sessions:
-            session.commit(RNG.integers(5, VOCAB, commits).tolist())
+            path = max(session.tree(), key=len)[:accepted]
+            session.commit([*path, *RNG.integers(5, VOCAB, new).tolist()])
         settle(engine)
         assert all(session.tree() == {} for session in sessions), "the next block needs the next features"
-        for session in sessions:
-            session.feed(len(session.tokens) - 1 - commits)
+        for session, length in zip(sessions, lengths, strict=True):
+            session.feed(length - 1)
         settle(engine)
     for session in sessions:
         engine.close(session.number)
