@@ -68,7 +68,7 @@ def test_replay_uses_the_given_device(perfect):
         replay("EAGLE3", head, target, records, CHAIN, "cpu:99")
     publish = lambda factor, folder: shutil.copytree(head, folder, dirs_exist_ok=True)  # noqa: E731
     with pytest.raises(ConfigError, match="cpu:99"):
-        best_factor("EAGLE3", publish, target, records, "cpu:99")
+        best_factor("EAGLE3", publish, target, records, device="cpu:99")
 
 
 def test_random_text_is_never_accepted(perfect):

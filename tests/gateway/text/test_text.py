@@ -303,7 +303,8 @@ def watched():
 async def test_long_token_lists_are_decoded_in_a_thread(watched, lists, long, several):
     generator, model = watched
     app = FastAPI()
-    install_tokens(app, generator, Conversations(model, GatewayOptions()))
+    models = SimpleNamespace(choose=lambda _: SimpleNamespace(generator=generator))
+    install_tokens(app, models, Conversations(model, GatewayOptions()))
     if not several and len(lists) > 1:
         lists = [[token for one in lists for token in one] * 10]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:

@@ -180,6 +180,7 @@ def test_targets_on_one_cpu_divide_its_free_memory(monkeypatch, tmp_path):
 
 def test_a_dry_run_shows_every_replica(monkeypatch, tmp_path, capsys):
     take_gpus(monkeypatch, tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
     folder = write_model(tmp_path / "model")
     flags = [
         "--target-replicas",

@@ -358,7 +358,7 @@ def test_a_rank_that_takes_no_weights_leaves_the_old_ones_everywhere(pair, updat
     assert text(engine) == texts[0]
 
 
-def test_weights_that_cannot_be_read_leave_the_old_ones_everywhere(pair, updates, tmp_path):
+def test_weights_that_cannot_be_read_leave_the_old_ones_everywhere(pair, updates, monkeypatch):
     folders, texts = updates
     engine, control = controlled(pair, folders[0])
 
@@ -367,10 +367,12 @@ def test_weights_that_cannot_be_read_leave_the_old_ones_everywhere(pair, updates
             yield from list(super().items())[:9]
             raise OSError("the disk has failed")
 
-    incoming = sent(control, folders[1])
-    incoming.tensors = Broken(incoming.tensors)
-    with pytest.raises(ConfigError, match="rank 0: the weights cannot be read: the disk has failed"):
-        control.update_from_tensors(incoming, Update())
+    runner = engine.model.runner
+    update = runner.update
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "update", lambda tensors: update(Broken(tensors)))
+        with pytest.raises(ConfigError, match="rank 0: the weights cannot be read: the disk has failed"):
+            control.update_from_tensors(sent(control, folders[1]), Update())
     assert text(engine) == texts[0]
     control.update_from_folder(control.read_folder(str(folders[1])), Update())
     assert text(engine) == texts[1]
