@@ -39,7 +39,7 @@ class RayPlacementOptions:
     """GPUs of each target, one for each rank of --tp-size; 0: it computes on CPUs. Default: --tp-size if the cluster
     has GPUs, else 0."""
     target_cpus: int | None = None
-    """CPUs of each target, on each of its --nnodes machines. A target without GPUs is bound to so many cores. Default:
+    """CPUs of each target, on each of its --nnodes machines. A target without GPUs is bound to as many cores. Default:
     its GPUs there, at least 1."""
     draft_replicas: str = "1"
     """Number of drafts, or MIN:MAX, between which their load and lag decide."""
@@ -48,7 +48,7 @@ class RayPlacementOptions:
     draft_tpus: int = 0
     """TPU chips of each draft, as many as --draft-tp-size."""
     draft_cpus: int = 1
-    """CPUs of each draft. One without GPUs and TPUs is bound to so many cores."""
+    """CPUs of each draft. One without GPUs and TPUs is bound to as many cores."""
     gateways: int = 1
     """Number of gateways; each is on a machine of its own, unless --port is 0."""
     gateway_cpus: int = 1

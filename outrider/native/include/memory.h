@@ -41,7 +41,7 @@ class Buffer {
     return made;
   }
 
-  // A view of memory that somebody else frees, after this buffer.
+  // A view of memory that its owner frees, after this buffer.
   static Buffer view(void* data, size_t bytes) {
     Buffer made;
     made.bytes_ = bytes;

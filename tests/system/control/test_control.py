@@ -131,7 +131,7 @@ def test_a_bad_update_is_refused_and_changes_nothing(shared, folders, expected, 
 
 
 def test_a_trainer_that_dies_in_its_upload_leaves_the_old_weights(shared, folders, expected):
-    """Until its connection is seen to end, other trainers are told to wait."""
+    """Until its connection is seen to end, other trainers get an error that says to wait."""
     running, kind = shared, {"content-type": "application/octet-stream"}
     norm = "model.norm.weight"
     content = save(load_file(folders[1] / "model.safetensors"))
