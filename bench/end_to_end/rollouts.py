@@ -23,8 +23,11 @@ from bench.harness.flags import load_prompts, positive_int
 from bench.harness.report import Report, new_figure
 from bench.serve.outrider_system import ADMIN_HEADERS, served
 from outrider.checkpoints.checkpoint import resolve
+from outrider.drafts import DEFAULT_HEAD
 
 _EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "rollouts.py"
+
+_FLAGS = f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {DEFAULT_HEAD} --speculative-always"
 
 
 def example() -> ModuleType:
@@ -90,8 +93,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--batch", type=positive_int, default=8, help="answers in a forward pass of the trainer")
     parser.add_argument("--share", type=float, default=0.5, help="share of time for the draft's training")
     parser.add_argument("--draft-rate", type=float, default=3e-4, help="learning rate of the draft")
-    parser.add_argument("--flags", type=shlex.split, default="--speculative-always",
-                        help="additional flags of both systems, as one argument")  # fmt: skip
+    parser.add_argument("--flags", type=shlex.split, default=_FLAGS,
+                        help="flags of both systems, as one argument; default: the bundled head")  # fmt: skip
     args = parser.parse_args(argv)
     texts = [prompt.turns[0] for prompt in load_prompts(parser, args.prompts)]
     args.model = str(resolve(args.model_path))
@@ -107,11 +110,11 @@ def main(argv: list[str]) -> None:
 
 def _notes(args: argparse.Namespace) -> list[str]:
     return [
-        f"{Path(args.model).name}, {args.dtype}, its default draft; {args.steps} steps of {args.prompts_per_step} "
+        f"{Path(args.model).name}, {args.dtype}, {args.steps} steps of {args.prompts_per_step} "
         f"prompts of {args.prompts.name}, {args.count} answers to each of at most {args.max_tokens} tokens, "
         "temperature 1; the reward is the share of capital letters",
         f"online: --online with a share of {args.share:g} of the time, learning rate {args.draft_rate:g}; "
-        f"both: {' '.join(args.flags)}",
+        f"both: {' '.join(Path(flag).name if '/' in flag else flag for flag in args.flags)}",
         "online, frozen: accept length of a step's rollouts (tokens per verification, bonus included), with and "
         "without online training of the draft; step 1 is before the first update of the policy",
         "gap: largest difference between the engine's log-probabilities and the trainer's; same: share of answers that "
