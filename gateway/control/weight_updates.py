@@ -74,15 +74,7 @@ class WeightUpdates:
     async def update_from_disk(self, folder: str, update: common_pb2.WeightUpdate) -> UpdateResult:
         """Load weights from a folder that every target can read. Raises InvalidRequest if they do not fit."""
         request = target_pb2.UpdateWeightsFromDiskRequest(folder=folder, update=update)
-        async with self.lock():
-            targets = self._services.some_targets()
-            calls = [
-                self._services.call_target(
-                    target, lambda stub: stub.UpdateWeightsFromDisk(request, timeout=_UPDATE_TIMEOUT)
-                )
-                for target in targets
-            ]
-            result = await self._finish_update(targets, await asyncio.gather(*calls, return_exceptions=True), update)
+        result = await self._ask_all(lambda stub: stub.UpdateWeightsFromDisk(request, timeout=_UPDATE_TIMEOUT), update)
         return await self._settled(result)
 
     @property
@@ -141,17 +133,17 @@ class WeightUpdates:
         """
         request.update.shared_tensors.extend(self._follower.shared_tensors)
         with self._one_upload():
-            async with self.lock():
-                targets = self._services.some_targets()
-                calls = [
-                    self._services.call_target(
-                        target, lambda stub: stub.UpdateWeightsFromGroup(request, timeout=_UPDATE_TIMEOUT)
-                    )
-                    for target in targets
-                ]
-                results = await asyncio.gather(*calls, return_exceptions=True)
-                result = await self._finish_update(targets, results, request.update)
+            result = await self._ask_all(
+                lambda stub: stub.UpdateWeightsFromGroup(request, timeout=_UPDATE_TIMEOUT), request.update
+            )
         return await self._settled(result)
+
+    async def _ask_all(self, call: Callable[[Any], Awaitable[Any]], update: common_pb2.WeightUpdate) -> UpdateResult:
+        """Let every target take new weights, while no other update changes them."""
+        async with self.lock():
+            targets = self._services.some_targets()
+            calls = [self._services.call_target(target, call) for target in targets]
+            return await self._finish_update(targets, await asyncio.gather(*calls, return_exceptions=True), update)
 
     async def _send_tensors(
         self, parts: AsyncIterator[bytes], first: target_pb2.UpdateWeightsFromTensorRequest
