@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from gateway.pools.addresses import parse
-from outrider.config import GatewayConfig
+from outrider.config import GatewayConfig, flag_of
 from outrider.errors import ConfigError
 
 # Flags that a table may have; those of the command line hold for the models whose tables have none.
@@ -40,7 +40,7 @@ def model_configs(config: GatewayConfig) -> list[GatewayConfig]:
         return [config]
     for name in _OF_TABLES:
         if getattr(config, name) not in ((), None, getattr(GatewayConfig, name)):
-            raise ConfigError(f"{_flag(name)} is for one model; with --models, write it into the model's table")
+            raise ConfigError(f"{flag_of(name)} is for one model; with --models, write it into the model's table")
     if config.require_draft:
         raise ConfigError("--require-draft would end all models for the draft of one; leave it out with --models")
     tables = _tables(config.models)
@@ -106,7 +106,3 @@ def _value(kind: Any, value: Any, where: str) -> Any:
         choices = get_args(kind) if get_origin(kind) is Literal else ()
         known = f"; choose one of {', '.join(map(str, choices))}" if choices else ""
         raise ConfigError(f"{where}: {value!r} is no value of this flag{known} ({error.errors()[0]['msg']})") from None
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

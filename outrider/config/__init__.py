@@ -10,7 +10,15 @@ Flags that SGLang has keep SGLang's names and meaning. A field's docstring is th
 from outrider.config.access.tls import ServiceTlsOptions
 from outrider.config.access.token import ServiceTokenOptions
 from outrider.config.argv import format_cores, parse_cores, to_argv
-from outrider.config.common import AUTO_CORES, DEFAULT_MODEL, DType, ProcessConfig, SharedOptions, check_minimum
+from outrider.config.common import (
+    AUTO_CORES,
+    DEFAULT_MODEL,
+    DType,
+    ProcessConfig,
+    SharedOptions,
+    check_minimum,
+    flag_of,
+)
 from outrider.config.draft import (
     BUILT_IN_ALGORITHMS,
     FED_ALGORITHMS,
@@ -75,6 +83,7 @@ __all__ = [
     "check_device",
     "check_minimum",
     "flag_classes",
+    "flag_of",
     "format_cores",
     "parse_cores",
     "parse_flags",

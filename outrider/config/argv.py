@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from outrider.config.common import ProcessConfig
+from outrider.config.common import ProcessConfig, flag_of
 from outrider.errors import ConfigError
 
 
@@ -39,7 +39,7 @@ def to_argv(config: ProcessConfig) -> list[str]:
         value: Any = getattr(config, field.name)
         if value == field.default:
             continue
-        flag = "--" + field.name.replace("_", "-")
+        flag = flag_of(field.name)
         if isinstance(value, bool):
             argv.append(flag if value else flag.replace("--", "--no-", 1))
         else:

@@ -137,9 +137,14 @@ class SharedOptions(HangOptions, PrefixCacheOptions, DraftTreeOptions, BatchOpti
     """Flags that the target and the draft service share."""
 
 
+def flag_of(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
 def check_minimum(config: Any, least: Mapping[str, int]) -> None:
     """Raise ConfigError for a field below its minimum. least: minimum by field name. A field that is None passes."""
     for name, bound in least.items():
         value = getattr(config, name)
         if value is not None and value < bound:
-            raise ConfigError(f"--{name.replace('_', '-')} must be {bound} or more, not {value}")
+            raise ConfigError(f"{flag_of(name)} must be {bound} or more, not {value}")

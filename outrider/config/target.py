@@ -15,6 +15,7 @@ from outrider.config.common import (
     ServiceConfig,
     SharedOptions,
     check_minimum,
+    flag_of,
 )
 from outrider.config.ranks import check_ranks
 from outrider.errors import ConfigError
@@ -272,7 +273,7 @@ class TargetConfig(
             raise ConfigError(f"--weight-update-timeout must be more than 0, not {self.weight_update_timeout}")
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
             if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(f"--{name.replace('_', '-')} must lie in [0, 1], not {getattr(self, name)}")
+                raise ConfigError(f"{flag_of(name)} must lie in [0, 1], not {getattr(self, name)}")
 
     @property
     def fixed_tokens_per_session(self) -> int | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from outrider.config import DraftConfig, GatewayConfig, ProcessConfig, ServeConfig, TargetConfig, to_argv
+from outrider.config import DraftConfig, GatewayConfig, ProcessConfig, ServeConfig, TargetConfig, flag_of, to_argv
 from outrider.config.compatibility.on_cpu import FLOAT16_NOTE, for_cpu
 from outrider.errors import ConfigError
 from outrider.placement.cores import choose_cores
@@ -172,7 +172,7 @@ def _settings(config: ProcessConfig, given: Mapping[str, Any]) -> list[Setting]:
         elif given.get(one.name) == value:
             source = "set"
         shown = _SECRETS[one.name] if one.name in _SECRETS and value else value
-        settings.append(Setting(f"--{one.name.replace('_', '-')}", shown, source))
+        settings.append(Setting(flag_of(one.name), shown, source))
     return sorted(settings, key=lambda setting: _ORDER.index(setting.source))
 
 
@@ -259,7 +259,7 @@ def _target_memory(target: TargetConfig) -> str:
     if plan is not None:
         return str(plan)
     names = ("mem_fraction_static", "max_total_tokens", "page_size", "kv_cache_dtype")
-    flags = ", ".join(f"--{name.replace('_', '-')} {_words(getattr(target, name))}" for name in names)
+    flags = ", ".join(f"{flag_of(name)} {_words(getattr(target, name))}" for name in names)
     why = "its checkpoint or its GPU is not on this machine"
     return f"measured at the start, because {why}; by {flags}"
 

@@ -15,7 +15,7 @@ import os
 from dataclasses import fields, replace
 from pathlib import Path
 
-from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, MODEL_ALGORITHMS, ServeConfig
+from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, MODEL_ALGORITHMS, ServeConfig, flag_of
 from outrider.config.compatibility.environment import environment_notes
 from outrider.drafts import has_bundled_head
 from outrider.placement.devices import has_gpu
@@ -140,7 +140,7 @@ def _with_used_flags(config: ServeConfig, notes: list[str]) -> ServeConfig:
     }
     for name in unused:
         used_by = ", ".join(_USED_BY[name])
-        notes.append(f"--{name.replace('_', '-')} has no effect with {algorithm}; it is for {used_by}")
+        notes.append(f"{flag_of(name)} has no effect with {algorithm}; it is for {used_by}")
     path, revision = draft.speculative_draft_model_path, draft.speculative_draft_model_revision
     if revision is not None and algorithm in MODEL_ALGORITHMS and (path is None or Path(path).expanduser().exists()):
         unused["speculative_draft_model_revision"] = None

@@ -27,7 +27,7 @@ from typing import Any
 import uvloop
 
 from outrider.checkpoints import checkpoint
-from outrider.config import ProcessConfig, ServiceTlsOptions, TrainConfig, parse_flags
+from outrider.config import ProcessConfig, ServiceTlsOptions, TrainConfig, check_minimum, flag_of, parse_flags
 from outrider.errors import ConfigError
 from outrider.process import process
 from services.draft.learning.disk import reporting_full_disk
@@ -88,21 +88,17 @@ def settings(config: TrainConfig) -> dict[str, Any]:
 
 def check(config: TrainConfig) -> None:
     """Check that the flags fit together. Raises ConfigError with the offending flag."""
-    for name in (
+    positive = (
         "tokens", "max_new_tokens", "max_length", "max_running_requests", "batch_tokens", "unroll", "draft_vocab_size",
         "max_bytes",
-    ):  # fmt: skip
-        _at_least(config, name, 1)
-    for name in ("data_limit", "steps", "intermediate_size", "num_layers", "hidden_size"):
-        if getattr(config, name) is not None:
-            _at_least(config, name, 1)
-    for name in ("free_prompts", "seed", "evaluate"):
-        if getattr(config, name) is not None:
-            _at_least(config, name, 0)
+    )  # fmt: skip
+    check_minimum(config, dict.fromkeys(positive, 1))
+    check_minimum(config, dict.fromkeys(("data_limit", "steps", "intermediate_size", "num_layers", "hidden_size"), 1))
+    check_minimum(config, dict.fromkeys(("free_prompts", "seed", "evaluate"), 0))
     for name, low, high in (("warmup", 0.0, 1.0), ("held_out", 0.0, 0.5), ("unroll_decay", 0.0, 1.0)):
         value = getattr(config, name)
         if not low <= value <= high:
-            raise ConfigError(f"{_flag(name)} must lie between {low:g} and {high:g}, not {value:g}")
+            raise ConfigError(f"{flag_of(name)} must lie between {low:g} and {high:g}, not {value:g}")
     if not config.epochs > 0 or not config.learning_rate > 0:
         raise ConfigError("--epochs and --learning-rate must be greater than 0")
     if not config.temperature or not all(0 <= value <= 100 and math.isfinite(value) for value in config.temperature):
@@ -112,13 +108,3 @@ def check(config: TrainConfig) -> None:
             f"--max-length {config.max_length} counts prompt and answer; it must be greater than "
             f"--max-new-tokens {config.max_new_tokens}"
         )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _at_least(config: TrainConfig, name: str, least: int) -> None:
-    value = getattr(config, name)
-    if value < least:
-        raise ConfigError(f"{_flag(name)} must be {least} or more, not {value}")

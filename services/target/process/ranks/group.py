@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from outrider.checkpoints import checkpoint
-from outrider.config import TargetConfig
+from outrider.config import TargetConfig, flag_of
 from outrider.errors import ConfigError
 from services.target.process.ranks.channel import Channel
 
@@ -81,7 +81,7 @@ def threads(config: TargetConfig) -> int:
 
 def _facts(folder: Path, config: TargetConfig) -> dict[str, object]:
     """What all ranks must have in common, as JSON has it."""
-    flags = {f"--{name.replace('_', '-')}": value for name, value in asdict(config).items() if name not in _OWN}
+    flags = {flag_of(name): value for name, value in asdict(config).items() if name not in _OWN}
     facts: dict[str, object] = json.loads(json.dumps(flags, default=str))
     if config.nnodes > 1:
         facts["weights of the fingerprint"] = checkpoint.fingerprint(folder)
