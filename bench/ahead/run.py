@@ -60,8 +60,11 @@ def main(argv: Sequence[str]) -> None:
     report.notes = _notes(args)
     cells = list(itertools.product(args.steps, args.delays))
     if args.virtual_prompts:
-        texts = [prompt.turns[0] for prompt in prompts[: args.virtual_prompts]]
-        report.more.append(("In virtual time", virtual_rows(args, texts, modes, cells)))
+        rows = virtual_rows(args, [prompt.turns[0] for prompt in prompts[: args.virtual_prompts]], modes, cells)
+        if args.virtual_only:
+            report.rows = rows
+        else:
+            report.more.append(("In virtual time", rows))
     if not args.virtual_only:
         _measure_all(report, args, [prompt.turns[0] for prompt in prompts[: args.limit]], modes, cells)
         _plot(report, [mode.value for mode in modes])

@@ -264,13 +264,14 @@ class Speculation:
         if self._reads_late:
             unread = {one: self._sessions[one].session.length for one in wanted if not self.policy.wait.drafts_for(one)}
         self.policy.end(wanted, sessions, tokens, prompts=prompt_tokens, steps=steps, own=own, unread=unread)
-        if not prompt_tokens and len(wanted) <= _FEW_SESSIONS:
+        if not prompt_tokens and 0 < len(wanted) <= _FEW_SESSIONS:
             self._wait_where_it_pays(commits, wanted, tokens)
 
     def _wait_where_it_pays(self, commits: Sequence[Commit], wanted: Sequence[int], tokens: int) -> None:
         """Let the next step begin at once if what has survived of the trees promises enough."""
         wait = self.policy.wait
-        wait.gain.committed(wait.now, wanted, {commit.session_id: commit.accepted for commit in commits}, tokens)
+        accepted = {one.session_id: one.accepted if one.source == SourceKind.DRAFT else 0 for one in commits}
+        wait.gain.committed(wait.now, wanted, accepted, tokens)
         if self.planner.verifies_all or wait.reads or not wait.remaining:
             return
         entries = [self._sessions[one] for one in wanted]
