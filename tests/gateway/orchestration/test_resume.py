@@ -353,6 +353,26 @@ async def test_a_draft_opened_during_delivery_receives_the_whole_frame(lost):
     assert known == {session.id: [1, 2, 3, 4] for session in (sessions[-1:] if lost else sessions)}
 
 
+async def test_commits_go_to_the_drafts_of_their_sessions():
+    """Also once a session has moved to another draft."""
+    target = TargetLink("unix:/nowhere")
+    drafts = [DraftLink("unix:/nowhere", common_pb2.ModelInfo()) for _ in range(2)]
+    for link in (target, *drafts):
+        link.up = True
+    orchestrator = Orchestrator([target], drafts, Metrics())
+    session = orchestrator.sessions.open(request_for([1, 2], 9))
+    for length in (2, 3):
+        for draft in drafts:
+            draft.take_frame()
+        batch = commits_to_pb([Commit(session.id, length, np.array([7], np.uint32), 0)])
+        await target.on_frame(target_pb2.VerifyResponse(commits=batch))
+        assert [bool(draft.take_frame().commits.session_ids) for draft in drafts] == [
+            draft is session.draft for draft in drafts
+        ]
+        session.draft.up = False
+        session.draft.on_down()
+
+
 @pytest.mark.parametrize(("tokens", "goes_on"), [(8, False), (300, True)])
 async def test_rare_failures_of_a_draft_are_forgiven(tokens, goes_on):
     """One that does so whenever it has been opened is not: each time it would read the whole text again."""

@@ -1,6 +1,7 @@
 """Routing of sessions, with links without services and with services that come and go."""
 
 import itertools
+import random
 
 import pytest
 
@@ -146,6 +147,27 @@ def test_a_larger_target_gets_more_sessions():
     for family in range(16):
         pools.open(prompt(family))
     assert (small.session_count, large.session_count) == (4, 12)
+
+
+@pytest.mark.parametrize(("targets", "drafts", "most"), [(4, 4, 1.1), (6, 2, 1.3), (16, 4, 1.3), (2, 6, 4.8)])
+def test_sessions_of_a_draft_go_to_the_same_targets(targets, drafts, most):
+    """Each step of a target costs a frame for each draft of its sessions. By load alone, nearly all targets and drafts
+    have sessions in common where there are more of one than of the other."""
+    links, chance = [target(slots=64) for _ in range(targets)], random.Random(1)
+    pools = Pools(*links, *(draft(slots=256) for _ in range(drafts)))
+    sessions, shared = [], []
+    for family in range(1500):
+        if len(sessions) < 15 * targets or (len(sessions) < 25 * targets and chance.random() < 0.5):
+            sessions.append(pools.open(prompt(family)))
+        else:
+            pools.placement.leave(sessions.pop(chance.randrange(len(sessions))))
+        shared += [len(pools.placement.drafts_of(link)) for link in links]
+    counts = [link.session_count for link in links]
+    assert max(counts) - min(counts) <= 6
+    assert sum(shared) / len(shared) <= most
+    for one in sessions:
+        pools.placement.leave(one)
+    assert not any(pools.placement.drafts_of(link) for link in links)
 
 
 def reports(link, milliseconds, count=40):
