@@ -45,10 +45,10 @@ class DraftRelay:
         """Add a draft."""
         self._placement.add(draft)
         self._unreadable.attach(draft)
-        draft.traffic = self._traffic
-        draft.on_up = partial(self._up, draft)
-        draft.on_down = partial(self._down, draft)
-        draft.on_frame = partial(self._receive, draft)
+        draft.stream.traffic = self._traffic
+        draft.events.up = partial(self._up, draft)
+        draft.events.down = partial(self._down, draft)
+        draft.stream.on_frame = partial(self._receive, draft)
         draft.before_up = partial(self._configure_features, draft)
 
     def detach(self, draft: DraftLink) -> None:

@@ -105,7 +105,7 @@ class Placement:
             return False
         self._count(draft, reason, again)
         self._drafts.add_prefix(session, draft)
-        loads = [target.load for target in self.targets if target.up]
+        loads = [target.load.report for target in self.targets if target.up]
         # While drafting is paused on all targets, a draft need not read the prompt.
         paused = bool(loads) and all(load is not None and load.drafting_paused for load in loads)
         draft.open(open_to_pb(replace(session.open_message(), drafting_paused=paused)))
@@ -115,11 +115,11 @@ class Placement:
         """Record where a session is open."""
         for old in (session.target, session.draft):
             if old is not None:
-                old.session_count -= 1
+                old.load.session_count -= 1
         session.target, session.draft = target, draft
         for new in (target, draft):
             if new is not None:
-                new.session_count += 1
+                new.load.session_count += 1
 
     def leave(self, session: Session) -> None:
         """A session has ended; its replicas keep its text in their prefix caches."""
@@ -151,7 +151,7 @@ class Placement:
         """
         up, length = [link for link in self.drafts if link.open_to_sessions], len(session.tokens)
         able = [link for link in up if link.follows(length)] or [link for link in up if link.drafts_for(length)]
-        free = [link for link in able if not link.max_sessions or link.session_count < link.max_sessions] or able
+        free = [link for link in able if not link.max_sessions or link.load.session_count < link.max_sessions] or able
         kinds = list(dict.fromkeys(link.kind for link in self.drafts))
         best = min((link.kind for link in free), key=kinds.index, default=None)
         return [link for link in free if link.kind == best]

@@ -132,7 +132,7 @@ class Links:
         if link is None:
             return
         link.rank = member.rank
-        link.on_change = partial(self._link_changed, link)
+        link.events.change = partial(self._link_changed, link)
         self._orchestrator.attach(link)
         self._note_change()
         if isinstance(link, TargetLink):

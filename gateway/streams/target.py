@@ -13,8 +13,9 @@ from gateway.streams.availability import Availability, ReplicaState
 from gateway.streams.connection import PLAIN, Connection
 from gateway.streams.features import FUSION_TIMEOUT, Features
 from gateway.streams.frames import cut_opens, join
-from gateway.streams.link import CALL_TIMEOUT, Link, collect_files
+from gateway.streams.link import CALL_TIMEOUT, Link, check_version, collect_files
 from gateway.streams.pool_weights import OtherWeights, PoolWeights
+from gateway.streams.replica.frame_stream import StreamType
 from outrider.errors import ConfigError
 from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
@@ -40,9 +41,9 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
     """
 
     service = "target"
-    method = "/outrider.wire.v1.TargetService/Verify"
-    frame = target_pb2.VerifyResponse
-    features_are = "received"
+    stream_type = StreamType(
+        "/outrider.wire.v1.TargetService/Verify", target_pb2.VerifyResponse, features_are="received"
+    )
 
     def __init__(self, address: str, connection: Connection = PLAIN) -> None:
         super().__init__(address, connection)
@@ -110,13 +111,13 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         """Set whether the target is paused before it is used again, because a client asked for it."""
         self.paused, self._pause_reported = paused, False
 
-    def update_load(self, load: common_pb2.EngineLoad) -> None:
+    def update_load(self, report: common_pb2.EngineLoad) -> None:
         """Take the engine's report. Its pause holds even if another gateway asked for it.
 
         A report that is older than the pause does not end it: until one shows the pause, it is kept.
         """
-        super().update_load(load)
-        if load.paused:
+        super().update_load(report)
+        if report.paused:
             self.paused = self._pause_reported = True
         elif self._pause_reported or not self.paused:
             self.paused = None
@@ -126,24 +127,24 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         if request.session_id in self._closes:
             self._closes.remove(request.session_id)
         self._opens.append(request)
-        self.outgoing.set()
+        self.stream.outgoing.set()
 
     def propose(self, batch: common_pb2.ProposalBatch) -> None:
         """Relay proposals."""
         self._proposals.append(batch)
-        self.outgoing.set()
+        self.stream.outgoing.set()
 
     def close(self, session_id: int) -> None:
         """Close a session."""
         self._closes.append(session_id)
-        self.outgoing.set()
+        self.stream.outgoing.set()
 
     def take_frame(self) -> target_pb2.VerifyRequest:
         """As in Link."""
         opens, later = cut_opens(self._opens)
         if later:  # all other messages refer to open sessions
             self._opens = later
-            self.outgoing.set()
+            self.stream.outgoing.set()
             return target_pb2.VerifyRequest(opens=opens)
         frame = target_pb2.VerifyRequest(opens=opens, proposals=join(self._proposals), closes=pack(self._closes, U64))
         self.clear()
@@ -159,7 +160,7 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         except grpc.aio.AioRpcError:
             await self._take_early_files(stub)
             raise
-        self._check_version(info.protocol_version)
+        check_version(self.service, self.address, info.protocol_version)
         if self.model_path not in ("", info.model.model_path):
             raise ConfigError(
                 f"the target at {self.address} serves {info.model.model_path}; its pool is for {self.model_path} "
@@ -216,7 +217,7 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
     ) -> None:
         if not self._load_error:
             loading = f'it loads the weights "{pool.version}" of the last update'
-            self._absent(Availability(ReplicaState.STARTING, loading))
+            self.absence.set(Availability(ReplicaState.STARTING, loading))
         try:
             await stub.UpdateWeightsFromDisk(request, timeout=_LOAD_TIMEOUT)
         except grpc.aio.AioRpcError as error:

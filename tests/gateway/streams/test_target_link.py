@@ -97,8 +97,8 @@ async def test_sessions_end_at_once_if_no_target_has_the_weights():
         link.weights_changed("two", "2")
     session = sessions.open(request)
     for link, ended in ((links[0], False), (links[1], True)):
-        link._absent(Availability(ReplicaState.AWAITING_WEIGHTS, "it lacks them"))
-        link.on_absent()
+        link.absence.set(Availability(ReplicaState.AWAITING_WEIGHTS, "it lacks them"))
+        link.events.absent()
         assert (session.id not in sessions.by_id) is ended
     for work in (session.inbox.next(), asyncio.to_thread(sessions.open, request)):
         with pytest.raises(Unavailable, match='no target has the weights "2"'):
