@@ -146,7 +146,7 @@ class DraftRelay:
         """Drop the specifications of hidden states that no draft needs any more."""
         wanted = {link.feature_spec for link in self._placement.drafts}
         for target in self._placement.targets:
-            target.drop_features(wanted)
+            target.features.keep(wanted)
 
     def _request_features(self, session: Session) -> None:
         """Make the target send all of a session's hidden states: it opens the session again and recomputes them."""

@@ -56,7 +56,7 @@ class TargetRelay:
         target.stream.on_frame = partial(self._receive, target)
         for draft in self._table.placement.drafts:
             if draft.features is not None:
-                target.configure_later(draft.features)
+                target.features.add(draft.features)
 
     def drain(self, target: TargetLink) -> None:
         """Open a target's sessions on others; those that no other can take stay until one can, or until they end."""

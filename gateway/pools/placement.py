@@ -167,7 +167,7 @@ def open_on(session: Session, target: TargetLink) -> common_pb2.OpenSession:
     """The message that opens a session on a target, with the hidden states for its draft if the target has them."""
     draft = session.draft
     wanted = draft.feature_spec if draft is not None and draft.follows(len(session.tokens)) else 0
-    return open_to_pb(session.open_message(wanted if wanted in target.features else 0))
+    return open_to_pb(session.open_message(wanted if wanted in target.features.known else 0))
 
 
 def _holds(target: TargetLink, session: Session) -> bool:

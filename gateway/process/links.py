@@ -30,7 +30,7 @@ class Links:
 
     changed: set after the state of a link, or a pool, has changed, for the wait for the first target
     on_late: starts the work that a replica needs which joins while the gateway serves
-    on_early_files: as of TargetLink
+    on_early_files: called with the tokenizer's files of a target that still loads its model
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Links:
             if self._weights is not None:
                 self._expect(link, self._weights)
             else:
-                link.on_early_files = self.on_early_files
+                link.tokenizer.on_early = self.on_early_files
             link.start()
         if self._control is not None:
             self._control.prepare(link)

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -234,11 +234,3 @@ def check_version(service: str, address: str, version: int) -> None:
             f"the {service} at {address} speaks protocol version {version}, this gateway {PROTOCOL_VERSION}; run the "
             "same release everywhere"
         )
-
-
-async def collect_files(parts: AsyncIterator[Any]) -> dict[str, bytes]:
-    """Files that arrive in parts, by name."""
-    files: dict[str, bytearray] = {}
-    async for part in parts:
-        files.setdefault(part.file_name, bytearray()).extend(part.content)
-    return {name: bytes(content) for name, content in files.items()}

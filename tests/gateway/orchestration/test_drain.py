@@ -223,9 +223,9 @@ async def test_a_late_target_sends_hidden_states_too():
     pools.drafts[0].features = Features(common_pb2.FeatureSpec(spec_id=7), [])
     late = TargetLink("unix:/late")
     pools.orchestrator.attach(late)
-    assert list(late._wanted) == [7]
+    assert list(late.features.wanted) == [7]
     await pools.orchestrator.detach(pools.drafts[0])
-    assert not late._wanted
+    assert not late.features.wanted
 
 
 def facts_of(fingerprint, version="0", first="f1"):

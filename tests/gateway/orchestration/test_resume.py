@@ -377,7 +377,7 @@ async def test_hidden_states_are_recomputed_only_if_the_draft_can_use_them(limit
     target.take_frame()
     draft.features = Features(common_pb2.FeatureSpec(spec_id=5), ())
     draft.info = draft_pb2.GetDraftInfoResponse(drafters=["NGRAM", "EAGLE3"], max_session_tokens=limit)
-    target.features = {5} if known else set()
+    target.features.known = {5} if known else set()
     draft.up = True
     draft.events.up()
     assert session.draft is draft

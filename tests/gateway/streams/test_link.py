@@ -159,7 +159,7 @@ async def test_a_replica_that_starts_up_is_used_as_soon_as_it_serves(tmp_path, m
     await server.start(address, (target.name,))
     link = TargetLink(address)
     offered = asyncio.get_running_loop().create_future()
-    link.on_early_files = offered.set_result
+    link.tokenizer.on_early = offered.set_result
     link.start()
     try:
         async with asyncio.timeout(10):
@@ -169,7 +169,7 @@ async def test_a_replica_that_starts_up_is_used_as_soon_as_it_serves(tmp_path, m
             target.loaded = True
             await server.set_serving(True)
             await link.wait_up(5)
-        assert link.tokenizer_files == target.files
+        assert link.tokenizer.files == target.files
     finally:
         await link.stop()
         await server.stop(0)
