@@ -48,15 +48,15 @@ class TargetRelay:
         """Add a target."""
         self._table.placement.add(target)
         self._unreadable.attach(target)
-        target.traffic = self._metrics.traffic
-        target.on_up = partial(self._up, target)
-        target.on_down = partial(self._down, target)
-        target.on_absent = self._table.target_absent
-        target.on_stopping = partial(self._stopping, target)
-        target.on_frame = partial(self._receive, target)
+        target.stream.traffic = self._metrics.traffic
+        target.events.up = partial(self._up, target)
+        target.events.down = partial(self._down, target)
+        target.events.absent = self._table.target_absent
+        target.events.stopping = partial(self._stopping, target)
+        target.stream.on_frame = partial(self._receive, target)
         for draft in self._table.placement.drafts:
             if draft.features is not None:
-                target.configure_later(draft.features)
+                target.features.add(draft.features)
 
     def drain(self, target: TargetLink) -> None:
         """Open a target's sessions on others; those that no other can take stay until one can, or until they end."""

@@ -115,7 +115,7 @@ class Placement:
             return False
         self._count(draft, reason, again)
         self._drafts.add_prefix(session, draft)
-        loads = [target.load for target in self.targets if target.up]
+        loads = [target.load.report for target in self.targets if target.up]
         # While drafting is paused on all targets, a draft need not read the prompt.
         paused = bool(loads) and all(load is not None and load.drafting_paused for load in loads)
         draft.open(open_to_pb(replace(session.open_message(), drafting_paused=paused)))
@@ -125,13 +125,13 @@ class Placement:
         """Record where a session is open."""
         for old in (session.target, session.draft):
             if old is not None:
-                old.session_count -= 1
+                old.load.session_count -= 1
         self._share(session, -1)
         session.target, session.draft = target, draft
         self._share(session, 1)
         for new in (target, draft):
             if new is not None:
-                new.session_count += 1
+                new.load.session_count += 1
 
     def leave(self, session: Session) -> None:
         """A session has ended; its replicas keep its text in their prefix caches."""
@@ -163,7 +163,7 @@ class Placement:
         """
         up, length = [link for link in self.drafts if link.open_to_sessions], len(session.tokens)
         able = [link for link in up if link.follows(length)] or [link for link in up if link.drafts_for(length)]
-        free = [link for link in able if not link.max_sessions or link.session_count < link.max_sessions] or able
+        free = [link for link in able if not link.max_sessions or link.load.session_count < link.max_sessions] or able
         kinds = list(dict.fromkeys(link.kind for link in self.drafts))
         best = min((link.kind for link in free), key=kinds.index, default=None)
         return [link for link in free if link.kind == best]
@@ -191,7 +191,7 @@ def open_on(session: Session, target: TargetLink) -> common_pb2.OpenSession:
     """The message that opens a session on a target, with the hidden states for its draft if the target has them."""
     draft = session.draft
     wanted = draft.feature_spec if draft is not None and draft.follows(len(session.tokens)) else 0
-    return open_to_pb(session.open_message(wanted if wanted in target.features else 0))
+    return open_to_pb(session.open_message(wanted if wanted in target.features.known else 0))
 
 
 def _holds(target: TargetLink, session: Session) -> bool:

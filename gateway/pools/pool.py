@@ -121,7 +121,8 @@ class Pool(Generic[Replica]):
     def add_prefix(self, session: Session, replica: Replica) -> None:
         """A replica has, or is about to compute, a session's tokens."""
         if len(self.replicas) > 1:
-            capacity = min(MAX_PAGES, (replica.load.total_pages if replica.load is not None else 0) or MAX_PAGES)
+            report = replica.load.report
+            capacity = min(MAX_PAGES, (report.total_pages if report is not None else 0) or MAX_PAGES)
             self._prefixes[replica].add(self._hashes(session, replica), capacity)
 
     def _candidates(self, session: Session, replicas: Sequence[Replica]) -> list[_Candidate[Replica]]:
@@ -129,7 +130,7 @@ class Pool(Generic[Replica]):
         largest = max(limits)
         candidates = []
         for order, (replica, limit, slowness) in enumerate(zip(replicas, limits, _slowness(replicas), strict=True)):
-            prefixes, count = self._prefixes[replica], replica.session_count
+            prefixes, count = self._prefixes[replica], replica.load.session_count
             load = count * largest / limit if limit else float(count)
             cached = prefixes.match(self._hashes(session, replica)) * _page_size(replica)
             candidates.append(
@@ -151,12 +152,12 @@ class Pool(Generic[Replica]):
 
 def _slowness(replicas: Sequence[Link[Any, Any]]) -> list[float]:
     """How much longer the steps of each replica take than those of the fastest one; 1 where that is unknown."""
-    known = [replica.step_time.seconds for replica in replicas if replica.step_time.seconds]
+    known = [replica.load.step_time.seconds for replica in replicas if replica.load.step_time.seconds]
     fastest = min(known, default=0.0)
     found = []
     for replica in replicas:
-        seconds = replica.step_time.seconds
-        levels = round(math.log(seconds / fastest) * replica.step_time.weight / _LEVEL) if seconds else 0
+        seconds = replica.load.step_time.seconds
+        levels = round(math.log(seconds / fastest) * replica.load.step_time.weight / _LEVEL) if seconds else 0
         found.append(math.exp(levels * _LEVEL))
     return found
 
