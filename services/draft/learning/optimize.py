@@ -119,6 +119,13 @@ class Trainer:
         counts = np.asarray(sums.counts)
         return StepResult(np.asarray(sums.losses) / np.maximum(counts, 1), int(counts[0]))
 
+    def begin(self, params: Params, schedule: Schedule) -> None:
+        """Begin anew at step 0 with another schedule, of as many batches a step."""
+        self._schedule, self._optimizer = schedule, schedule.optimizer()
+        self._apply = jax.jit(self._applied, donate_argnums=0)
+        self.restart(params)
+        self.step = 0
+
     def restart(self, params: Params) -> None:
         """Go on from other parameters, without momentum. The trainer owns them from now on."""
         self.state = TrainState(params, self._optimizer.init(params))
