@@ -82,7 +82,8 @@ class Trees(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """Ranks of the recorded tokens behind each root, from 0, [P, depth]; V for tokens outside the draft's vocabulary.
+    """Ranks of the recorded tokens behind each root, from 0, [P, depth]; V for tokens outside the draft's vocabulary,
+    and -1 behind the end of the text.
 
     own: the head reads its own states from the second token on; true: always the target's
     """
@@ -162,7 +163,9 @@ class Grower:
         true = np.concatenate(first)[: len(answer.roots)].astype(np.int64)
         # With the target's states, the k-th token behind a root is the first one behind a later root.
         later = np.minimum(np.arange(len(true))[:, None] + np.arange(depth), len(true) - 1)
-        return Ranks(own_ranks, true[later])
+        left = len(answer.record.tokens) - answer.roots - 2
+        known = np.arange(depth) < left[:, None]
+        return Ranks(np.where(known, own_ranks, -1), np.where(known, true[later], -1))
 
     def _fed(self, answer: Answer) -> list[tuple[NDArray[np.int64], Any]]:
         return [(roots, self._feed(self.head.params, answer.batch, roots)) for roots in answer.chunks()]
@@ -324,14 +327,6 @@ def _accepted(
         whole = whole and bool(chosen[node])
         kept += whole
     return kept, found
-
-
-def walked(accepted: NDArray[np.int64]) -> tuple[int, int]:
-    """Tokens and verification steps of an answer whose roots accept these draft tokens."""
-    place, steps = 0, 0
-    while place < len(accepted):
-        place, steps = place + int(accepted[place]) + 1, steps + 1
-    return place, steps
 
 
 def read_head(folder: Path, model: Path) -> Head:

@@ -30,7 +30,7 @@ def fitted(
 
     pause: what interrupts the steps `pauses` times, an evaluation
     """
-    first = jax.tree.map(np.asarray, trainer.state.params)
+    first = jax.tree.map(np.array, trainer.state.params)  # copies: a step gives its memory away
     steps = min(_STEPS, schedule.steps)
     for _ in range(2):  # the first round compiles
         with AheadOfTime(itertools.islice(batches.since(0), steps * schedule.batches)) as stream:
