@@ -26,7 +26,7 @@ from services.draft.learning.algorithms.initial import initial_head
 from services.draft.learning.batches import Batch, Batches, learnt_rows
 from services.draft.learning.evaluation import ChainEvaluator
 from services.draft.learning.objective import Objective, TargetWeights
-from services.draft.learning.optimize import Schedule, Trainer, saved_facts
+from services.draft.learning.optimize import Schedule, StepResult, Trainer, saved_facts
 from services.draft.learning.pace import fitted
 from services.draft.learning.resident import resident_states
 from services.draft.learning.store import Reader, Record, Store
@@ -208,29 +208,42 @@ class TrainingRun:
             AheadOfTime(batches.since(trainer.batches_taken)) as stream,
             Bar("training, in steps", schedule.steps, trainer.step) as bar,
         ):
+            last: StepResult | None = None
             while trainer.step < schedule.steps:
                 result = trainer.take_step(stream)
-                rows += result.rows
-                if not np.isfinite(result.losses).all():
-                    raise EngineFault(
-                        f"training diverged in step {trainer.step} (losses {result.losses}); choose a lower "
-                        "--learning-rate, with another --output and the same --answers"
-                    )
-                if trainer.step % between == 0:
-                    self.curve.steps.append(trainer.step)
-                    self.curve.losses.append([round(float(loss), 4) for loss in result.losses])
+                if last is not None:
+                    rows += self._note(trainer.step - 1, last, between)
+                last = result
                 if trainer.step % every == 0 or trainer.step == schedule.steps:
                     self.curve.seen.append((trainer.step, *evaluation(trainer.state.params)))
-                speed = rows / (time.monotonic() - began)
-                seen = self.curve.seen[-1] if self.curve.seen else (0, 0.0, 0.0)
-                losses = " ".join(f"{loss:.2f}" for loss in result.losses)
-                bar.at(trainer.step, f"{speed:.0f} tokens/s, loss {losses}, chains {seen[1]:.2f} {seen[2]:.2f}")
+                self._show(bar, trainer.step, rows / (time.monotonic() - began))
                 if time.monotonic() - saved > self.config.checkpoint_seconds:
+                    rows, last = rows + self._note(trainer.step, last, between), None
                     trainer.save(folder, facts | {"curve": asdict(self.curve)})
                     saved = time.monotonic()
+            if last is not None:
+                self._note(trainer.step, last, between)
         seconds = time.monotonic() - began
         self.facts |= {"step_seconds": round(seconds, 1), "waited_for_batches": round(stream.waited, 1)}
         trainer.save(folder, facts | {"curve": asdict(self.curve)})
+
+    def _note(self, step: int, result: StepResult, between: int) -> int:
+        """Add a step to the curve every `between` steps. Returns its trained rows. Raises EngineFault."""
+        losses = result.losses
+        if not np.isfinite(losses).all():
+            raise EngineFault(
+                f"training diverged in step {step} (losses {losses}); choose a lower "
+                "--learning-rate, with another --output and the same --answers"
+            )
+        if step % between == 0:
+            self.curve.steps.append(step)
+            self.curve.losses.append([round(float(loss), 4) for loss in losses])
+        return result.rows
+
+    def _show(self, bar: Bar, step: int, speed: float) -> None:
+        seen = self.curve.seen[-1] if self.curve.seen else (0, 0.0, 0.0)
+        losses = " ".join(f"{loss:.2f}" for loss in self.curve.losses[-1]) if self.curve.losses else "-"
+        bar.at(step, f"{speed:.0f} tokens/s, loss {losses}, chains {seen[1]:.2f} {seen[2]:.2f}")
 
     # --- results ---
 
