@@ -1,4 +1,4 @@
-# Targets for development: make install lint check test bench gpu serve. `make help` lists all.
+# Targets for development: make install lint check test bench gpu gpu-train serve. `make help` lists all.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -104,6 +104,9 @@ bench: install  ## benchmark the whole system (ARGS="--help" lists the options)
 
 gpu: install  ## tests and benchmarks that need a GPU, most of an hour (ARGS="--minutes 9 --output FOLDER", "--list")
 	$(BIN)/python -m tests.gpu $(ARGS)
+
+gpu-train:  ## train the bundled head further on a GPU (ANSWERS=answers.npz OUT=folder; ARGS="--minutes 5")
+	$(BIN)/python -m bench gpu-train $(ANSWERS) --output $(OUT) $(ARGS)
 
 serve: install  ## start the system (ARGS="--model-path ..." sets flags; ARGS="--help" lists them)
 	@exec $(BIN)/outrider serve $(ARGS)
