@@ -105,17 +105,9 @@ class OnlineDrafter(FeatureDrafter):
             found[0].finish(session.tokens)
         super().close(session)
 
-    def flush(self) -> None:
-        """As ModelDrafter; also drop all recordings."""
-        super().flush()
-        for recording, _ in (*self._recordings.values(), *self._ended.values()):
-            recording.drop()
-        self._ended.clear()
-        self._buffer.clear()
-
     def outdate(self) -> None:
         """The target has other weights: recordings end with the states of the old ones, which are used for a while."""
-        super().flush()
+        super().outdate()
         for recording, session in self._recordings.values():
             recording.finish(session.tokens)
         self._store_ended()

@@ -57,10 +57,6 @@ class SessionRecording:
             self._emit(tokens)
         self._stop()
 
-    def drop(self) -> None:
-        """Discard the rows that are not stored yet; the session is recorded no further."""
-        self._stop()
-
     def _hand_over(self, tokens: NDArray[np.uint32]) -> None:
         """Keep only context of a prompt; store a full segment of an answer."""
         end = self._start + self._count

@@ -109,7 +109,7 @@ def _filled(part: _Part, segments: Iterable[Segment], oldest: int) -> _Part:
 class ReplayBuffer:
     """Segments; those of one in `held_out` sessions are held out of the training.
 
-    learnt: trainable rows since the last clear; clears: number of clears; version: updates of the target's weights
+    learnt: trainable rows since the start; version: updates of the target's weights
     """
 
     def __init__(
@@ -121,14 +121,14 @@ class ReplayBuffer:
         """
         assert 0 < 2 * context < length
         self.row_bytes, self.length, self.context = row_bytes, length, context
-        self.learnt = self.clears = self.version = 0
+        self.learnt = self.version = 0
         self._held_out, self._versions = held_out, versions
         self._lock = threading.Lock()
         sizes = {True: limit // 4 // held_out, False: limit // 4 - limit // 4 // held_out}
         self._recent = {kind: _Recent(size) for kind, size in sizes.items()}
         self._replayed = {kind: _Sample(size) for kind, size in sizes.items()}
         self.room = limit - limit // 2
-        self._sessions = self._added = 0
+        self._sessions = self._added = self._outdated = 0  # _outdated: segments at the last update
         self._keys = np.random.default_rng(seed)
 
     def next_held_out(self) -> bool:
@@ -154,16 +154,15 @@ class ReplayBuffer:
                 if not record.held_out:
                     self.learnt += learnt_rows_of(record)
 
-    def clear(self) -> None:
-        """Drop all segments. Sessions that are being recorded keep their rows."""
-        with self._lock:
-            self._drop_before(1 << 62)
-            self.learnt, self.clears = 0, self.clears + 1
-
     def outdate(self) -> None:
-        """The target has other weights: later segments are of the next version, and the oldest are dropped."""
+        """The target has other weights: later segments are of the next version, and the oldest are dropped.
+
+        Nothing happens if no segment was added since the last time: several gateways may report the same update.
+        """
         with self._lock:
-            self.version += 1
+            if self._added == self._outdated:
+                return
+            self.version, self._outdated = self.version + 1, self._added
             self._drop_before(self.version - self._versions + 1)
 
     def _drop_before(self, version: int) -> None:
@@ -185,6 +184,11 @@ class ReplayBuffer:
     def segments(self, chosen: Iterable[Segment]) -> Segments:
         """Segments as a source of batches."""
         return Segments([segment.record for segment in chosen], self.row_bytes)
+
+    @property
+    def recent_learnt(self) -> int:
+        """Trainable rows of the recent segments."""
+        return sum(learnt_rows_of(segment.record) for segment in self.recent(held_out=False))
 
     # --- state ---
 

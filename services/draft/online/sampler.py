@@ -24,7 +24,7 @@ class SegmentSampler:
         self.epochs, self.replay = epochs, replay
         self._shape = shape
         self._order = np.random.default_rng(0)
-        self.used = self._clears = 0  # recent rows that were used since the last clear; clears of the buffer
+        self.used = 0  # recent rows that were used, or dropped from the buffer before
         self._due = 0.0  # replayed packs that are due
 
     def empty_batch(self) -> Batch:
@@ -33,9 +33,9 @@ class SegmentSampler:
 
     def training_batch(self) -> Batch | None:
         """A pack of random segments; None if all recent ones were used often enough."""
-        if self._clears != self.buffer.clears:
-            self._clears, self.used = self.buffer.clears, 0
-        if self.used >= self.buffer.learnt * self.epochs:
+        learnt = self.buffer.learnt
+        self.used = max(self.used, round((learnt - self.buffer.recent_learnt) * self.epochs))
+        if self.used >= learnt * self.epochs:
             return None
         self._due += self.replay
         if self._due >= 1.0:
