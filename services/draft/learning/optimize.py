@@ -114,6 +114,11 @@ class Trainer:
         return TrainState(optax.apply_updates(state.params, updates), moments)
 
     @property
+    def target(self) -> TargetWeights:
+        """The target's weights that it trains for."""
+        return self._target
+
+    @property
     def batches_taken(self) -> int:
         """Batches of all steps so far."""
         return self.step * self._schedule.batches
