@@ -162,7 +162,7 @@ def test_sessions_of_a_draft_go_to_the_same_targets(targets, drafts, most):
         else:
             pools.placement.leave(sessions.pop(chance.randrange(len(sessions))))
         shared += [len(pools.placement.drafts_of(link)) for link in links]
-    counts = [link.session_count for link in links]
+    counts = [link.load.session_count for link in links]
     assert max(counts) - min(counts) <= 6
     assert sum(shared) / len(shared) <= most
     for one in sessions:
