@@ -71,7 +71,7 @@ def load_model_drafter(
     origin = draft_folder(config)
     folder, draft, vocabulary, online = _read(origin, config)
     facts = describe_model(folder, vocabulary, config, draft.config, dtype_of(config, devices[0])[1])
-    draft = with_map_of(config, draft)
+    draft = with_map_of(config, draft, origin)
     runner, prefix = _runner(draft, vocabulary, config, devices, shape.topk if shape else children, online)
     drafter = _drafter(draft, config, runner, prefix, _CHUNK.get(devices[0].platform, _DEFAULT_CHUNK), online)
     if shapes := draft.shared if online is None else online.shared:
@@ -148,7 +148,7 @@ def _shared_weights(
 
     def read(folder: Path, replaced: Arrays) -> Install:
         draft, _ = read_draft(origin, config, folder, replaced)
-        _, placed, _ = place_weights(with_map_of(config, draft), dtype, quantization, devices)
+        _, placed, _ = place_weights(with_map_of(config, draft, origin), dtype, quantization, devices)
         params = pack_params(placed, PanelMaker(int4=quantization == INT4)) if backend == "cpu" else placed
         fusion = None
         if online is not None:
