@@ -29,7 +29,7 @@ from services.draft.formats.base import DraftCheckpoint
 from services.draft.formats.target import read_target
 from services.draft.kernels.base import Paging
 from services.draft.kernels.cpu.panels import PanelMaker
-from services.draft.model.layers.heads import BlockHead
+from services.draft.model.layers.heads import BlockHead, ParallelHead
 from services.draft.model.layers.pallas_backend import with_cache_for
 from services.draft.model.matrices.packed import pack_params
 from services.draft.model.matrices.quantized import INT4
@@ -126,7 +126,7 @@ def _drafter(
         features = online.head.states.in_format(number_format)
         share = online.options.share
         return OnlineDrafter(name, runner, prefix, max_running, chunk, features, online.learner(), online.buffer, share)
-    block = isinstance(draft.config.head, BlockHead)
+    block = isinstance(draft.config.head, BlockHead | ParallelHead)
     kind = BlockDrafter if block else StackedDrafter if draft.config.stacked else FeatureDrafter
     features = draft.features.in_format(number_format)
     return kind(name, runner, prefix, max_running, chunk, features, draft.fusion)
