@@ -1,4 +1,4 @@
-# Targets for development: make install lint check test bench gpu serve. `make help` lists all.
+# Targets for development: make install lint check test bench gpu gpu-train serve. `make help` lists all.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -115,6 +115,9 @@ gpu: install  ## tests that need a GPU, then the benchmark of it
 		$(BIN)/python -m bench draft-kernels || status=1; \
 	else echo "JAX finds no GPU here, so the draft is neither tested nor measured; $(BIN)/outrider doctor says why."; fi; \
 	exit $$status
+
+gpu-train:  ## train the bundled head further on a GPU (ANSWERS=answers.npz OUT=folder; ARGS="--minutes 5")
+	$(BIN)/python -m bench gpu-train $(ANSWERS) --output $(OUT) $(ARGS)
 
 serve: install  ## start the system (ARGS="--model-path ..." sets flags; ARGS="--help" lists them)
 	@exec $(BIN)/outrider serve $(ARGS)

@@ -18,13 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from outrider.checkpoints.disk import put_in_place
 from outrider.errors import ConfigError
 from services.draft.learning.batches import Batch
 from services.draft.learning.data_parallel import DataParallel
-from services.draft.learning.objective import Objective, TargetWeights
+from services.draft.learning.objective import LossSums, Objective, TargetWeights
 from services.draft.model.params import Params
 
 CHECKPOINT = "state.safetensors"  # in a folder of checkpoints
@@ -82,10 +83,20 @@ class TrainState(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """Results of a step. losses: mean cross entropy by unroll step; rows: trained rows."""
+    """Results of a step. Reading them waits for the device: read those of the step before, and it never rests."""
 
-    losses: np.ndarray[Any, Any]
-    rows: int
+    sums: LossSums
+
+    @property
+    def losses(self) -> NDArray[np.float32]:
+        """Mean cross entropy by unroll step."""
+        means: NDArray[np.float32] = np.asarray(self.sums.losses) / np.maximum(np.asarray(self.sums.counts), 1)
+        return means
+
+    @property
+    def rows(self) -> int:
+        """Trained rows."""
+        return int(self.sums.counts[0])
 
 
 class Trainer:
@@ -130,8 +141,14 @@ class Trainer:
         gradients, sums = total
         self.state = self._apply(self.state, gradients, sums.counts[0])
         self.step += 1
-        counts = np.asarray(sums.counts)
-        return StepResult(np.asarray(sums.losses) / np.maximum(counts, 1), int(counts[0]))
+        return StepResult(sums)
+
+    def begin(self, params: Params, schedule: Schedule) -> None:
+        """Begin anew at step 0 with another schedule, of as many batches a step."""
+        self._schedule, self._optimizer = schedule, schedule.optimizer()
+        self._apply = jax.jit(self._applied, donate_argnums=0)
+        self.restart(params)
+        self.step = 0
 
     def restart(self, params: Params) -> None:
         """Go on from other parameters, without momentum. The trainer owns them from now on."""

@@ -125,6 +125,41 @@ def test_rollouts_are_learnt_without_answers_of_the_target(trained, models, tmp_
     assert sorted(len(record.tokens) for record in found.values())[-1] == 160
 
 
+def test_answers_are_written_here_and_learnt_elsewhere(trained, models, tmp_path):
+    """Token ids alone travel; a further training of the head computes the states again, and ends in time."""
+    answers = trained.with_name("draft.answers")
+    common = {"model_path": str(models / "target"), **FLAGS}
+    exported = tmp_path / "answers.npz"
+    export = TrainConfig(
+        answers=str(answers), export_answers=str(exported), output=str(tmp_path / "none"), **common
+    )  # fmt: skip
+    assert app.train(export) == 0
+    assert exported.stat().st_size < 20_000
+    service = target_service(models / "target", f"unix:{tmp_path}/target").start()
+    config = TrainConfig(
+        data=(str(exported),), initial=str(trained), minutes=1e-4, target=service.address,
+        output=str(tmp_path / "further"), **common | {"evaluate": 0, "steps": 10_000, "tokens": 10**6},
+    )  # fmt: skip
+    try:
+        assert app.train(config) == 0
+    finally:
+        service.stop()
+    report = json.loads((tmp_path / "further" / "training.json").read_text())
+    assert 1 <= report["steps"] < 10_000, "as many as fit into the minutes"
+    assert report["curve"]["seen"][0][0] == 0
+    assert min(report["curve"]["seen"][0][1:]) > 3, "it goes on from the trained head"
+    assert 0 <= report["waited_for_batches"] <= report["step_seconds"] + 0.1
+    row = 4 * 2 * 48
+    before, after = (
+        Store(folder, json.loads((folder / "about.json").read_text()), row).read().entries
+        for folder in (answers, tmp_path / "further.answers")
+    )
+    facts = ["temperature", "seed", "held_out", "prompt", "first", "tokens"]
+    there = {tuple(one) for one in before[facts].tolist()}
+    assert len(after) > 20
+    assert {tuple(one) for one in after[facts].tolist()} <= there
+
+
 def test_target_with_other_weights_is_refused(models, tmp_path):
     other = write_tokenizer(write_cyclic_target(tmp_path / "other", intermediate_size=96))
     service = target_service(other, f"unix:{tmp_path}/writer").start()
@@ -374,7 +409,8 @@ def test_run_resumes_with_its_first_answers(tmp_path, monkeypatch, algorithm):
     for base, devices in ((here, 1), (there, 2)):
         about = {"layers": [2, 4, 5]}
         learning = run(base, Store(base / "answers", about, records[0].rows.shape[1]), train_dp_size=devices)
-        facts.append(learning.facts)
+        names = ("learnt_tokens", "answers", "steps", "vocabulary_coverage")
+        facts.append([learning.facts[name] for name in names])
         assert learning.facts["steps"] > 1
         assert len(learning.reader) == 8
         assert len(learning.curve.losses[0]) == 2, "tokens that a row predicts"
