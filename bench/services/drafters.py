@@ -20,8 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.end_to_end.accept import drafter_argument
-from bench.harness.flags import load_prompts, positive_int, positive_ints
+from bench.harness.flags import drafter_argument, load_prompts, positive_int, positive_ints
 from bench.harness.processes import output_of
 from bench.harness.prompts import Prompt, first_per_category
 from bench.harness.report import Report, new_figure
