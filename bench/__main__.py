@@ -29,7 +29,7 @@ BENCHMARKS = {
     "scale": ("bench.scale.run", "speedup of speculation by context, sessions, acceptance, draft and network latency"),
     "pools": ("bench.pools.run", "pools of replicas with simulated engines: throughput, joins and losses, gateways"),
     "accept": ("bench.end_to_end.accept", "accept length of drafters by prompt category"),
-    "drafters": ("bench.services.drafters", "accept length of drafters against the time of a proposal, on one core"),
+    "drafters": ("bench.speculation.drafters", "accept length of drafters against the time of a proposal, on one core"),
     "limits": ("bench.limits.run", "what limits the accept length of a head: ranking, states, vocabulary"),
     "online": ("bench.end_to_end.online", "accept length of a drafter that trains online, by round"),
     "rollouts": ("bench.end_to_end.rollouts", "a loop of rollouts and training: reward, accept length, time"),

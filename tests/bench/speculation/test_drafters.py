@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from bench.services import drafters
-from bench.services.drafter_replay import Request, columns, measure
+from bench.speculation import drafters
+from bench.speculation.drafter_replay import Request, columns, measure
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
 from services.draft.learning.store import Record, Store

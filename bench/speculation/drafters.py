@@ -11,7 +11,6 @@ floor ms   reading the weights as often as the model is run, at the bandwidth of
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import sys
@@ -24,8 +23,8 @@ from bench.harness.flags import drafter_argument, load_prompts, positive_int, po
 from bench.harness.processes import output_of
 from bench.harness.prompts import Prompt, first_per_category
 from bench.harness.report import Report, new_figure
+from bench.limits.answers import recorded
 from outrider.checkpoints import checkpoint
-from outrider.config import TrainConfig
 from outrider.drafts import has_bundled_head
 from outrider.serving.features import FeatureSpec
 from services.target.kernels.cpu.bandwidth import read_bandwidth
@@ -37,7 +36,7 @@ DRAFTERS = {
     "EAGLE3": ("--speculative-algorithm", "EAGLE3", *_INT8),
 }
 TREES = ("2/8", "4/6", "6/6", "7/4")
-_LONGEST = 2048  # tokens of a prompt and its answer
+_TEMPERATURES = (0.0, 1.0)
 _NO_FLAGS_OF_DRAFT = ("--speculative-always",)  # of `outrider serve`; a replay always drafts
 
 
@@ -101,7 +100,7 @@ def _settings(flags: Sequence[str], trees: Sequence[tuple[int, int]], tokens: in
 def _replayed(request: dict[str, Any]) -> dict[str, Any]:
     """The result of a replay in a process of its own. Raises BenchError."""
     found: dict[str, Any] = json.loads(
-        output_of([sys.executable, "-m", "bench.services.drafter_replay"], json.dumps(request)).splitlines()[-1]
+        output_of([sys.executable, "-m", "bench.speculation.drafter_replay"], json.dumps(request)).splitlines()[-1]
     )
     return found
 
@@ -118,23 +117,11 @@ def _row(result: dict[str, Any], bandwidth: float) -> dict[str, Any]:
 @contextlib.contextmanager
 def _answers(args: argparse.Namespace, prompts: Sequence[Prompt]) -> Iterator[tuple[Path, int]]:
     """The folder of the target's answers at temperatures 0 and 1, and their number. Raises OutriderError."""
-    from services.draft.formats.target import read_target
-    from services.draft.train.data.writing import open_store, write_answers
-
-    target = checkpoint.resolve(args.model_path)
-    layers = read_target(target).layers
+    layers = checkpoint.load_json(checkpoint.resolve(args.model_path) / "config.json")["num_hidden_layers"]
     states = FeatureSpec(tuple(i + 1 for i in args.aux_layers or (1, layers // 2 - 1, layers - 4)), final=True)
     with tempfile.TemporaryDirectory(prefix="outrider-") as scratch:
-        data, folder = Path(scratch) / "prompts.jsonl", args.answers or Path(scratch) / "answers"
-        data.write_text("".join(json.dumps({"prompt": prompt.turns[0]}) + "\n" for prompt in prompts))
-        config = TrainConfig(
-            model_path=args.model_path, data=(str(data),), answers=str(folder), output=f"{scratch}/unused",
-            tokens=len(prompts) * args.max_tokens, max_new_tokens=args.max_tokens, max_length=_LONGEST,
-            max_running_requests=16, held_out=0.0,
-        )  # fmt: skip
-        store = open_store(config, target, states)
-        asyncio.run(write_answers(config, store, states, checkpoint.fingerprint(target)))
-        store.close()
+        folder = args.answers or Path(scratch)
+        store, _ = recorded(args.model_path, states, prompts, folder, args.max_tokens, _TEMPERATURES)
         yield folder, len(store)
 
 

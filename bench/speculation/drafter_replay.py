@@ -1,6 +1,6 @@
 """Replay of recorded answers through one draft engine on one core, for `outrider bench drafters`.
 
-`python -m bench.services.drafter_replay` reads a request in JSON from stdin, and prints the result in JSON. It is a
+`python -m bench.speculation.drafter_replay` reads a request in JSON from stdin, and prints the result in JSON. It is a
 process of its own, because JAX and the compiled kernels read their number of threads when they are loaded.
 """
 
