@@ -117,6 +117,7 @@ def measure(request: Request) -> Result:
 
     from outrider.checkpoints import checkpoint
     from outrider.drafts import resolve_drafter
+    from services.draft.formats.target import read_target
     from services.draft.learning.store import Store
     from services.draft.process.app import build
     from services.draft.process.checkpoints import draft_folder
@@ -135,7 +136,7 @@ def measure(request: Request) -> Result:
     drafter, feed = engine.drafter, None
     if drafter.features is not None:
         fuse = feature_function(drafter, draft_folder(config))
-        layers = checkpoint.load_json(checkpoint.resolve(request.model) / "config.json")["num_hidden_layers"]
+        layers = read_target(checkpoint.resolve(request.model)).layers
         wanted = columns(drafter.features, about["layers"], layers, store.row_bytes // 2)
         assert fuse is not None
         feed = lambda states: fuse(np.ascontiguousarray(states[:, wanted]))  # noqa: E731

@@ -27,6 +27,7 @@ from bench.limits.answers import recorded
 from outrider.checkpoints import checkpoint
 from outrider.drafts import has_bundled_head
 from outrider.serving.features import FeatureSpec
+from services.draft.formats.target import read_target
 from services.target.kernels.cpu.bandwidth import read_bandwidth
 
 _STEPS = "--speculative-num-steps"
@@ -117,7 +118,7 @@ def _row(result: dict[str, Any], bandwidth: float) -> dict[str, Any]:
 @contextlib.contextmanager
 def _answers(args: argparse.Namespace, prompts: Sequence[Prompt]) -> Iterator[tuple[Path, int]]:
     """The folder of the target's answers at temperatures 0 and 1, and their number. Raises OutriderError."""
-    layers = checkpoint.load_json(checkpoint.resolve(args.model_path) / "config.json")["num_hidden_layers"]
+    layers = read_target(checkpoint.resolve(args.model_path)).layers
     states = FeatureSpec(tuple(i + 1 for i in args.aux_layers or (1, layers // 2 - 1, layers - 4)), final=True)
     with tempfile.TemporaryDirectory(prefix="outrider-") as scratch:
         folder = args.answers or Path(scratch)
