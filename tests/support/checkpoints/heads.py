@@ -115,6 +115,8 @@ def parallel(target: Path, seed: int = 0, *, states: int = 3, **config: Any):
     made, tensors = eagle3(target, seed, states=states, **settings)
     rng, facts = np.random.default_rng(seed + 1), target_facts(target)
     width = states * facts["hidden_size"]
+    if "lm_head.weight" in tensors:
+        tensors["lm_head.weight"] *= 4  # sure enough for whole blocks
     tensors |= {"mask_hidden": _random(rng, 1, width) * 10, "norm_before_fc.weight": 1 + _random(rng, width)}
     return made, tensors | {"embed_tokens.weight": _random(rng, facts["vocab_size"], facts["hidden_size"]) * 5}
 
