@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from outrider.config import DraftConfig, read_flags
 from outrider.errors import ConfigError, OutriderError
@@ -26,7 +26,7 @@ from outrider.speculation.shape import TreeShape
 if TYPE_CHECKING:
     from services.draft.drafters.base import Drafter
     from services.draft.engine.engine import DraftEngine
-    from services.draft.learning.store import Reader
+    from services.draft.learning.store import Reader, Record
 
 _FIRST = 2  # commits of a session that are not timed: those behind the prompt
 _DEEPEST = TreeShape(steps=18, topk=1, rows=16)  # of drafters without an explicit tree; bounds the counts alone
@@ -36,12 +36,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Request:
-    """flags: of `outrider draft`; model: the target; answers: folder of a store; limit: answers to replay"""
+    """flags: of `outrider draft`; model: the target; answers: folder of a store; jobs: of the answers to replay"""
 
     flags: list[str]
     model: str
     answers: str
-    limit: int | None = None
+    jobs: list[int]
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def measure(request: Request) -> Result:
         assert fuse is not None
         feed = lambda states: fuse(np.ascontiguousarray(states[:, wanted]))  # noqa: E731
     timed, shape = TimedEngine(engine), tree_shape(config) or _DEEPEST
-    scores = replay_through(timed, feed, records(store.read(), request.limit), shape, batch=1)
+    scores = replay_through(timed, feed, records(store.read(), request.jobs), shape, batch=1)
     median, high = np.percentile(timed.proposals, (50, 90)).tolist()
     weights = 0
     if (runner := getattr(drafter, "runner", None)) is not None:
@@ -151,10 +151,11 @@ def measure(request: Request) -> Result:
     return Result(accept, (median, high), passes_of(drafter, shape) if weights else 0, weights)
 
 
-def records(reader: Reader, limit: int | None) -> list[Any]:
-    """The first answers that have at least two tokens to draft."""
-    found = (reader.record(i) for i in range(len(reader)))
-    return [record for record in found if record.learnt > _FIRST][:limit]
+def records(reader: Reader, jobs: list[int]) -> list[Record]:
+    """The answers of jobs that have tokens to draft."""
+    wanted = set(jobs)
+    found = (reader.record(i) for i, job in enumerate(reader.entries["job"].tolist()) if job in wanted)
+    return [record for record in found if record.learnt > _FIRST]
 
 
 def columns(spec: FeatureSpec, stored: Sequence[int], layers: int, width: int) -> list[int]:

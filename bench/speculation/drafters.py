@@ -70,12 +70,12 @@ def main(argv: Sequence[str]) -> None:
         drafters = {name: flags for name, flags in drafters.items() if name in args.only}
     prompts = first_per_category(load_prompts(parser, args.prompts), args.limit)
     report = Report("drafters", "Accept length of drafters against draft time")
-    with _answers(args, prompts) as (folder, count):
-        report.notes = _notes(args, prompts, count)
+    with _answers(args, prompts) as (folder, jobs):
+        report.notes = _notes(args, prompts, len(jobs))
         bandwidth = read_bandwidth(1)
         for name, flags in drafters.items():
             for tree, own in _settings(flags, args.trees, args.tokens):
-                request = {"flags": own, "model": args.model_path, "answers": str(folder)}
+                request = {"flags": own, "model": args.model_path, "answers": str(folder), "jobs": jobs}
                 result = _replayed(request)
                 report.add(drafter=name, tree=tree, **_row(result, bandwidth))
                 _plot(report)
@@ -116,14 +116,14 @@ def _row(result: dict[str, Any], bandwidth: float) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _answers(args: argparse.Namespace, prompts: Sequence[Prompt]) -> Iterator[tuple[Path, int]]:
-    """The folder of the target's answers at temperatures 0 and 1, and their number. Raises OutriderError."""
+def _answers(args: argparse.Namespace, prompts: Sequence[Prompt]) -> Iterator[tuple[Path, list[int]]]:
+    """The folder of the target's answers at temperatures 0 and 1, and their jobs. Raises OutriderError."""
     layers = read_target(checkpoint.resolve(args.model_path)).layers
     states = FeatureSpec(tuple(i + 1 for i in args.aux_layers or (1, layers // 2 - 1, layers - 4)), final=True)
     with tempfile.TemporaryDirectory(prefix="outrider-") as scratch:
         folder = args.answers or Path(scratch)
-        store, _ = recorded(args.model_path, states, prompts, folder, args.max_tokens, _TEMPERATURES)
-        yield folder, len(store)
+        _, categories = recorded(args.model_path, states, prompts, folder, args.max_tokens, _TEMPERATURES)
+        yield folder, list(categories)
 
 
 def _notes(args: argparse.Namespace, prompts: Sequence[Prompt], count: int) -> list[str]:

@@ -41,11 +41,12 @@ def test_proposals_of_a_perfect_head_are_timed(tmp_path):
     tokens = np.array([60, *cycle_text(60, 40)], np.uint32)
     states = np.tile(states_of_cycle(target, tokens).view(np.uint16), (1, 4)).view(np.uint8)
     store = Store(tmp_path / "answers", {"layers": [2, 4, 5], "final": True}, states.shape[1])
-    store.add(0, [Record(tokens, states, 5, 5, temperature, 7) for temperature in (0.0, 1.0)])
+    for job, temperature in enumerate((0.0, 1.0, 0.5)):
+        store.add(job, [Record(tokens, states, 5, 5, temperature, 7)])
     store.close()
     tree = ["--speculative-num-steps", "5", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "8"]
     flags = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(head), *tree]
-    found = measure(Request(flags, str(target), str(tmp_path / "answers")))
+    found = measure(Request(flags, str(target), str(tmp_path / "answers"), jobs=[0, 1]))
     assert found.accept == {"0": pytest.approx(35 / 6), "1": pytest.approx(35 / 6)}
     assert found.passes == 5
     assert found.weights > 0
