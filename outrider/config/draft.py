@@ -47,8 +47,9 @@ class DrafterOptions:
     speculative_ngram_beside: bool = False
     """Run NGRAM beside a model-based drafter and merge both proposals into one tree."""
     speculative_token_map: str | None = None
-    """File of the only token ids that are proposed (FR-Spec), a list written by torch.save, or REPOSITORY/FILE on the
-    Hugging Face hub; not for EAGLE3 and NGRAM. Default: the whole vocabulary."""
+    """File of the only token ids that are proposed (FR-Spec), a list written by torch.save or in JSON, or
+    REPOSITORY/FILE on the Hugging Face hub; not for EAGLE3 and NGRAM. Default: token_map.json beside the draft's
+    weights, else the whole vocabulary."""
 
 
 @dataclass(frozen=True)

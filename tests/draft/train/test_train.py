@@ -44,7 +44,7 @@ from tests.support.checkpoints.perfect import cycle_text, write_cyclic_target
 from tests.support.draft.training import head_of, random_record, shared_of, states_of_cycle, store_of, target_of
 from tests.support.gateway.services import Gateway
 from tests.support.system.services import draft_service, target_service
-from tests.support.tiny import VOCAB, write_tokenizer
+from tests.support.tiny import VOCAB, write_model, write_tokenizer
 
 FLAGS = {
     "tokens": 1500, "max_new_tokens": 40, "max_length": 160, "max_running_requests": 16, "draft_vocab_size": 64,
@@ -409,7 +409,8 @@ def test_run_resumes_with_its_first_answers(tmp_path, monkeypatch, algorithm):
     for base, devices in ((here, 1), (there, 2)):
         about = {"layers": [2, 4, 5]}
         learning = run(base, Store(base / "answers", about, records[0].rows.shape[1]), train_dp_size=devices)
-        facts.append(learning.facts)
+        names = ("learnt_tokens", "answers", "steps", "vocabulary_coverage")
+        facts.append([learning.facts[name] for name in names])
         assert learning.facts["steps"] > 1
         assert len(learning.reader) == 8
         assert len(learning.curve.losses[0]) == 2, "tokens that a row predicts"
@@ -470,6 +471,30 @@ def test_other_algorithms_are_trained_and_replayed(perfect, tmp_path, name):
     algorithm.publish(trainer.state.params, ids, tmp_path / "draft")
     scores = replay(name, tmp_path / "draft", folder, records[:2], CHAIN)
     assert scores[0.0].accept_length > 4
+    if name == "DFLASH":
+        assert json.loads((tmp_path / "draft" / "token_map.json").read_text()) == ids.tolist()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_block_drafter_begins_with_the_target_s_last_layers(tmp_path, kind):
+    """Norms of queries and keys, which Llama lacks, leave their sizes; layers of another width are random."""
+    target = read_target(write_model(tmp_path / "target", kind, num_hidden_layers=6))
+    theirs = safetensors.numpy.load_file(target.folder / "model.safetensors")
+    shape = DraftShape(layers=2, aux_layers=(1, 3))
+    algorithm = algorithm_of("DFLASH", target, shape)
+    params = algorithm.first_params(target, np.arange(VOCAB), np.ones(3, np.float32), seed=0)
+    for i, own in enumerate(params["layers"], start=4):
+        np.testing.assert_array_equal(own["down"], theirs[f"model.layers.{i}.mlp.down_proj.weight"].T)
+        norm = theirs.get(f"model.layers.{i}.self_attn.q_norm.weight")
+        if norm is not None:
+            np.testing.assert_array_equal(own["q_norm"], norm)
+        else:
+            x = np.random.default_rng(1).standard_normal((500, target.hidden_size)).astype(np.float32)
+            a = algorithm.model.layers[0].attention
+            q = ((x * own["attention_norm"]) @ own["qkv"])[:, : a.heads * a.head_dim]
+            assert float(own["q_norm"][0]) == pytest.approx(np.sqrt(np.mean(np.square(q))), rel=0.05)
+    other = algorithm_of("DFLASH", target, replace(shape, inner=32))
+    assert other.first_params(target, np.arange(VOCAB), np.ones(3, np.float32), 0)["layers"][0]["down"].shape[0] == 32
 
 
 def test_a_small_decoder_gets_the_texts_of_its_target(tmp_path):
