@@ -214,9 +214,10 @@ class Learner:
         better = verdict.better
         log.log(
             logging.INFO if better else logging.DEBUG,
-            "%d steps trained: accept length %.3f, was %.3f, on %d held-out rows; %s of earlier traffic; %s",
+            "%d steps trained: accept length %.3f, was %.3f, on %d held-out rows%s; %s",
             self._load.steps, verdict.after, verdict.before, verdict.rows,
-            "nothing" if verdict.retained is None else f"{verdict.retained:.1%}", "kept" if better else "not kept",
+            "" if verdict.retained is None else f", {verdict.retained:.1%} of the first one on earlier traffic",
+            "kept" if better else "not kept",
         )  # fmt: skip
         if better:
             self.swap(self.averaged)

@@ -60,7 +60,7 @@ class OnlineSetup:
         self.shared = target.shared(embedding=embedding)  # the head computes what the target would have sampled
         self._learner: Learner | None = None
         self._output = Path(options.output).expanduser() if options.output else None
-        self._facts = {"draft": origin, "target": checkpoint.fingerprint(target.folder)}
+        self._facts: dict[str, Any] = {"draft": origin, "target": checkpoint.fingerprint(target.folder)}
         self._keep = weight_writer(self.head, self._output, origin)
         self._learnt = self.head.params()
         self._converted: tuple[Params, Params] | None = None
