@@ -60,8 +60,8 @@ class Host(Protocol):
     def targets(self, *vocabularies: NDArray[np.int64]) -> list[TargetWeights]:
         """The target's present weights for each vocabulary."""
 
-    def convert(self, learnt: LearntWeights) -> ServedWeights:
-        """Weights for the service."""
+    def convert(self, learnt: LearntWeights, *, served: bool = True) -> ServedWeights:
+        """Weights for the service. served: they will be used."""
 
     def keep(self, learnt: LearntWeights) -> None:
         """Store weights that are served from now on."""
@@ -129,7 +129,7 @@ class Learner:
             self.trainer.take_step(iter([batch]))
             self.averaged = _average(self.averaged, self.trainer.state.params, self._options.averaging)
         self.judge.warm_up()
-        jax.block_until_ready(self.host.convert(LearntWeights(_copy(self.averaged), self.ids)))
+        jax.block_until_ready(self.host.convert(LearntWeights(_copy(self.averaged), self.ids), served=False))
         self.trainer.state, self.averaged = jax.tree.map(jnp.asarray, before)
         self.trainer.step = step
 

@@ -28,7 +28,7 @@ class OnlineOptions:
     """
 
     share: float = 0.2
-    rate: float = 1e-4
+    rate: float = 2e-4
     bytes: int = 1 << 30
     output: str | None = None
     replay: float = 0.25

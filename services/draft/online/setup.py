@@ -122,11 +122,14 @@ class OnlineSetup:
             for ids in vocabularies
         ]
 
-    def convert(self, learnt: LearntWeights) -> ServedWeights:
-        """Weights for the service; trained ones that are served already are not converted again."""
-        if self._converted is None or self._converted[0] is not learnt.params:
-            self._converted = learnt.params, self._weight_format.converted(learnt.params)
-        converted = dict(self._converted[1])
+    def convert(self, learnt: LearntWeights, *, served: bool = True) -> ServedWeights:
+        """Weights for the service. served: they will be; those that are already are not converted again."""
+        if not served:
+            converted = self._weight_format.converted(learnt.params)
+        else:
+            if self._converted is None or self._converted[0] is not learnt.params:
+                self._converted = learnt.params, self._weight_format.converted(learnt.params)
+            converted = dict(self._converted[1])
         fusion = converted.pop("fusion", {})
         if self.frozen_tokens() is not None:
             old = self._frozen["ids"]
