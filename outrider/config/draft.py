@@ -155,7 +155,7 @@ class OnlineOptions:
     same."""
     online_share: float = 0.2
     """Maximum fraction of the draft device's time for online learning, above 0 and at most 0.9."""
-    online_learning_rate: float = 1e-4
+    online_learning_rate: float = 2e-4
     """Learning rate of online learning."""
     online_bytes: int = 1 << 30
     """Memory for the hidden states that online learning reads, in bytes: half for sessions in progress, half for the

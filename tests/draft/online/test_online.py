@@ -88,7 +88,7 @@ def test_worse_weights_are_discarded(learnt, target):
         return np.asarray(array) + rng.standard_normal(array.shape).astype(np.float32)
 
     for look in range(1, 4):
-        learner.trainer.restart(jax.tree.map(spoil, learner.serving.learnt.params))
+        learner.train_from(jax.tree.map(spoil, learner.serving.learnt.params))
         learner.evaluate()
         assert learner.load().rejected == before.rejected + look
         assert learner.load().accept_length_after < learner.load().accept_length_before
@@ -108,7 +108,7 @@ def test_worse_weights_are_discarded(learnt, target):
 def test_diverged_training_restarts(learnt, caplog):
     draft, _, _ = learnt
     learner = draft.drafter.learner
-    learner.trainer.restart(jax.tree.map(lambda array: np.asarray(array) * np.nan, learner.serving.learnt.params))
+    learner.train_from(jax.tree.map(lambda array: np.asarray(array) * np.nan, learner.serving.learnt.params))
     learner.sampler.epochs = 1e9
     learner.postpone_evaluation()
     assert learner.run_once() > 0
@@ -238,11 +238,11 @@ def test_state_is_kept_over_a_restart(models, tmp_path, caplog):
     again = online_engine(models[1], models[0], **flags).drafter.learner
     assert facts(again) == facts(learner)
     assert (again.ids != learner.serving.learnt.ids).any(), "the vocabulary has followed the traffic"
-    for a, b in zip(jax.tree.leaves(again.trainer.state), jax.tree.leaves(learner.trainer.state), strict=True):
+    for a, b in zip(*(jax.tree.leaves((one.trainer.state, one.averaged)) for one in (again, learner)), strict=True):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(again.trainer.target.draft_ids, learner.trainer.target.draft_ids)
     assert again.run_once() > 0
-    learner.swap(learner.trainer.state.params)  # newer weights than the state
+    learner.swap(learner.averaged)  # newer weights than the state
     newer = online_engine(models[1], models[0], **flags).drafter.learner
     assert facts(newer)[2:] == facts(learner)[2:]
     assert newer.ids.tolist() == sorted(learner.ids.tolist())
