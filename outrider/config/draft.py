@@ -79,8 +79,9 @@ class DraftModelOptions:
     """Kernels of the draft model: plain (XLA operations), cpu (compiled C++, matrix products included), pallas
     (attention on GPUs and TPUs). auto: the fastest available."""
     draft_ahead: DraftAhead = "auto"
-    """STANDALONE: whether adaptive trees grow while the target verifies (on), or once after each commit, by as much as
-    pays (off). auto: on; with `serve` off where the draft computes on the target's cores."""
+    """STANDALONE and heads (EAGLE, EAGLE3, NEXTN): whether adaptive trees grow while the target verifies (on), or once
+    after each commit (off). A head grows on its own states until the target's arrive, and then anew. auto: on; with
+    `serve` off for STANDALONE where the draft computes on the target's cores."""
     draft_feature_dtype: FeatureDType = "auto"
     """Number format in which the target sends hidden states to a feature-based drafter. auto: bfloat16."""
     enable_multi_layer_eagle: bool = False

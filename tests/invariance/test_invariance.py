@@ -102,6 +102,9 @@ DRAFTERS = {
     ),
     "eagle": lambda models: draft_engine("EAGLE", models[2], models[0]),
     "eagle 3": lambda models: draft_engine("EAGLE3", models[3], models[0], max_running=4),
+    "eagle 3, waiting for features": lambda models: draft_engine(
+        "EAGLE3", models[3], models[0], max_running=4, draft_ahead="off"
+    ),
     "ngram beside eagle 3": lambda models: draft_engine("EAGLE3", models[3], models[0], beside=True, max_running=4),
     "ngram beside eagle 3, explicit tree": lambda models: draft_engine(
         "EAGLE3", models[3], models[0], beside=True, tree=(3, 4, 9), max_running=4
@@ -156,6 +159,7 @@ def test_any_drafter(target, drafters, plain, drafter, temperature, batch):
             assert max(run.steps for run in runs) <= LENGTH / 8 * 1.5 + 2
 
 
+FAULTY = ["ngram", "self", "ngram beside self", "eagle", "eagle 3", "eagle 3, waiting for features"]
 FAULTS = {
     "lost": Faults(lost=0.3),
     "doubled": Faults(doubled=0.5),
@@ -166,7 +170,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("drafter", ["ngram", "self", "ngram beside self", "garbage", "eagle", "eagle 3"])
+@pytest.mark.parametrize("drafter", [*FAULTY, "garbage"])
 def test_transport_faults(target, drafters, plain, drafter, fault, temperature):
     seed = zlib.crc32(f"{drafter} {fault} {temperature}".encode())  # other faults for each
     run = Pair(target, drafters[drafter], FAULTS[fault], seed=seed).run(requests(temperature))

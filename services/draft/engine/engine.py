@@ -76,7 +76,7 @@ class DraftEngine(Engine):
         frontiers = [self._frontier(drafter) for drafter in self.drafters]
         order = self._queue_orders.take(request.session_id)
         session = DraftSession(request, self.limits, self.drafter.eos_token_ids, frontiers, order)
-        if not self.drafter.drafts_ahead:
+        if not self.drafter.drafts_ahead and self.drafter.features is None:
             session.draft_budget = 0  # until the first commit: the target is reading the prompt
         for slots in self._slots:
             slots.enter(session)
