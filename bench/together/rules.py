@@ -92,8 +92,9 @@ class Highest(Rule):
 class Combined(Rule):
     """The rule of the draft service: claims are calibrated and combined by what commits teach."""
 
-    def __init__(self, drafters: int) -> None:
-        self._drafters = drafters
+    def __init__(self, drafters: int, depth: int | None = None, children: int | None = None) -> None:
+        """depth, children: deepest level and children a node, if they are limited."""
+        self._drafters, self._limits = drafters, (depth, children)
         self._models: dict[bool, ClaimModels] = {}
 
     def open(self, text: Text) -> None:
@@ -111,7 +112,7 @@ class Combined(Rule):
             places = _insert(self._tree, nodes)
             above = [places[parent] if parent >= 0 else ROOT for parent in nodes.parents]
             self._claims.added(above, places, nodes.log_scores, drafter)
-        return _best(self._tree, budget)
+        return _best(self._tree, budget, *self._limits)
 
     def learn(self, tokens: Sequence[int]) -> None:
         """As of Rule."""

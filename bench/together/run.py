@@ -67,6 +67,7 @@ def rules_of(names: Sequence[str]) -> dict[str, Callable[[], Rule]]:
         "even split": Split,
         "highest claim, 6 levels": lambda: Highest(shape.steps, shape.topk),
         "highest claim": Highest,
+        f"{_RULE}, 6 levels": lambda: Combined(2, shape.steps, shape.topk),
         _RULE: lambda: Combined(2),
         "all nodes of both": Oracle,
     }
@@ -178,7 +179,7 @@ def _notes(args: argparse.Namespace, answers: Sequence[Answer], few: Sequence[in
         f"every rule verifies {shape.rows} tokens, root included; a model proposes the best {shape.rows - 1} nodes of "
         f"a tree of {shape.steps} steps and {shape.topk} children, NGRAM {shape.rows - 1} nodes of one lookup",
         "over_best: accept length over that of the better drafter alone; interval: its 95 % when answers are resampled",
-        "highest claim: the rule of earlier versions; with 6 levels, as targets with the flags of the tree verify it",
+        "highest claim: the rule of earlier versions; 6 levels: as a target with the flags of the tree verifies nodes",
         f"{_RULE}: the rule of the draft service (docs/decisions/0037-drafters-together.md), which starts untaught",
         "all nodes of both: up to twice as many tokens, of which no rule with the same proposals can accept more",
         f"EAGLE3: the bundled head; STANDALONE: the target without its layers {left_out}, on {len(few)} answers",
@@ -189,12 +190,13 @@ def _plot(report: Report) -> None:
     groups = list(dict.fromkeys((row["drafters"], row["temperature"]) for row in report.rows))
     figure = new_figure(2.0 + 1.7 * len(groups), 3.6)
     axes = figure.subplots()
-    ranks = ("the one alone", "the other alone", "even split", "highest claim, 6 levels", "highest claim", _RULE,
-             "all nodes of both")  # fmt: skip
-    for place, label in enumerate(ranks):
-        own = [[row["all"] for row in report.rows if (row["drafters"], row["temperature"]) == group][place]
-               for group in groups]  # fmt: skip
-        axes.bar(np.arange(len(groups)) + 0.12 * (place - 3), own, 0.11, label=label)
+    names = list(rules_of(("one", "other")))
+    for place, name in enumerate(names):
+        own = [
+            [row["all"] for row in report.rows if (row["drafters"], row["temperature"]) == group] for group in groups
+        ]
+        heights = [lengths[place] for lengths in own]
+        axes.bar(np.arange(len(groups)) + 0.1 * (place - len(names) / 2), heights, 0.09, label=name)
     axes.set_xticks(
         range(len(groups)), [f"{drafters}\nT={temperature:g}" for drafters, temperature in groups], fontsize=7
     )

@@ -27,11 +27,13 @@ _MAX_LOGIT = 7.0  # of a claim: beyond it a drafter counts as no surer
 _DEPTHS = 6  # levels that count; deeper nodes count as this deep
 _DECAY = 0.9998  # of evidence of all sessions, per node
 _SESSION_DECAY = 0.995
-_SPREADS = (1.0, 0.5, 0.3)  # how far a constant, a weight and the slope of depth are expected to move
+_SPREADS = (0.5, 0.25, 0.15)  # how far a constant, a weight and the slope of depth are expected to move
 _SESSION_SPREAD = 0.7
 _LEAST = 1e-9  # probability of a node
 _LEAST_VARIANCE = 0.1  # of an outcome: one surprise among many likely outcomes is no turn
-_AGREEMENT = 0.7  # weight of each calibrated claim where several drafters propose a node, before any evidence
+# Before any evidence a node has the mean log-odds of its claims, more for each further drafter that claims it, and less
+# for each that proposes other tokens.
+_AGREEMENT, _SILENCE = 0.7, 0.7
 _UNKNOWN, _SILENT, _CLAIMS = range(3)  # what a drafter does at a node
 
 
@@ -85,9 +87,11 @@ class ClaimModels:
         """The model of a pattern in which some drafters claim the node."""
         found = self.combinations.get(pattern)
         if found is None:
-            weight = 1.0 if claiming == 1 else _AGREEMENT
+            silent = sum(pattern // 3**place % 3 == _SILENT for place in range(self.drafters))
+            constant = _AGREEMENT * (claiming - 1) - _SILENCE * silent
             spreads = (_SPREADS[0], *[_SPREADS[1]] * claiming)
-            found = self.combinations[pattern] = OnlineLogit((0.0, *[weight] * claiming), spreads, _DECAY)
+            found = OnlineLogit((constant, *[1.0 / claiming] * claiming), spreads, _DECAY)
+            self.combinations[pattern] = found
         return found
 
 

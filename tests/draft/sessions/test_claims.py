@@ -124,7 +124,7 @@ def test_an_own_text_outweighs_what_other_sessions_taught():
     assert probability(other, node) < 0.5  # of a session that has taught nothing
 
 
-def world(seed, useful, steps=150, sessions=8):
+def world(seed, useful, steps=70, sessions=6):
     """Positions of texts with two drafters: a head whose claims are right, and one that claims long certain chains.
 
     useful: how often such a chain is right in a session, one number for each session in turn
