@@ -59,16 +59,18 @@ def test_a_perfect_head_is_accepted(models, drafts, head, chunk, temperature):
     assert run.accepted > 0.7 * LENGTH * len(PROMPTS)
 
 
-@pytest.mark.parametrize("head", ["feature", "eagle 3"])
+@pytest.mark.parametrize("head", ["token", "feature", "eagle 3", "dflash"])
 def test_a_perfect_head_is_accepted_where_the_device_prepares_steps(models, drafts, head):
-    """It drafts ahead on its own states, and its tree reaches beyond the step in flight."""
+    """It drafts ahead, a head on its own states, and its tree reaches beyond the step in flight."""
     target = as_on_cuda(target_engine(models[0]), prepares=True)
-    requests = [request(i, prompt, 1.0, LENGTH) for i, prompt in enumerate(PROMPTS)]
-    plain = Pair(target_engine(models[0])).run(requests)
-    run = Pair(target, lambda: drafts[head], draft_steps=8).run(requests)
-    assert run.tokens == plain.tokens
-    assert run.accepted > 0.9 * run.verified
-    assert run.accepted > 0.4 * LENGTH * len(PROMPTS)
+    for temperature, faults in ((1.0, Faults()), (0.0, Faults(lost=0.1, doubled=0.2, delay=2))):
+        requests = [request(i, prompt, temperature, LENGTH) for i, prompt in enumerate(PROMPTS)]
+        plain = Pair(target_engine(models[0])).run(requests)
+        run = Pair(target, lambda: drafts[head], faults, draft_steps=8).run(requests)
+        assert run.tokens == plain.tokens
+        if head != "dflash" and not faults.lost:  # a block reaches hardly further than the step in flight
+            assert run.accepted > 0.9 * run.verified
+            assert run.accepted > 0.4 * LENGTH * len(PROMPTS)
 
 
 class InOrder(random.Random):

@@ -29,7 +29,7 @@ from services.draft.formats.base import DraftCheckpoint
 from services.draft.formats.target import read_target
 from services.draft.kernels.base import Paging
 from services.draft.kernels.cpu.panels import PanelMaker
-from services.draft.model.layers.heads import BlockHead
+from services.draft.model.layers.heads import BlockHead, ParallelHead
 from services.draft.model.layers.pallas_backend import with_cache_for
 from services.draft.model.matrices.packed import pack_params
 from services.draft.model.matrices.quantized import INT4
@@ -74,7 +74,7 @@ def load_model_drafter(
     origin = draft_folder(config)
     folder, draft, vocabulary, online = _read(origin, config)
     facts = describe_model(folder, vocabulary, config, draft.config, dtype_of(config, devices[0])[1])
-    draft = with_map_of(config, draft)
+    draft = with_map_of(config, draft, origin)
     runner, prefix = _runner(draft, vocabulary, config, devices, shape.topk if shape else children, online)
     drafter = _drafter(draft, config, runner, prefix, _CHUNK.get(devices[0].platform, _DEFAULT_CHUNK), online)
     if shapes := draft.shared if online is None else online.shared:
@@ -140,7 +140,7 @@ def _drafter(
         features = online.head.states.in_format(number_format)
         share = online.options.share
         return OnlineDrafter(name, runner, prefix, max_running, chunk, features, online.learner(), online.buffer, share)
-    block = isinstance(draft.config.head, BlockHead)
+    block = isinstance(draft.config.head, BlockHead | ParallelHead)
     kind = BlockDrafter if block else StackedDrafter if draft.config.stacked else FeatureDrafter
     features = draft.features.in_format(number_format)
     return kind(name, runner, prefix, max_running, chunk, features, draft.fusion)
@@ -162,7 +162,9 @@ def _shared_weights(
 
     def read(folder: Path, replaced: Arrays) -> Install:
         draft, _ = read_draft(origin, config, folder, replaced)
-        _, placed, _ = place_weights(with_map_of(config, draft), dtype, quantization, devices)
+        _, placed, _ = place_weights(with_map_of(config, draft, origin), dtype, quantization, devices)
+        if online is not None:
+            placed = online.untrained(placed)
         params = pack_params(placed, PanelMaker(int4=quantization == INT4)) if backend == "cpu" else placed
         fusion = None
         if online is not None:
