@@ -80,7 +80,7 @@ class DraftEngine(Engine):
         order = self._queue_orders.take(request.session_id)
         models = self._claim_models[not request.sampling.greedy] if self._claim_models is not None else None
         session = DraftSession(request, self.limits, self.drafter.eos_token_ids, frontiers, order, models)
-        if not self.drafter.drafts_ahead:
+        if not self.drafter.drafts_ahead and self.drafter.features is None:
             session.draft_budget = 0  # until the first commit: the target is reading the prompt
         for slots in self._slots:
             slots.enter(session)
@@ -126,8 +126,10 @@ class DraftEngine(Engine):
     def flush(self, *, only_fed: bool = False) -> None:
         """Drop what drafters keep of texts. only_fed: only of drafters that use the target's hidden states."""
         for drafter in self.drafters:
-            if drafter.features is not None or not only_fed:
+            if not only_fed:
                 drafter.flush()
+            elif drafter.features is not None:
+                drafter.outdate()
 
     # --- commits ---
 

@@ -23,22 +23,27 @@ TREE = TreeShape(3, 3, 7)
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory):
-    """Random heads of a random target, with one layer and two, and random answers."""
+    """A target, and random heads with one layer and two, each with random answers of its tokens."""
     base = tmp_path_factory.mktemp("heads")
-    target = target_of(base / "target")
-    rng = np.random.default_rng(4)
-    records = [
-        random_record(rng, 90, 5, ids=np.arange(40), temperature=temperature, seed=seed)
-        for seed, temperature in enumerate((0.0, 1.0, 1.0))
-    ]
-    folders = [write_head(base / f"{n}", *eagle3(target.folder, layers=n)) for n in (1, 2)]
-    return target.folder, folders, records
+    target, rng = target_of(base / "target"), np.random.default_rng(4)
+    made = {}
+    for layers in (1, 2):
+        config, tensors = eagle3(target.folder, layers=layers, vocab=24)
+        ids = np.append(tensors["d2t"] + np.arange(24), 0)
+        made[layers] = (
+            write_head(base / f"{layers}", config, tensors),
+            [
+                random_record(rng, 90, 5, ids=ids, temperature=temperature, seed=seed)
+                for seed, temperature in enumerate((0.0, 1.0, 1.0))
+            ],
+        )
+    return target.folder, made
 
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_trees_are_those_of_the_draft_engine(heads, layers):
-    target, folders, records = heads
-    folder = folders[layers - 1]
+    target, made = heads
+    folder, records = made[layers]
     scores = replay("EAGLE3", folder, target, records, TREE)
     grower = Grower(read_head(folder, target))
     found: dict[float, Walks] = {}
@@ -51,7 +56,8 @@ def test_trees_are_those_of_the_draft_engine(heads, layers):
 
 
 def test_each_limit_taken_away_accepts_more(heads):
-    target, (folder, _), records = heads
+    target, made = heads
+    folder, records = made[1]
     grower = Grower(read_head(folder, target))
     for record in records[:2]:
         answer = Answer(record, TREE.steps)
