@@ -24,12 +24,15 @@ from bench.together.answers import TEMPERATURES, Answer, answers_of
 from bench.together.cut_copy import write_cut_copy
 from bench.together.rules import Alone, Combined, Highest, Oracle, Rule, Split, Step, Text, replay
 from outrider.checkpoints import checkpoint
-from outrider.config import DEFAULT_MODEL
+from outrider.config import DEFAULT_MODEL, Algorithm
 from outrider.drafts import DEFAULT_HEAD
 
 _HEAD = "EAGLE3"
 _COPY_LEAVES_OUT = range(12, 18)
 _RESAMPLES = 1000
+_ALGORITHMS: dict[str, Algorithm] = {
+    "EAGLE": "EAGLE", "EAGLE3": "EAGLE3", "DFLASH": "DFLASH", "STANDALONE": "STANDALONE",
+}  # fmt: skip
 _RULE = "combined claims"
 
 
@@ -45,7 +48,7 @@ class Drafter(NamedTuple):
     """A draft model: name, algorithm, folder."""
 
     name: str
-    algorithm: trees.Algorithm
+    algorithm: Algorithm
     folder: Path
 
 
@@ -53,9 +56,9 @@ def drafter_argument(text: str) -> Drafter:
     """A drafter on the command line, NAME=ALGORITHM:FOLDER. Raises ArgumentTypeError."""
     name, equals, rest = text.partition("=")
     algorithm, colon, folder = rest.partition(":")
-    if not (name and equals and colon and folder) or algorithm not in ("EAGLE", "EAGLE3", "DFLASH", "STANDALONE"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=ALGORITHM:FOLDER")
-    return Drafter(name, algorithm, Path(folder))  # type: ignore[arg-type]  # one of Algorithm
+    if not (name and equals and colon and folder) or algorithm not in _ALGORITHMS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=ALGORITHM:FOLDER with one of {', '.join(_ALGORITHMS)}")
+    return Drafter(name, _ALGORITHMS[algorithm], Path(folder))
 
 
 def rules_of(names: Sequence[str]) -> dict[str, Callable[[], Rule]]:
