@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from services.draft.learning.algorithms.base import Algorithm
-from services.draft.learning.batches import Batch
 from services.draft.learning.loss import cross_entropy
+from services.draft.learning.records.batches import Batch
 from services.draft.learning.unroll import UnrollStep, take, unroll
 from services.draft.learning.unroll_block import unroll_block
 from services.draft.model.layers.decoder import head as head_logits

@@ -23,9 +23,9 @@ from safetensors.numpy import load_file, save_file
 
 from outrider.checkpoints.disk import put_in_place
 from outrider.errors import ConfigError
-from services.draft.learning.batches import Batch
 from services.draft.learning.data_parallel import DataParallel
 from services.draft.learning.objective import LossSums, Objective, TargetWeights
+from services.draft.learning.records.batches import Batch
 from services.draft.model.params import Params
 
 CHECKPOINT = "state.safetensors"  # in a folder of checkpoints

@@ -26,13 +26,13 @@ from services.draft.drafters.feature import FeatureDrafter
 from services.draft.formats.target import read_target
 from services.draft.learning import optimize
 from services.draft.learning.algorithms import DraftShape, algorithm_of
-from services.draft.learning.batches import Batches
 from services.draft.learning.data_parallel import DataParallel
-from services.draft.learning.disk import reporting_full_disk
 from services.draft.learning.objective import Objective, TargetWeights
 from services.draft.learning.optimize import Schedule, Trainer
-from services.draft.learning.store import Record, Store
-from services.draft.learning.vocabulary import draft_ids
+from services.draft.learning.records.batches import Batches
+from services.draft.learning.records.disk import reporting_full_disk
+from services.draft.learning.records.store import Record, Store
+from services.draft.learning.records.vocabulary import draft_ids
 from services.draft.process.app import build
 from services.draft.train import app
 from services.draft.train.data.writing import open_store, write_answers

@@ -17,7 +17,7 @@ import numpy as np
 
 from outrider.checkpoints.disk import put_in_place
 from outrider.errors import ConfigError
-from services.draft.learning.store import Reader
+from services.draft.learning.records.store import Reader
 from services.draft.train.data.rollouts import Rollout
 
 SUFFIX = ".npz"
