@@ -31,10 +31,10 @@ class LaunchClock:
     def __init__(self, engine: TargetEngine, recorder: Recorder) -> None:
         self._recorder = recorder
         self._on_cuda = engine.model.device.type == "cuda"
-        self._launch = engine.sampler.launch
+        self._launch = engine.launcher.sampler.launch
         self._pending: list[tuple[float, float, Any, Any, Any, int]] = []
         self._last: Any = None  # the event, or the time, at which the device finished the launch before
-        vars(engine.sampler)["launch"] = self.launch
+        vars(engine.launcher.sampler)["launch"] = self.launch
         recorder.flush = self.flush
 
     def launch(

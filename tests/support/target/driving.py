@@ -42,8 +42,8 @@ def engine_of(model: Model, **flags) -> TargetEngine:
 
 
 def counting(engine: TargetEngine, method: str, counter: str) -> TargetEngine:
-    """The engine, with a counter of the steps that one of its methods launches behind another step."""
-    launch = getattr(engine, method)
+    """The engine, with a counter of the steps that a method of its launcher launches behind another step."""
+    launch = getattr(engine.launcher, method)
     setattr(engine, counter, 0)
 
     def counted(*arguments: Any) -> Any:
@@ -51,7 +51,7 @@ def counting(engine: TargetEngine, method: str, counter: str) -> TargetEngine:
         setattr(engine, counter, getattr(engine, counter) + (following is not None))
         return following
 
-    setattr(engine, method, counted)
+    setattr(engine.launcher, method, counted)
     return engine
 
 
@@ -61,9 +61,10 @@ def preparing_engine(model: Model, **flags) -> TargetEngine:
     prepared: such steps that were launched
     """
     engine = TargetEngine(model, TargetConfig(**(_SMALL | flags)), [SpeculationMode.DRAFT_IF_READY])
-    assert not engine.prepares
-    engine.overlap = engine.prepares = True
-    engine.sampler._compiled, engine.sampler._walks, engine.sampler._async = False, True, True
+    assert not engine.launcher.prepares
+    engine.overlap = engine.launcher.prepares = True
+    sampler = engine.launcher.sampler
+    sampler._compiled, sampler._walks, sampler._async = False, True, True
     return counting(engine, "_launch_prepared", "prepared")
 
 

@@ -285,7 +285,7 @@ def test_max_tokens_limit_accepted_draft_tokens(model):
 
 def test_context_length_ends_a_session(model):
     engine = engine_of(model, page_size=8, max_total_tokens=40)
-    assert engine.max_session_tokens == 40
+    assert engine.sessions.longest == 40
     result = run(engine, requests_of([list(range(3, 33))], max_tokens=100))
     assert len(result.new[1]) == 10
     assert result.reasons[1] == FinishReason.LENGTH

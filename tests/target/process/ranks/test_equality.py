@@ -143,7 +143,8 @@ def test_sampled_texts_are_those_of_one_rank(as_on_cuda, pair, tmp_path):
     requests = [opening(i, PROMPT[i:], SamplingParams(1.0, seed=i, top_p=0.9), max_tokens=NEW) for i in (1, 2, 3)]
     expected = run(engine_of(load_modules(folder)), requests).new
     engine = engine_of(pair.load(folder), page_size=4)
-    engine.overlap, engine.sampler._walks, engine.sampler._compiled = as_on_cuda, as_on_cuda, not as_on_cuda
+    sampler = engine.launcher.sampler
+    engine.overlap, sampler._walks, sampler._compiled = as_on_cuda, as_on_cuda, not as_on_cuda
 
     result = run(engine, requests, lambda i, path: ahead(i, path, expected))
     assert result.new == expected
