@@ -197,7 +197,7 @@ class Scheduler:
                 return
             self._waiting.take(session)
             self._running[session.id] = session
-            session.admitted_at = session.admitted_at or time.time_ns()
+            session.record.admitted_at = session.record.admitted_at or time.time_ns()
             session.attach()
             promised += self.allocator.pages_for(session.length + 1) - len(session.table.pages)
 
@@ -279,11 +279,11 @@ class Scheduler:
         if room is None:
             yield from portions
             return
-        scored = {session.caller for session, _ in portions if session.scored < session.to_score}
+        scored = {session.caller for session, _ in portions if not session.scores.complete}
         share = max(1, room // (max(1, len(scored)) * (_SCORED_PARTS if decoding else 1)))
         left = dict.fromkeys(scored, share)
         for session, size in portions:
-            if session.scored == session.to_score:
+            if session.scores.complete:
                 yield session, size
             elif left[session.caller] > 0:
                 yield session, min(size, left[session.caller])

@@ -24,8 +24,8 @@ class Observers:
 
     def ended(self, session: Session) -> None:
         """A session has ended."""
-        if self.tracing is not None and session.traceparent:
-            spans.record(self.tracing, session)
+        if self.tracing is not None and session.record.traceparent:
+            spans.add_spans(self.tracing, session)
 
     def settled(
         self, works: Sequence[SessionWork], commits: Sequence[Commit], steps: int, started: float, ended: float

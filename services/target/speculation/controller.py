@@ -218,7 +218,7 @@ class Speculation:
         if choice.loop is not None:
             source, loop = choice.loop
             session = works[0].chunk.session
-            looks_up = chooser.looks_up and chooser.lookup.kind in session.draft_sources
+            looks_up = chooser.looks_up and chooser.lookup.kind in session.drafting.sources
             match = chooser.lookup.min_match if looks_up else 0
             return LoopStep(works, *parts, source, replace(loop, texts=replace(loop.texts, match=match)))
         if choice.sources:

@@ -134,7 +134,7 @@ def test_several_choices_compute_their_prompt_once():
     plan = s.plan()
     assert spans(plan) == [(0, 18, 19), (1, 16, 18), (2, 16, 18), (3, 16, 18)]
     advance(s, plan)
-    assert [one.cached_tokens for one in s] == [0, 16, 16, 16]
+    assert [one.record.cached_tokens for one in s] == [0, 16, 16, 16]
     assert s.allocator.leased_pages == 4 + 4
     s.check()
 
@@ -148,7 +148,7 @@ def test_a_prompt_shares_the_chunks_of_another_up_to_their_difference():
         plans.append(spans(s.plan()))
         advance(s, s.plan())
     assert plans[:2] == [[(1, 0, 10)], [(1, 10, 20)]]  # the second one holds back
-    assert [one.cached_tokens for one in s] == [0, 24]
+    assert [one.record.cached_tokens for one in s] == [0, 24]
     assert sum(stop - start for plan in plans for name, start, stop in plan if name == 2 and stop <= 30) == 30 - 24
     s.check()
 
@@ -176,7 +176,7 @@ def test_the_next_turn_finds_the_prompt_and_the_answer():
     second = Session(request, s.prefix)
     s.add(second)
     assert spans(s.plan()) == [(2, 16, 20)]
-    assert second.cached_tokens == 16
+    assert second.record.cached_tokens == 16
 
 
 def test_a_prompt_that_is_all_cached_still_computes_its_last_token():
@@ -184,7 +184,7 @@ def test_a_prompt_that_is_all_cached_still_computes_its_last_token():
     for i in (1, 2):
         s.add(session(s, i, 16, shared=16))
         advance(s, s.plan())
-    assert [one.cached_tokens for one in s] == [0, 12]
+    assert [one.record.cached_tokens for one in s] == [0, 12]
 
 
 def test_readmission_after_preemption_uses_the_cache():
@@ -200,7 +200,7 @@ def test_readmission_after_preemption_uses_the_cache():
     (chunk,) = s.plan()
     assert chunk.session is second
     assert 12 <= chunk.start < second.length
-    assert second.cached_tokens == 0  # its own work is no saving
+    assert second.record.cached_tokens == 0  # its own work is no saving
     s.check()
 
 
@@ -527,7 +527,7 @@ def test_flushed_pages_are_not_found_and_running_sessions_go_on():
     s.prefix.flush()
     s.add(session(s, 2, 20, shared=20))
     advance(s, s.plan())
-    assert [(one.length, one.cached_tokens) for one in s] == [(22, 0), (21, 0)]
+    assert [(one.length, one.record.cached_tokens) for one in s] == [(22, 0), (21, 0)]
     s.check()
 
 
