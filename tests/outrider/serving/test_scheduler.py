@@ -9,7 +9,8 @@ from outrider.errors import EngineFault, Overloaded
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.messages import OpenSession
-from outrider.serving.scheduler import Limits, Scheduler
+from outrider.serving.portions import Limits
+from outrider.serving.scheduler import Scheduler
 from outrider.serving.session import Session
 from outrider.serving.waiting import MAX_PASSED_OVER, MAX_PREFERRED, WaitingQueue
 from outrider.speculation.sampling import SamplingParams, StopConditions
