@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError
 
-from outrider.config import DraftConfig, ServeConfig
+from outrider.config import DraftConfig
 from outrider.errors import ConfigError
-from outrider.placement.cores import CorePlan
 from outrider.serving.features import FeatureBlock
 from outrider.serving.messages import cache_salt_of, own_salt
 from outrider.speculation.proposal import Commit, FinishReason
-from outrider.supervisor.app import configure
 from services.draft.online.background import Background
 from services.draft.online.learner import ORIGIN, is_better, weight_writer
 from services.draft.process.app import build
@@ -306,9 +304,6 @@ def test_recordings_are_dropped_when_the_target_is_updated(models):
     assert learner.load().rows - spent < buffer.learnt + 64, "what was not learnt of before is no reason to learn more"
 
 
-# --- how much it may take ---
-
-
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.9])
 def test_training_takes_at_most_its_share(share):
     rng = np.random.default_rng(0)
@@ -335,16 +330,6 @@ def test_training_takes_at_most_its_share(share):
     assert working / now <= share + 1e-9
 
 
-def test_failed_learner_does_not_stop_the_service(caplog):
-    def turn():
-        raise RuntimeError("no memory")
-
-    background = Background(turn, 0.5)
-    background.start()
-    background.stop()
-    assert "training has ended" in caplog.text
-
-
 def test_better_means_more_than_chance():
     one = np.array([0, 1, 2, 3] * 10)
     assert not is_better(one, one)
@@ -364,9 +349,6 @@ def test_training_pauses_without_new_rows(learnt):
     assert learner.run_once() == 0.0
 
 
-# --- flags ---
-
-
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
@@ -383,13 +365,6 @@ def test_invalid_flags_are_refused(models, flags, what):
     common = {"speculative_algorithm": "EAGLE3", "model_path": str(models[0]), "online": True}
     with pytest.raises(ConfigError, match=what):
         build(DraftConfig(**(common | {"speculative_draft_model_path": str(models[1])} | flags)))
-
-
-def test_serve_passes_the_flags_on(tmp_path):
-    config = ServeConfig()
-    config = replace(config, draft=replace(config.draft, online=True, online_share=0.1, online_output="kept"))
-    made = configure(config, CorePlan((0,), (0,), (0,)), tmp_path).draft
-    assert (made.online, made.online_share, made.online_output) == (True, 0.1, "kept")
 
 
 def test_metrics_of_online_training(learnt):

@@ -18,43 +18,11 @@ from smg_grpc_proto.generated import common_pb2
 from gateway.facade.bundle import bundle
 from gateway.facade.requests import number
 from tests.support.gateway.engines import BUSY, CONTEXT, EOS, REFUSED, VOCAB, expected, tokenizer, tokenizer_files
-from tests.support.gateway.router_clients import SglangClient, VllmClient
+from tests.support.gateway.router_clients import SglangClient, VllmClient, refusal
 from tests.support.gateway.services import Gateway, free_port, until
 
 A = tokenizer().encode("A").ids
 NAMES = ["vllm.grpc.engine.VllmEngine", "sglang.grpc.scheduler.SglangScheduler"]
-
-
-@pytest.fixture(scope="module")
-def gateway(folder, target, draft):
-    process = Gateway(folder, [target.address], [draft.address], grpc_facades=["vllm", "sglang"]).wait()
-    yield process
-    assert process.stop() == 0
-
-
-@pytest.fixture(scope="module")
-def vllm(channel):
-    return VllmClient(channel)
-
-
-@pytest.fixture(scope="module")
-def sglang(channel):
-    return SglangClient(channel)
-
-
-@pytest.fixture(params=["vllm", "sglang"])
-def engine(request, vllm, sglang):
-    return {"vllm": vllm, "sglang": sglang}[request.param]
-
-
-def refusal(call):
-    """Code and message of a refused call."""
-    with pytest.raises(grpc.RpcError) as caught:
-        list(call) if hasattr(call, "__iter__") else call()
-    return caught.value.code(), caught.value.details()
-
-
-# --- answers ---
 
 
 def test_a_whole_answer(engine):
@@ -150,9 +118,6 @@ def test_a_truncated_prompt(vllm):
     assert vllm.whole([5] * 500, max_tokens=2, truncate_prompt_tokens=-1).prompt_tokens == CONTEXT - 2
 
 
-# --- ends ---
-
-
 def test_stop_strings_and_tokens(engine):
     end = engine.whole(stop=["EF"], **{engine.limit: 20})
     assert list(end.output_ids) == expected(A, 5)
@@ -187,9 +152,6 @@ def test_a_cancelled_call_ends_its_sessions(engine, target, draft, monkeypatch, 
     assert target.sessions == n
     messages.cancel()
     until(lambda: target.sessions == 0 and draft.sessions == 0, seconds=5)
-
-
-# --- log-probabilities ---
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -235,9 +197,6 @@ def test_sglang_returns_prompt_logprobs_only(sglang, stream):
     assert (list(end.output_ids), end.completion_tokens, end.finish_reason) == ([], 0, "length")
     assert [p.value for p in end.input_logprobs.token_logprobs] == [0, -0.25, -0.5]
     assert not end.HasField("output_logprobs")
-
-
-# --- errors ---
 
 
 def test_a_limit_that_vllm_refuses(vllm):
@@ -321,9 +280,6 @@ def test_unsupported_calls_are_unimplemented(engine):
     assert refusal(events)[0] is grpc.StatusCode.UNIMPLEMENTED
 
 
-# --- facts ---
-
-
 def test_health(engine):
     assert engine.stub.HealthCheck(engine.pb.HealthCheckRequest()).healthy
 
@@ -368,9 +324,6 @@ def test_an_archive_depends_on_its_files_only():
     assert bundle(files)[1] != bundle({"a": b"1"})[1]
 
 
-# --- who may call ---
-
-
 @pytest.fixture(scope="module")
 def guarded(folder, target, draft):
     process = Gateway(folder, [target.address], [draft.address], api_key="secret", admin_api_key="boss").wait()
@@ -411,9 +364,6 @@ def test_facades_are_unavailable_before_a_target_is_up(folder):
             assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
     finally:
         assert gateway.stop() == 0
-
-
-# --- generic clients ---
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,6 +17,7 @@ from services.target.engine.engine import TargetEngine
 from services.target.model.base import Model
 from services.target.model.loading.load import load
 from services.target.speculation.mode_selector import DRAFT_MODES, SpeculationMode
+from tests.support.tiny import VOCAB
 
 GREEDY = SamplingParams(temperature=0.0)
 # Given a session's id and tokens: proposals for its next step.
@@ -160,3 +161,12 @@ def run(engine: TargetEngine, requests: Sequence[OpenSession], proposals: Propos
         engine.check()
     engine.scheduler.allocator.check(expected_leased=0)
     return result
+
+
+def prompts(count, longest=60, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, rng.integers(1, longest)).tolist() for _ in range(count)]
+
+
+def requests_of(texts, params=GREEDY, **options):
+    return [opening(i, text, params, **options) for i, text in enumerate(texts, start=1)]
