@@ -226,7 +226,7 @@ class TargetEngine(Engine):
             cached_pages=allocator.cached_pages,
             preemptions=self.scheduler.preemptions,
             weight_version=self.weight_version,
-            drafting_paused=self.speculation.drafting_paused,
+            drafting_paused=self.speculation.policy.drafting_paused,
             draft_stats=self.speculation.service.stats.load(),
             paused=self.scheduler.held,
         )

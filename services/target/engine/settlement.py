@@ -100,7 +100,7 @@ class Settlement:
         """A part of a prompt was computed, after which nothing is sampled."""
         session = work.chunk.session
         self._features.settle(work, (), goes_on=True)
-        if self._speculation.drafting_paused and self._features.asked and not session.drafting.paused:
+        if self._speculation.policy.drafting_paused and self._features.asked and not session.drafting.paused:
             settled.pauses.append(commits.paused(self._sessions.by_id[session.id]))
 
     def _settle_session(
@@ -170,7 +170,7 @@ class Settlement:
         return begins or ends or (commit.draft_budget > 0 and self._speculation.policy.wait.drafts_for(session.id))
 
     def _report(self, settled: _Settled, samples: StepSamples, output: StepOutput) -> None:
-        paused = self._speculation.drafting_paused
+        paused = self._speculation.policy.drafting_paused
         output.commits += settled.commits + settled.pauses
         output.steps = samples.model_steps
         output.features = self._features.flush(deferred=paused)

@@ -74,7 +74,7 @@ class Launcher:
             return None
         started = time.perf_counter()
         works = plan.works
-        capture = self._features.capture(works, deferred=self._speculation.drafting_paused)
+        capture = self._features.capture(works, deferred=self._speculation.policy.drafting_paused)
         with plan.program(listen) as program:
             batch = build(works, self._device, capture, self.sampler.plan(works, self._entries), program)
             prepared = None
