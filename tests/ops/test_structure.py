@@ -17,7 +17,7 @@ MAX_ATTRIBUTES, MAX_METHODS = 15, 20
 # Classes beyond these limits, with the reason.
 LARGE_CLASSES = {
     "TargetServicer": "a method for each call of the service, as gRPC wants them",
-    "ModelDrafter": "the verbs of a drafter, and what the drafters with a model share of them",
+    "ModelDrafter": "the verbs of a drafter, and what the drafters with a model share of them and override",
     "ModelRunner": "a model's weights, pools and programs, which one call to the device takes together",
     "PreparedSpans": "an array each for what one transfer brings to the device and what a launch leaves there",
     "Child": "a child's flags, which are most of it, and the state of its process",
