@@ -29,6 +29,7 @@ BENCHMARKS = {
     "scale": ("bench.scale.run", "speedup of speculation by context, sessions, acceptance, draft and network latency"),
     "pools": ("bench.pools.run", "pools of replicas with simulated engines: throughput, joins and losses, gateways"),
     "accept": ("bench.end_to_end.accept", "accept length of drafters by prompt category"),
+    "limits": ("bench.limits.run", "what limits the accept length of a head: ranking, states, vocabulary"),
     "online": ("bench.end_to_end.online", "accept length of a drafter that trains online, by round"),
     "rollouts": ("bench.end_to_end.rollouts", "a loop of rollouts and training: reward, accept length, time"),
     "target": ("bench.services.target", "target steps against their floor; draft tokens against plain decoding"),
@@ -39,6 +40,7 @@ BENCHMARKS = {
     "draft-kernels": ("bench.services.draft_kernels", "attention of the draft service on an accelerator"),
     "quality": ("bench.services.quality", "loss of quality by quantized weights and KV caches"),
     "deterministic": ("bench.services.deterministic", "cost of --deterministic"),
+    "gpu-train": ("bench.gpu.train", "a head trained further in minutes, from answers written beforehand"),
     "gpu": ("bench.gpu.run", "steps of an 8-billion-parameter target on a GPU against their floor"),
 }  # fmt: skip
 ALIASES = {"self-draft": "self-speculation"}  # earlier names
@@ -51,9 +53,11 @@ _NOT_IN_ALL = (
     "peers",
     "scale",
     "accept",
+    "limits",
     "online",
     "rollouts",
     "draft-kernels",
+    "gpu-train",
 )
 
 

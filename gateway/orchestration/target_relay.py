@@ -83,14 +83,14 @@ class TargetRelay:
             self._unreadable.add(target, error)
             self._frame_lost(target)
             return
-        drafts = self._table.placement.drafts
+        placement = self._table.placement
         if rows:
-            for draft in drafts:
-                if draft.up and draft.load.session_count:
+            for draft in placement.drafts_of(target):
+                if draft.up:
                     draft.commit(frame.commits)  # a draft ignores sessions that it does not have
         if frame.features.session_ids:
             try:
-                feature_relay.relay(frame.features, self._table.by_id, drafts, self._metrics.services)
+                feature_relay.relay(frame.features, self._table.by_id, placement.drafts, self._metrics.services)
             except InvalidRequest as error:  # drafts detect the gap; texts do not need hidden states
                 self._unreadable.add(target, error)
         if rows:

@@ -7,13 +7,15 @@ one candidate                       that one
 a cached prefix above the threshold the replica with the longest one ...
 ... but it is busy, or full         the least loaded replica
 otherwise                           the least loaded; among equals the longest prefix, then the fewest cached pages
+
+A replica that the caller prefers counts as least loaded while its load is nearly the least.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -25,6 +27,7 @@ from outrider.errors import ConfigError
 
 Replica = TypeVar("Replica", bound=Link[Any, Any])
 
+_NEAR = 1.1  # times the least load, up to which a preferred replica counts as the least loaded one
 _LEVEL = math.log(1.25)  # of step times: within a factor of 1.25 replicas count as equally fast, and prefixes decide
 
 
@@ -96,12 +99,16 @@ class Pool(Generic[Replica]):
         """A replica was lost; if it comes back, its cache is empty."""
         self._prefixes[replica].clear()
 
-    def choose(self, session: Session, replicas: Sequence[Replica]) -> tuple[Replica | None, RoutingReason | None]:
+    def choose(
+        self, session: Session, replicas: Sequence[Replica], preferred: Collection[Replica] = ()
+    ) -> tuple[Replica | None, RoutingReason | None]:
         """The replica for a session, and the reason; None if there is none. replicas: those that can run it."""
         if len(replicas) <= 1:
             return (replicas[0] if replicas else None), None
         candidates = self._candidates(session, replicas)
         idle = min(candidates)
+        near = [one for one in candidates if one.replica in preferred and one.full == idle.full]
+        idle = min((one for one in near if one.load <= _NEAR * idle.load), default=idle)
         cached = min(candidates, key=lambda candidate: (candidate.uncached, candidate))
         length, rules = len(session.tokens), self._routing
         if length - cached.uncached <= rules.cache_threshold * length:

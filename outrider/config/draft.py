@@ -157,10 +157,15 @@ class OnlineOptions:
     online_learning_rate: float = 1e-4
     """Learning rate of online learning."""
     online_bytes: int = 1 << 30
-    """Memory for the hidden states that online learning reads, in bytes; the latest are kept."""
+    """Memory for the hidden states that online learning reads, in bytes: half for sessions in progress, half for the
+    latest ones and a sample of all."""
+    online_replay: float = 0.25
+    """Share of earlier traffic in what online learning trains on, at most 0.9, so that little of it is forgotten."""
+    online_versions: int = 8
+    """Updates of the target's weights for which online learning uses hidden states that were computed before."""
     online_output: str | None = None
-    """Folder where online learning saves its weights and resumes from, in the draft's own format. Default: not
-    saved."""
+    """Folder where online learning saves its weights, in the draft's own format, and its state, and resumes from.
+    Default: not saved."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ Rows = Mapping[str, NDArray[np.float64]]
 # Columns of the rows of each kind; times in seconds.
 COLUMNS = {
     "step": 2,  # start and end of an engine's step
-    "launch": 5,  # start and end on the host; the device's seconds, its idle seconds before; draft tokens
+    "launch": 5,  # start and end on the host, and on the device; draft tokens
     "read": 2,  # start and end of waiting for samples
     "run": 3,  # start and end of a program of the draft, and what its dispatch takes of that
     "commits": 2,  # time and key

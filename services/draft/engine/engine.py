@@ -122,8 +122,10 @@ class DraftEngine(Engine):
     def flush(self, *, only_fed: bool = False) -> None:
         """Drop what drafters keep of texts. only_fed: only of drafters that use the target's hidden states."""
         for drafter in self.drafters:
-            if drafter.features is not None or not only_fed:
+            if not only_fed:
                 drafter.flush()
+            elif drafter.features is not None:
+                drafter.outdate()
 
     # --- commits ---
 

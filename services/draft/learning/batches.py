@@ -36,7 +36,7 @@ _FILL = 0.9
 class Batch(NamedTuple):
     """B packs of L places and R trained rows; K unroll steps.
 
-    states:    [B, L, W] bfloat16, hidden states of the target
+    states:    [B, L, W] bfloat16, hidden states of the target; or [B, L] int32, their rows in resident.py
     tokens:    [B, L + K + 1] int32, the token behind each place; zeros behind the last
     inputs:    [B, L + K + 1] int32, the token that each row is paired with
     positions: [B, L] int32
@@ -147,25 +147,44 @@ class RecordSource(Protocol):
         """The hidden states of a record, [m, row bytes]."""
 
 
-def build(reader: RecordSource, packs: Sequence[Sequence[int]], shape: PackShape, order: np.random.Generator) -> Batch:
-    """The arrays of some packs; missing packs are empty."""
+class StatesOnDevice(Protocol):
+    """States of records in the memory of a device (resident.py)."""
+
+    starts: NDArray[np.int64]
+
+    def fill(self, batch: Batch) -> Batch:
+        """A batch with the states that its rows name."""
+
+
+def build(
+    reader: RecordSource,
+    packs: Sequence[Sequence[int]],
+    shape: PackShape,
+    order: np.random.Generator,
+    starts: NDArray[np.int64] | None = None,
+) -> Batch:
+    """The arrays of some packs; missing packs are empty. starts: of each record's resident states, if they are."""
     count, width, places = shape.packs, reader.row_bytes // 2, shape.length
 
     def ints(columns: int) -> NDArray[np.int32]:
         return np.zeros((count, columns), np.int32)
 
+    states = ints(places) if starts is not None else np.zeros((count, places, width), ml_dtypes.bfloat16)
     batch = Batch(
-        np.zeros((count, places, width), ml_dtypes.bfloat16), ints(places + shape.unroll_steps + 1),
+        states, ints(places + shape.unroll_steps + 1),
         ints(places + shape.unroll_steps + 1), ints(places), ints(places), ints(shape.learnt), ints(shape.learnt),
         np.zeros((count, shape.learnt), bool),
     )  # fmt: skip
     for b, pack in enumerate(packs):
         place, chosen = 0, []
         for number, index in enumerate(pack, start=1):
-            entry, rows = reader.entries[index], reader.rows(index)
-            size, first = len(rows), max(int(entry["first"]) - 1, 0)
+            entry = reader.entries[index]
+            size, first = int(entry["rows"]), max(int(entry["first"]) - 1, 0)
             here = slice(place, place + size)
-            batch.states[b, here] = np.ascontiguousarray(rows).view(ml_dtypes.bfloat16)
+            if starts is not None:
+                batch.states[b, here] = starts[index] + np.arange(size)
+            else:
+                batch.states[b, here] = np.ascontiguousarray(reader.rows(index)).view(ml_dtypes.bfloat16)
             tokens = reader.tokens(index)
             batch.tokens[b, here] = tokens[1 : size + 1]
             batch.inputs[b, here] = tokens[1 : size + 1] if shape.uses_features else tokens[:size]
@@ -192,7 +211,12 @@ def build(reader: RecordSource, packs: Sequence[Sequence[int]], shape: PackShape
 
 
 class Batches:
-    """Batches without end, epoch after epoch. epoch: batches of an epoch; learnt: trained rows of an epoch."""
+    """Batches without end, epoch after epoch. epoch: batches of an epoch; learnt: trained rows of an epoch.
+
+    resident: states that are on the device already; None if batches bring theirs
+    """
+
+    resident: StatesOnDevice | None = None
 
     def __init__(
         self,
@@ -230,5 +254,9 @@ class Batches:
             # Epochs may differ slightly in their number of packs; all have the length of the first.
             for i in range(start, self.epoch):
                 shape, packs = groups[i % len(groups)]
-                yield build(self._reader, packs, shape, np.random.default_rng([self._seed, epoch, i]))
+                order, resident = np.random.default_rng([self._seed, epoch, i]), self.resident
+                if resident is None:
+                    yield build(self._reader, packs, shape, order)
+                else:
+                    yield resident.fill(build(self._reader, packs, shape, order, resident.starts))
             epoch, start = epoch + 1, 0

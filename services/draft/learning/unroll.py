@@ -62,7 +62,7 @@ def unroll(
     """
     rows = batch.rows[:, : counts[0]]
     sees = visible_places(batch, rows)
-    handed, state, kv_cache = _prefix(model, params, embed, feature, batch, rows, sees)
+    handed, state, kv_cache = prefix(model, params, embed, feature, batch, rows, sees)
     yield UnrollStep(state, rows + model.head.uses_features)
     assert handed is not None or len(counts) == 1, "a feature-based head passes a state on"
     for step, count in enumerate(counts[1:], start=1):
@@ -77,7 +77,9 @@ def unroll(
             inner, residual = layer_input(layer, own, x, next_to)
             q, kv = project_heads(layer, own, inner, position)
             kv_cache[i] = kv_cache[i].further(kv, count)
-            x = layer_output(layer, own, residual, _output(layer, own, attend(q, kv_cache[i], sees, _mixed(own))))
+            x = layer_output(
+                layer, own, residual, attention_output(layer, own, attend(q, kv_cache[i], sees, _mixed(own)))
+            )
         state, handed = model.head.finish(params, x)
         yield UnrollStep(state, place + 1)
 
@@ -94,7 +96,7 @@ def visible_places(batch: Batch, rows: jax.Array) -> jax.Array:
     return visible
 
 
-def _prefix(
+def prefix(
     model: ModelConfig,
     params: Params,
     embed: jax.Array,
@@ -120,7 +122,7 @@ def _prefix(
         if last:
             q, residual = jnp.take_along_axis(q, rows[:, None, None, :, None], axis=3), take(residual, rows)
         seen = attend(q, kv_cache[-1], sees if last else visible_places(batch, everywhere), _mixed(own))
-        x = layer_output(layer, own, residual, _output(layer, own, seen))
+        x = layer_output(layer, own, residual, attention_output(layer, own, seen))
     state, handed = model.head.finish(params, x)
     return handed, state, kv_cache
 
@@ -145,7 +147,7 @@ def project_heads(
     return q, kv.transpose(0, 2, 3, 1, 4)
 
 
-def _output(layer: Layer, params: dict[str, Any], seen: jax.Array) -> jax.Array:
+def attention_output(layer: Layer, params: dict[str, Any], seen: jax.Array) -> jax.Array:
     """The output of attention. seen: by `attend`."""
     a = layer.attention
     if isinstance(a, LatentAttention):

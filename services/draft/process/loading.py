@@ -149,6 +149,8 @@ def _shared_weights(
     def read(folder: Path, replaced: Arrays) -> Install:
         draft, _ = read_draft(origin, config, folder, replaced)
         _, placed, _ = place_weights(with_map_of(config, draft), dtype, quantization, devices)
+        if online is not None:
+            placed = online.untrained(placed)
         params = pack_params(placed, PanelMaker(int4=quantization == INT4)) if backend == "cpu" else placed
         fusion = None
         if online is not None:

@@ -24,6 +24,8 @@ from tests.support.draft.helpers import (
 from tests.support.draft.prompts import PROMPT
 from tests.support.tiny import EOS, VOCAB, write_model
 
+# --- commits, whatever the transport does to them ---
+
 
 @pytest.mark.parametrize("kind", ["NGRAM", "STANDALONE"])
 def test_commits_doubled_overlapping_and_missing(kind, model):
@@ -116,6 +118,9 @@ def next_logits(model):
 
 SAMPLED = SamplingParams(1.0, seed=11)
 FILTERED = SamplingParams(0.8, top_k=20, top_p=0.9, seed=12)
+
+
+# --- a model ---
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, FILTERED], ids=["greedy", "sampled", "filtered"])

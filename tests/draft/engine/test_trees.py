@@ -91,6 +91,9 @@ def proposed(engine, session_id=1):
     return proposal
 
 
+# --- the twin: flat arrays, as the algorithm is written ---
+
+
 def test_the_worked_vector():
     tables = {
         (): ([10, 11], [0.6, 0.3]), (10,): ([20, 21], [0.7, 0.2]), (11,): ([22, 23], [0.5, 0.4]),
@@ -180,6 +183,9 @@ def model(tmp_path_factory):
 
 PROMPT = np.random.default_rng(2).integers(4, VOCAB, 23).tolist()
 FLAGS = {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 10}
+
+
+# --- with models ---
 
 
 def test_a_model_grows_the_tree_of_its_probabilities(model):
@@ -329,6 +335,9 @@ def test_rounds_fit_a_level():
 
 def config(**flags):
     return DraftConfig(speculative_algorithm="STANDALONE", speculative_draft_model_path="m", **flags)
+
+
+# --- flags ---
 
 
 def test_flags_that_do_not_fit(model):

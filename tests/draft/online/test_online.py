@@ -10,35 +10,27 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError
 
-from outrider.config import DraftConfig
+from outrider.config import DraftConfig, ServeConfig
 from outrider.errors import ConfigError
+from outrider.placement.cores import CorePlan
 from outrider.serving.features import FeatureBlock
 from outrider.serving.messages import cache_salt_of, own_salt
 from outrider.speculation.proposal import Commit, FinishReason
-from services.draft.online.background import Background
-from services.draft.online.learner import ORIGIN, is_better, weight_writer
+from outrider.supervisor.app import configure
+from services.draft.online.setup import ORIGIN, weight_writer
+from services.draft.online.swap import LearntWeights
 from services.draft.process.app import build
 from tests.support.checkpoints.perfect import write_cyclic_target
 from tests.support.draft.helpers import settle
-from tests.support.draft.online import LearningPair, online_engine, some_requests, write_pair
+from tests.support.draft.online import LearningPair, online_engine, some_requests
 from tests.support.gateway.services import Gateway
-from tests.support.invariance.engines import target_engine
 from tests.support.invariance.pair import Faults, Pair, request
 from tests.support.system.heads import VERIFY_ALL, accepted, ask_all
 from tests.support.system.services import draft_service, target_service
 from tests.support.tiny import write_tokenizer
 
+NOTHING = LearntWeights({}, np.zeros(0, np.int64))
 FAULTS = Faults(lost=0.03, doubled=0.1, delay=2)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return write_pair(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def target(models):
-    return target_engine(models[0], max_step_tokens=16)
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +75,15 @@ def test_worse_weights_are_discarded(learnt, target):
         return np.asarray(array) + rng.standard_normal(array.shape).astype(np.float32)
 
     for look in range(1, 4):
-        learner.trainer.restart(jax.tree.map(spoil, learner.serving))
+        learner.trainer.restart(jax.tree.map(spoil, learner.serving.learnt.params))
         learner.evaluate()
         assert learner.load().rejected == before.rejected + look
         assert learner.load().accept_length_after < learner.load().accept_length_before
     assert (learner.load().kept, learner.offer.take()) == (before.kept, None)
     # After several in a row it goes on from what serves.
-    for a, b in zip(jax.tree.leaves(learner.trainer.state.params), jax.tree.leaves(learner.serving), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(learner.trainer.state.params), jax.tree.leaves(learner.serving.learnt.params), strict=True
+    ):
         np.testing.assert_array_equal(a, b)
     todo = some_requests(50)
     run = Pair(target, lambda: draft, draft_steps=8).run(todo)
@@ -101,7 +95,7 @@ def test_worse_weights_are_discarded(learnt, target):
 def test_diverged_training_restarts(learnt, caplog):
     draft, _, _ = learnt
     learner = draft.drafter.learner
-    learner.trainer.restart(jax.tree.map(lambda array: np.asarray(array) * np.nan, learner.serving))
+    learner.trainer.restart(jax.tree.map(lambda array: np.asarray(array) * np.nan, learner.serving.learnt.params))
     learner.sampler.epochs = 1e9
     learner.postpone_evaluation()
     assert learner.run_once() > 0
@@ -111,7 +105,8 @@ def test_diverged_training_restarts(learnt, caplog):
 
 def test_swap_drops_prefixes_and_keeps_sessions(learnt, target):
     draft, _, _ = learnt
-    drafter = draft.drafter
+    drafter, learner = draft.drafter, draft.drafter.learner
+    weights = learner.serving.learnt
     prompt = list(range(40, 80)) * 2
     Pair(target, lambda: draft, draft_steps=8).run([request(900, prompt, 0.0, 8)])
     assert len(drafter.prefix) >= 5
@@ -123,11 +118,11 @@ def test_swap_drops_prefixes_and_keeps_sessions(learnt, target):
             super()._iterate(now)
             if now == 4:
                 assert drafter.prefix_kvs
-                other = jax.tree.map(lambda array: -np.asarray(array), drafter.learner.serving)
-                drafter.learner.offer.put(drafter.learner.convert(other))
+                other = jax.tree.map(lambda array: -np.asarray(array), weights.params)
+                learner.offer.put(learner.host.convert(weights._replace(params=other)))
             if now == 6:
                 assert drafter.prefix.epoch == epoch + 1
-                drafter.learner.offer.put(drafter.learner.convert(drafter.learner.serving))
+                learner.offer.put(learner.host.convert(weights))
 
     epoch = drafter.prefix.epoch
     todo = [request(901, prompt, 0.0, 60), request(902, prompt, 1.0, 60)]
@@ -154,7 +149,7 @@ def test_states_that_arrive_with_the_end_are_recorded(learnt):
     draft, _, _ = learnt
     buffer = draft.drafter.learner.sampler.buffer
     settle(draft)
-    before = buffer.learnt, len(buffer.segments(held_out=True))
+    before = buffer.learnt, len(buffer.recent(held_out=True))
     rows = np.zeros((8, draft.drafter.received_row_bytes), np.uint8)
     for session_id in (960, 961):  # one of several is held back
         draft.open(replace(request(session_id, [40, 41, 42, 43], 0.0, 5), drafting_paused=True))
@@ -166,7 +161,7 @@ def test_states_that_arrive_with_the_end_are_recorded(learnt):
         draft.receive_features([FeatureBlock(session_id, 0, rows[:5]), FeatureBlock(session_id, 5, rows[5:])])
         assert not draft.idle
         settle(draft)
-    learnt_now = buffer.learnt - before[0] + 4 * (len(buffer.segments(held_out=True)) - before[1])
+    learnt_now = buffer.learnt - before[0] + 4 * (len(buffer.recent(held_out=True)) - before[1])
     assert learnt_now == 2 * 4  # all new tokens but the first
     draft.receive_features([FeatureBlock(960, 8, rows)])  # its session is closed
     draft.check()
@@ -213,7 +208,7 @@ def test_origin_is_written_before_weights(tmp_path):
     """Otherwise a draft that was interrupted in between would refuse its own folder."""
     seen = []
     head = SimpleNamespace(publish=lambda params, ids, folder: seen.append((folder / ORIGIN).read_text()))
-    weight_writer(head, tmp_path / "kept", "a draft")({})
+    weight_writer(head, tmp_path / "kept", "a draft")(NOTHING)
     assert seen == ["a draft\n"]
 
 
@@ -222,8 +217,8 @@ def test_training_survives_failed_writes(tmp_path, caplog, error):
     def publish(*_):
         raise error
 
-    weight_writer(SimpleNamespace(publish=lambda *_: None), tmp_path / "kept", "a draft")({})
-    weight_writer(SimpleNamespace(publish=publish), tmp_path / "kept", "a draft")({})
+    weight_writer(SimpleNamespace(publish=lambda *_: None), tmp_path / "kept", "a draft")(NOTHING)
+    weight_writer(SimpleNamespace(publish=publish), tmp_path / "kept", "a draft")(NOTHING)
     assert (tmp_path / "kept" / ORIGIN).read_text() == "a draft\n"
     assert "could not be written" in caplog.text
     assert str(error) in caplog.text
@@ -236,9 +231,9 @@ def test_training_thread_behind_a_gateway(models, learnt, tmp_path):
     slow = write_tokenizer(write_cyclic_target(tmp_path / "slow", intermediate_size=16000))
     served = target_service(slow, f"unix:{tmp_path}/target", **VERIFY_ALL).start()
     served.pause = 0.01  # more of them do
-    learner.serving = learner.objective.algorithm.params()
+    learner.serving = learner.judge.first
     learner.restart()
-    learner.offer.put(learner.convert(learner.serving))
+    learner.offer.put(learner.host.convert(learner.serving.learnt))
     kept = learner.load().kept
     draft = draft_service(f"unix:{tmp_path}/draft", drafter).start()
     gateway = Gateway(tmp_path, [served.address], [draft.address]).wait()
@@ -269,77 +264,6 @@ def test_training_thread_behind_a_gateway(models, learnt, tmp_path):
         served.stop()
 
 
-def test_recordings_are_dropped_when_the_target_is_updated(models):
-    draft = online_engine(models[1], models[0], {"epochs": 1.0})
-    buffer, learner = draft.drafter.learner.sampler.buffer, draft.drafter.learner
-    rng = np.random.default_rng(0)
-
-    def serve(session_id, prompt, count, flush=False):
-        """A session with a number of further tokens; flush: in its middle."""
-        tokens = rng.integers(40, 60, prompt + count).astype(np.uint32)
-        draft.open(request(session_id, tokens[:prompt].tolist(), 0.0, count))
-        rows = np.zeros((prompt, draft.drafter.received_row_bytes), np.uint8)
-        draft.receive_features([FeatureBlock(session_id, 0, rows)])
-        if flush:
-            draft.flush(only_fed=True)
-        draft.receive([], [Commit(session_id, prompt, tokens[prompt:], 1, finish_reason=FinishReason.LENGTH)])
-        rows = np.zeros((count - 1, draft.drafter.received_row_bytes), np.uint8)
-        draft.receive_features([FeatureBlock(session_id, prompt, rows)])
-        draft.drafter.work()
-
-    for session_id in range(1, 9):
-        serve(session_id, 4, 80)
-    assert buffer.learnt > 64
-    assert learner.run_once() > 0
-    room = buffer.room
-    serve(10, 4, 80, flush=True)
-    assert (buffer.learnt, buffer.bytes, buffer.room) == (0, 0, room)
-    assert learner.run_once() == 0.0
-    for session_id in range(11, 14):
-        serve(session_id, 4, 80)
-    assert learner.run_once() > 0
-    spent = learner.load().rows
-    while learner.run_once():
-        pass
-    assert learner.load().rows - spent < buffer.learnt + 64, "what was not learnt of before is no reason to learn more"
-
-
-@pytest.mark.parametrize("share", [0.05, 0.2, 0.9])
-def test_training_takes_at_most_its_share(share):
-    rng = np.random.default_rng(0)
-    now, working = 0.0, 0.0
-    starts = []
-
-    def turn():
-        nonlocal now, working
-        starts.append((now, working))
-        spent = float(rng.choice([0.0, 0.003, 0.2, 4.0]))
-        now, working = now + spent, working + spent
-        return spent
-
-    def rest(seconds):
-        nonlocal now
-        now += seconds
-        return len(starts) >= 300
-
-    Background(turn, share, rest).run()
-    assert len(starts) == 300
-    assert working > 0
-    # At no time has it taken more than its share, a turn under way left aside.
-    assert all(spent <= share * time + 1e-9 for time, spent in starts)
-    assert working / now <= share + 1e-9
-
-
-def test_better_means_more_than_chance():
-    one = np.array([0, 1, 2, 3] * 10)
-    assert not is_better(one, one)
-    assert is_better(one, one + 1)
-    assert not is_better(one + 1, one)
-    luck = one.copy()
-    luck[:1] += 1
-    assert not is_better(one, luck)
-
-
 def test_training_pauses_without_new_rows(learnt):
     """Rows are used a limited number of times."""
     draft, _, _ = learnt
@@ -357,7 +281,7 @@ def test_training_pauses_without_new_rows(learnt):
         ({"draft_tp_size": 2}, "--draft-tp-size"), ({"draft_feature_dtype": "float8_e4m3"}, "--draft-feature-dtype"),
         ({"online_share": 0.0}, "--online-share"), ({"online_share": 0.95}, "--online-share"),
         ({"online_learning_rate": 0.0}, "--online-learning-rate"),
-        ({"online_bytes": 1 << 20}, "--online-bytes 1048576 is too small .*; set 3145728"),
+        ({"online_bytes": 1 << 20}, "--online-bytes 1048576 is too small .*; set 6291456"),
         ({"online": False, "online_output": "x"}, "needs --online"),
     ],
 )  # fmt: skip
@@ -365,6 +289,13 @@ def test_invalid_flags_are_refused(models, flags, what):
     common = {"speculative_algorithm": "EAGLE3", "model_path": str(models[0]), "online": True}
     with pytest.raises(ConfigError, match=what):
         build(DraftConfig(**(common | {"speculative_draft_model_path": str(models[1])} | flags)))
+
+
+def test_serve_passes_the_flags_on(tmp_path):
+    config = ServeConfig()
+    config = replace(config, draft=replace(config.draft, online=True, online_share=0.1, online_output="kept"))
+    made = configure(config, CorePlan((0,), (0,), (0,)), tmp_path).draft
+    assert (made.online, made.online_share, made.online_output) == (True, 0.1, "kept")
 
 
 def test_metrics_of_online_training(learnt):

@@ -8,13 +8,11 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 
 from outrider.checkpoints import checkpoint
 from outrider.config import DraftConfig, TrainConfig
@@ -24,10 +22,8 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureFormat, decode
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.formats.target import read_target
-from services.draft.learning import optimize
 from services.draft.learning.algorithms import DraftShape, algorithm_of
 from services.draft.learning.batches import Batches
-from services.draft.learning.disk import reporting_full_disk
 from services.draft.learning.objective import Objective, TargetWeights
 from services.draft.learning.optimize import Schedule, Trainer
 from services.draft.learning.store import Record, Store
@@ -38,7 +34,7 @@ from services.draft.train.data.writing import open_store, write_answers
 from services.draft.train.evaluate import CHAIN, replay
 from services.draft.train.run import TrainingRun
 from tests.support.checkpoints.perfect import cycle_text, write_cyclic_target
-from tests.support.draft.training import head_of, random_record, shared_of, states_of_cycle, store_of, target_of
+from tests.support.draft.training import random_record, states_of_cycle, store_of, target_of
 from tests.support.gateway.services import Gateway
 from tests.support.system.services import draft_service, target_service
 from tests.support.tiny import VOCAB, write_tokenizer
@@ -122,6 +118,41 @@ def test_rollouts_are_learnt_without_answers_of_the_target(trained, models, tmp_
     assert sorted(len(record.tokens) for record in found.values())[-1] == 160
 
 
+def test_answers_are_written_here_and_learnt_elsewhere(trained, models, tmp_path):
+    """Token ids alone travel; a further training of the head computes the states again, and ends in time."""
+    answers = trained.with_name("draft.answers")
+    common = {"model_path": str(models / "target"), **FLAGS}
+    exported = tmp_path / "answers.npz"
+    export = TrainConfig(
+        answers=str(answers), export_answers=str(exported), output=str(tmp_path / "none"), **common
+    )  # fmt: skip
+    assert app.train(export) == 0
+    assert exported.stat().st_size < 20_000
+    service = target_service(models / "target", f"unix:{tmp_path}/target").start()
+    config = TrainConfig(
+        data=(str(exported),), initial=str(trained), minutes=1e-4, target=service.address,
+        output=str(tmp_path / "further"), **common | {"evaluate": 0, "steps": 10_000, "tokens": 10**6},
+    )  # fmt: skip
+    try:
+        assert app.train(config) == 0
+    finally:
+        service.stop()
+    report = json.loads((tmp_path / "further" / "training.json").read_text())
+    assert 1 <= report["steps"] < 10_000, "as many as fit into the minutes"
+    assert report["curve"]["seen"][0][0] == 0
+    assert min(report["curve"]["seen"][0][1:]) > 3, "it goes on from the trained head"
+    assert 0 <= report["waited_for_batches"] <= report["step_seconds"] + 0.1
+    row = 4 * 2 * 48
+    before, after = (
+        Store(folder, json.loads((folder / "about.json").read_text()), row).read().entries
+        for folder in (answers, tmp_path / "further.answers")
+    )
+    facts = ["temperature", "seed", "held_out", "prompt", "first", "tokens"]
+    there = {tuple(one) for one in before[facts].tolist()}
+    assert len(after) > 20
+    assert {tuple(one) for one in after[facts].tolist()} <= there
+
+
 def test_target_with_other_weights_is_refused(models, tmp_path):
     other = write_tokenizer(write_cyclic_target(tmp_path / "other", intermediate_size=96))
     service = target_service(other, f"unix:{tmp_path}/writer").start()
@@ -201,56 +232,7 @@ def test_trained_head_is_served(models, trained, tmp_path):
     assert texts == plain
 
 
-def trainer_of(target, folder, records, steps=12):
-    algorithm, ids, params = head_of(target)
-    shared = shared_of(target, ids)
-    batches = Batches(store_of(folder, records).read(), range(len(records)), rows=32, unroll_steps=2, seed=3)
-    schedule = Schedule(steps, rate=1e-3, warmup=0.2, decay=0.1, batches=2)
-    return Trainer(Objective(algorithm, 2, 0.8, mixed_precision=True), schedule, shared, params), batches
-
-
-def test_resumed_run_takes_the_same_steps(tmp_path):
-    target = target_of(tmp_path / "target")
-    rng = np.random.default_rng(0)
-    records = [random_record(rng, int(n), 4) for n in rng.integers(10, 40, 20)]
-    straight, batches = trainer_of(target, tmp_path / "a", records)
-    stream = batches.since(0)
-    for _ in range(12):
-        straight.take_step(stream)
-    first, batches = trainer_of(target, tmp_path / "a2", records)
-    stream = batches.since(0)
-    for _ in range(5):
-        first.take_step(stream)
-    first.save(tmp_path / "checkpoint", {"note": "x"})
-    second, batches = trainer_of(target, tmp_path / "a3", records)
-    assert second.load(tmp_path / "checkpoint")["note"] == "x"
-    assert second.step == 5
-    stream = batches.since(second.batches_taken)
-    for _ in range(7):
-        second.take_step(stream)
-    for one, other in zip(jax.tree.leaves(straight.state), jax.tree.leaves(second.state), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    target = target_of(tmp_path / "target")
-    trainer, batches = trainer_of(target, tmp_path / "a", [random_record(np.random.default_rng(0), 30, 4)])
-    trainer.save(tmp_path / "checkpoint", {"note": "x"})
-    trainer.take_step(batches.since(0))
-
-    def write(_, part, *__):
-        part.write_bytes(b"as much as there is room for")
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(optimize, "save_file", write)
-    with (
-        pytest.raises(EngineFault, match="no room left on the disk of here; free some and start again"),
-        reporting_full_disk("here"),
-    ):
-        trainer.save(tmp_path / "checkpoint", {"note": "y"})
-    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == [optimize.CHECKPOINT]
-    assert trainer.load(tmp_path / "checkpoint")["note"] == "x"
-    assert trainer.step == 0
+# --- learning ---
 
 
 @pytest.mark.parametrize(
@@ -265,30 +247,6 @@ def test_full_disk_is_reported(models, monkeypatch, number, kind):
         app.train(TrainConfig(model_path=str(models / "target"), output="there"))
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "DFLASH"])
-def test_run_resumes_with_its_first_answers(tmp_path, algorithm):
-    """Another run may have added answers."""
-    target = target_of(tmp_path / "target")
-    rng = np.random.default_rng(0)
-    records = [random_record(rng, 24, 4, held_out=i % 4 == 0) for i in range(12)]
-    flags = {"draft_vocab_size": 64, "intermediate_size": 64, "batch_tokens": 60, "unroll": 2, "epochs": 1.0}
-    flags |= {"algorithm": algorithm, "block_size": 3, "num_layers": 1, "aux_layers": (1, 3, 4)}
-    store = store_of(tmp_path / "answers", records[:8])
-    facts = []
-    for _ in range(2):
-        learning = TrainingRun(TrainConfig(model_path=str(target.folder), **flags), target.folder)
-        learning.run(store, tmp_path / "checkpoint", {})
-        facts.append(learning.facts)
-        for job, record in enumerate(records[8:], start=8):
-            store.add(job, [record])
-    assert facts[0] == facts[1]
-    assert len(learning.reader) == 8
-    assert len(learning.curve.losses[0]) == 2, "tokens that a row predicts"
-    (tmp_path / "fewer").mkdir()
-    with pytest.raises(ConfigError, match="with other records"):
-        learning.run(store_of(tmp_path / "fewer", records[:6]), tmp_path / "checkpoint", {})
-
-
 def test_diverged_training_ends_the_run(tmp_path):
     target = target_of(tmp_path / "target")
     store = store_of(tmp_path / "answers", [random_record(np.random.default_rng(0), 20, 4)])
@@ -296,18 +254,6 @@ def test_diverged_training_ends_the_run(tmp_path):
     learning = TrainingRun(TrainConfig(model_path=str(target.folder), learning_rate=1e38, **flags), target.folder)
     with pytest.raises(EngineFault, match="lower --learning-rate"):
         learning.run(store, tmp_path / "checkpoint", {})
-
-
-def test_a_checkpoint_of_another_head_is_refused(tmp_path):
-    target = target_of(tmp_path / "target")
-    records = [random_record(np.random.default_rng(0), 20, 4)]
-    trainer, _ = trainer_of(target, tmp_path / "a", records)
-    trainer.save(tmp_path / "checkpoint", {})
-    algorithm, ids, params = head_of(target, vocab=48)
-    objective = Objective(algorithm, 2, 0.8, mixed_precision=True)
-    other = Trainer(objective, Schedule(5, 1e-3, 0.1, 0.1, 1), shared_of(target, ids), params)
-    with pytest.raises(ConfigError, match="another head"):
-        other.load(tmp_path / "checkpoint")
 
 
 @pytest.mark.parametrize("name", ["EAGLE", "NEXTN", "STANDALONE", "DFLASH"])
@@ -335,6 +281,9 @@ def test_other_algorithms_are_trained_and_replayed(perfect, tmp_path, name):
     algorithm.publish(trainer.state.params, ids, tmp_path / "draft")
     scores = replay(name, tmp_path / "draft", folder, records[:2], CHAIN)
     assert scores[0.0].accept_length > 4
+
+
+# --- flags ---
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,9 @@ def gateway_without_admin(folder, target, draft):
         yield process
 
 
+# --- keys ---
+
+
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer gamma"}, {"authorization": "alpha"}])
 @pytest.mark.parametrize("path", ["/v1/models", "/tokenizer_info", "/openapi.json", "/get_server_info", "/nowhere"])
 def test_routes_require_a_key(guarded, path, headers):
@@ -265,6 +268,9 @@ def test_keys_can_come_from_the_environment(folder, target, draft, monkeypatch):
             assert gateway.client.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
 
 
+# --- browsers ---
+
+
 def test_a_foreign_page_cannot_pause_the_server(guarded, target):
     """As sent by a browser without asking first; and by a page whose own name points here."""
     root = {"authorization": "Bearer superior"}
@@ -323,6 +329,9 @@ def test_the_starting_gateway_answers_with_cors_headers(folder):
         ).is_success
     finally:
         assert gateway.stop() == 0
+
+
+# --- how many at a time ---
 
 
 def test_running_requests_of_a_key_are_limited(guarded, target):

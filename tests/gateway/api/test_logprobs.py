@@ -33,6 +33,9 @@ def grpc_client(gateway):
         yield client
 
 
+# --- chats ---
+
+
 def test_chats_have_an_object_for_each_token(client):
     answer = client.chat.completions.create(
         model="default", messages=HELLO, max_tokens=30, temperature=0, logprobs=True, top_logprobs=2
@@ -62,6 +65,9 @@ def test_logprobs_are_absent_by_default(client, target):
     answer = client.chat.completions.create(model="default", messages=HELLO, max_tokens=3, logprobs=False)
     assert answer.choices[0].logprobs is None
     assert target.engine.seen[-1].logprobs is None
+
+
+# --- completions ---
 
 
 def test_completions_have_parallel_lists(client):
@@ -233,6 +239,9 @@ GRAMMARS = [
     ({"guided_choice": ["a"]}, Grammar(GrammarKind.EBNF, 'start: "a"')),
     ({"guided_grammar": "start: A"}, Grammar(GrammarKind.EBNF, "start: A")),
 ]
+
+
+# --- grammars ---
 
 
 @pytest.mark.parametrize(("fields", "grammar"), GRAMMARS)

@@ -14,6 +14,8 @@ from tests.support.gateway.http import events
 from tests.support.gateway.services import until
 from tests.support.gateway.texts import HELLO, decoded, ids
 
+# --- completions ---
+
 
 def test_completion(gateway):
     body = gateway.complete("A", max_tokens=9)
@@ -120,6 +122,9 @@ def test_half_characters_are_never_sent(gateway):
     assert "".join(c["choices"][0]["text"] for c in chunks) == whole
 
 
+# --- ends ---
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("stop", "text", "tokens"),
@@ -167,6 +172,9 @@ def test_the_end_of_sequence_token_is_not_part_of_the_text(gateway):
 def test_stop_tokens_of_the_request(gateway):
     choice = gateway.complete("A", max_tokens=20, stop_token_ids=ids("E"))["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("BCD", "stop")
+
+
+# --- other routes ---
 
 
 def test_models(client):
@@ -251,6 +259,9 @@ def test_commits_of_several_steps_in_a_frame_are_one_chunk_and_several_steps(gat
     assert text == alone
     assert (tokens, gaps) == (40, 1)  # the first chunk has no gap
     assert steps > 2
+
+
+# --- clients that go away ---
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -15,14 +15,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto import sglang_scheduler_pb2, vllm_engine_pb2
 from smg_grpc_proto.generated import common_pb2
 
-from gateway.facade.bundle import bundle
-from gateway.facade.requests import number
 from tests.support.gateway.engines import BUSY, CONTEXT, EOS, REFUSED, VOCAB, expected, tokenizer, tokenizer_files
 from tests.support.gateway.router_clients import SglangClient, VllmClient, refusal
 from tests.support.gateway.services import Gateway, free_port, until
 
 A = tokenizer().encode("A").ids
 NAMES = ["vllm.grpc.engine.VllmEngine", "sglang.grpc.scheduler.SglangScheduler"]
+
+
+# --- answers ---
 
 
 def test_a_whole_answer(engine):
@@ -70,12 +71,6 @@ def test_the_same_tokens_as_in_rest(engine, gateway, target, seed):
     assert target.engine.seen[-1].sampling == over_grpc
 
 
-@pytest.mark.parametrize("value", [0.7, 0.1, 1.0, 0.0, 1e-7, 0.999999])
-def test_floats_are_converted_to_the_shortest_decimal(value):
-    sent = vllm_engine_pb2.SamplingParams(top_p=value).top_p
-    assert number(sent) == value
-
-
 def test_sampling_reaches_the_target(engine, target):
     bias = {7: -100.0} if engine.pb is vllm_engine_pb2 else {"7": -100.0}
     shortest = "min_tokens" if engine.pb is vllm_engine_pb2 else "min_new_tokens"
@@ -118,6 +113,9 @@ def test_a_truncated_prompt(vllm):
     assert vllm.whole([5] * 500, max_tokens=2, truncate_prompt_tokens=-1).prompt_tokens == CONTEXT - 2
 
 
+# --- ends ---
+
+
 def test_stop_strings_and_tokens(engine):
     end = engine.whole(stop=["EF"], **{engine.limit: 20})
     assert list(end.output_ids) == expected(A, 5)
@@ -152,6 +150,9 @@ def test_a_cancelled_call_ends_its_sessions(engine, target, draft, monkeypatch, 
     assert target.sessions == n
     messages.cancel()
     until(lambda: target.sessions == 0 and draft.sessions == 0, seconds=5)
+
+
+# --- log-probabilities ---
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -197,6 +198,9 @@ def test_sglang_returns_prompt_logprobs_only(sglang, stream):
     assert (list(end.output_ids), end.completion_tokens, end.finish_reason) == ([], 0, "length")
     assert [p.value for p in end.input_logprobs.token_logprobs] == [0, -0.25, -0.5]
     assert not end.HasField("output_logprobs")
+
+
+# --- errors ---
 
 
 def test_a_limit_that_vllm_refuses(vllm):
@@ -280,6 +284,9 @@ def test_unsupported_calls_are_unimplemented(engine):
     assert refusal(events)[0] is grpc.StatusCode.UNIMPLEMENTED
 
 
+# --- facts ---
+
+
 def test_health(engine):
     assert engine.stub.HealthCheck(engine.pb.HealthCheckRequest()).healthy
 
@@ -318,17 +325,14 @@ def test_the_tokenizer_archive_is_complete(engine):
         assert {name: archive.read(name) for name in archive.namelist()} == tokenizer_files()
 
 
-def test_an_archive_depends_on_its_files_only():
-    files = {"b": b"2" * 200_000, "a": b"1"}
-    assert bundle(files) == bundle(dict(reversed(files.items())))
-    assert bundle(files)[1] != bundle({"a": b"1"})[1]
-
-
 @pytest.fixture(scope="module")
 def guarded(folder, target, draft):
     process = Gateway(folder, [target.address], [draft.address], api_key="secret", admin_api_key="boss").wait()
     yield process
     assert process.stop() == 0
+
+
+# --- who may call ---
 
 
 def test_facades_require_a_key(guarded):

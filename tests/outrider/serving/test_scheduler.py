@@ -95,6 +95,9 @@ def test_every_session_ends_whatever_the_pool(shapes, pages, step, policy, enabl
     assert s.allocator.free_pages == pages
 
 
+# --- shared pages ---
+
+
 def test_several_choices_compute_their_prompt_once():
     s = scheduler(pages=100, step=100)
     for i in range(4):
@@ -212,6 +215,9 @@ def test_pages_for_pending_tokens_are_not_given_to_new_sessions():
     assert (s.preemptions, s.waiting) == (0, 1)
 
 
+# --- fairness ---
+
+
 def test_a_short_prompt_overtakes_a_long_one_without_stopping_it():
     s = scheduler(pages=100, step=20)
     s.add(session(s, 1, 100))
@@ -286,6 +292,9 @@ def test_callers_share_the_tokens_with_log_probabilities_evenly():
     for i, caller in enumerate(["greedy", "greedy", "modest"]):
         s.add(session(s, i, 40, caller=caller, prompt_logprobs=1))
     assert spans(s.plan()) == [(2, 0, 8), (0, 0, 8)]
+
+
+# --- the queue ---
 
 
 def test_flushed_pages_are_not_found_and_running_sessions_go_on():

@@ -76,6 +76,9 @@ async def output_of(stream):
     return codec.verify_response_from_pb(target_pb2.VerifyResponse.FromString(await stream.read()))
 
 
+# --- with a service ---
+
+
 async def test_a_stream_uses_its_socket(service, address):
     async with grpc.aio.insecure_channel(address) as channel:
         stream, _ = await socket_call(channel, address)
@@ -234,6 +237,9 @@ async def commits_of(stream, session_id, count=30):
 
 def closing(*sessions):
     return codec.verify_request_to_pb(Message(closes=list(sessions))).SerializeToString()
+
+
+# --- sessions belong to the stream that opened them ---
 
 
 @pytest.mark.parametrize("owner_uses", ["grpc", "socket"])

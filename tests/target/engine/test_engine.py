@@ -48,6 +48,9 @@ def generate(folder, prompt, count):
     return out[0, len(prompt) :].tolist()
 
 
+# --- urgent output ---
+
+
 def test_first_and_last_tokens_and_drafted_ones_are_urgent(model):
     (prompt,) = prompts(1)
     engine = engine_of(model)
@@ -66,6 +69,9 @@ def test_first_and_last_tokens_and_drafted_ones_are_urgent(model):
 def test_a_negative_coalescing_window_is_refused(model):
     with pytest.raises(ConfigError, match="--coalesce-seconds must be 0 or more, not -1"):
         engine_of(model, coalesce_seconds=-1)
+
+
+# --- plain decoding is that of transformers ---
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -100,6 +106,9 @@ def test_pages_chunks_and_batches_do_not_change_the_text(model, page_size, chunk
     result = run(engine_of(model, **flags), requests_of(texts[:count]))
     assert result.new[1] == reference
     assert all(len(tokens) == 24 for tokens in result.new.values())
+
+
+# --- proposals change only the speed ---
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
@@ -212,6 +221,9 @@ def test_many_sessions_share_the_verification_budget(model):
     assert 60 < widest <= sum(len(text) for text in texts)
 
 
+# --- pages ---
+
+
 @pytest.mark.parametrize("drafted", [False, True])
 def test_a_tiny_pool_preempts_and_loses_nothing(model, drafted):
     texts = prompts(6, longest=30, seed=4)
@@ -244,6 +256,9 @@ def test_closing_frees_pages_in_the_middle(model):
     engine.scheduler.allocator.check(expected_leased=0)
 
 
+# --- the end of a session ---
+
+
 def test_max_tokens_limit_accepted_draft_tokens(model):
     text = prompts(1)[0]
     plain = run(engine_of(model), requests_of([text])).new[1]
@@ -256,6 +271,9 @@ def test_max_tokens_limit_accepted_draft_tokens(model):
         assert result.steps == 1
         assert result.accepted == result.verified == limit - 1
         assert result.reasons[1] == FinishReason.LENGTH
+
+
+# --- opening ---
 
 
 @pytest.mark.parametrize("flags", [

@@ -245,6 +245,9 @@ def test_wider_weights_are_rounded_as_in_loading(tmp_path, width, quantization, 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
+# --- an invalid update changes nothing and reports the reason ---
+
+
 @pytest.mark.parametrize("backend", ["auto", "torch_native"])
 @pytest.mark.parametrize("way", ["folder", "tensors"])
 def test_an_embedding_that_is_the_head_may_come_by_either_name_or_both(tmp_path, way, backend):
@@ -277,6 +280,9 @@ def parts_of_shared(control, names):
     """What GetSharedWeights sends, as tensors."""
     found = control.shared.find(names)
     return load(header_of(found) + b"".join(part for one in found.values() for part in parts_of(one.read())))
+
+
+# --- pauses and flushes ---
 
 
 def test_tensors_that_drafts_share_are_kept(tmp_path, folders):

@@ -16,7 +16,7 @@ def report(monkeypatch):
 
 
 def test_all_cells_are_measured(report):
-    for _ in run.measure(replace(run.TINY_SELECTION, transports=("grpc",)), report, tiny=True):
+    for _ in run.measure(replace(run.TINY_SELECTION, transports=("grpc",)), report, tiny=True, draws=True):
         pass
     rows = {row["asked"]: row for row in report.rows}
     assert set(rows) == {"plain", 3.0}
@@ -49,7 +49,7 @@ def test_cells_beyond_the_memory_become_notes(report, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "gpu_memory", lambda: 80 << 30)
     monkeypatch.setattr(run.CheckpointSizes, "weights", lambda *_: 16 << 30)
     monkeypatch.setattr(run.CheckpointSizes, "token_bytes", lambda *_: 131072)
-    system = run.System(tmp_path, run.Selection(), report, 1e12, on_cuda=True)
+    system = run.System(tmp_path, run.Selection(), report, 1e12, 0.0, on_cuda=True, draws=False)
     fitting = system._fitting(tmp_path)
     assert (8192, 16) in fitting
     assert (8192, 64) not in fitting
