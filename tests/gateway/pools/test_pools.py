@@ -19,9 +19,9 @@ from gateway.telemetry.metrics import Metrics
 from outrider.errors import ConfigError, Unavailable
 from outrider.speculation.proposal import FinishReason
 from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
-from tests.support.gateway.pages import PAGE
 from tests.support.gateway.requests import request_for
 
+PAGE = 16
 IDS = itertools.count(1)
 
 

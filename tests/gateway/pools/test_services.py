@@ -1,9 +1,10 @@
 """Routing of sessions, with services that come and go."""
 
 from tests.support.gateway.engines import common
-from tests.support.gateway.pages import PAGE
 from tests.support.gateway.services import Draft, Gateway, Service, Target, until
 from tests.support.gateway.streaming import Stream, started, system
+
+PAGE = 16
 
 
 def test_conversations_stay_on_their_target_and_survive_its_loss(folder):

@@ -1,3 +1,0 @@
-"""The page size of the services that a test routes to."""
-
-PAGE = 16
