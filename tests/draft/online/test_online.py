@@ -24,6 +24,7 @@ from tests.support.checkpoints.perfect import write_cyclic_target
 from tests.support.draft.helpers import settle
 from tests.support.draft.online import LearningPair, online_engine, some_requests
 from tests.support.gateway.services import Gateway
+from tests.support.invariance.engines import target_engine
 from tests.support.invariance.pair import Faults, Pair, request
 from tests.support.system.heads import VERIFY_ALL, accepted, ask_all
 from tests.support.system.services import draft_service, target_service
@@ -31,6 +32,11 @@ from tests.support.tiny import write_tokenizer
 
 NOTHING = LearntWeights({}, np.zeros(0, np.int64))
 FAULTS = Faults(lost=0.03, doubled=0.1, delay=2)
+
+
+@pytest.fixture(scope="module")
+def target(models):
+    return target_engine(models[0], max_step_tokens=16)
 
 
 @pytest.fixture(scope="module")
