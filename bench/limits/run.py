@@ -112,7 +112,7 @@ def _shares(ranks: dict[float, list[Ranks]], vocab: int) -> list[dict[str, Any]]
                 shares = (known & (all_ranks < top)).sum(axis=0) / np.maximum(known.sum(axis=0), 1)
                 first = "vocabulary" if top == vocab else f"first {top}"
                 ahead = {f"{depth}": float(share) for depth, share in enumerate(shares, start=1)}
-                rows.append({"temperature": temperature, "states": states, "among": first} | ahead)
+                rows.append({"temperature": temperature, "states": states, "among": first, **ahead})
     return rows
 
 

@@ -4,6 +4,7 @@ make gpu                                        everything, most of an hour
 make gpu ARGS="--minutes 9 --output results"    what fits into nine minutes; pages, logs and a summary in a folder
 make gpu ARGS="--only system engine"            some parts
 make gpu ARGS="--list"                          the parts, their commands, and the seconds that each may take
+python -m tests.gpu                             the same without an installation, with the packages that are there
 
 Every part has a limit, and ends with it: no part keeps another one from running. Pages are written while a part
 measures, and the summary after each part, so that what was found stays if the machine is taken away.
@@ -33,7 +34,7 @@ _LAST_LINES = 12  # of a part that failed, quoted in the summary
 # JAX must not take the GPU that PyTorch uses in the same process, and must see it, which tests hide by default.
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "", "XLA_FLAGS": "", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1",
-    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "TF_CPP_MIN_LOG_LEVEL": "2", "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
 
 

@@ -18,6 +18,8 @@ MAX_ATTRIBUTES, MAX_METHODS = 15, 20
 LARGE_CLASSES = {
     "TargetServicer": "a method for each call of the service, as gRPC wants them",
     "ModelDrafter": "the verbs of a drafter, and what the drafters with a model share of them and override",
+    "FeatureDrafter": "the same of the drafters that read the target's hidden states",
+    "SpeculationTree": "the operations on a tree, each of which keeps its arrays in line",
     "ModelRunner": "a model's weights, pools and programs, which one call to the device takes together",
     "PreparedSpans": "an array each for what one transfer brings to the device and what a launch leaves there",
     "Child": "a child's flags, which are most of it, and the state of its process",

@@ -50,7 +50,8 @@ class ModelSizes(Dimensions):
         """About what both checkpoints take on a disk."""
         layer = self.hidden * (2 * self.hidden + 2 * self.kv_heads * (self.hidden // self.heads) + 3 * self.inner)
         numbers = (self.layers + 1) * layer + self.hidden * (2 * self.vocab + self.own_vocab + 5 * self.hidden)
-        return numbers * getattr(torch, self.dtype).itemsize
+        itemsize: int = getattr(torch, self.dtype).itemsize
+        return numbers * itemsize
 
     @property
     def continuation(self) -> Continuation:

@@ -103,12 +103,15 @@ class Recordings:
     def __init__(self, folder: Path, role: str) -> None:
         self._folder, self._role, self._read = folder, role, 0
 
-    def next(self, seconds: float = 5.0) -> Rows:
-        """All rows since the last call; waits for a file of an engine that is idle now, `seconds` at most."""
-        asked, deadline = time.time(), time.monotonic() + seconds
+    def next(self, since: float, seconds: float = 5.0) -> Rows:
+        """All rows since the last call; waits for a file of an engine that became idle, `seconds` at most.
+
+        since: when, or a little before, by the clock of files
+        """
+        deadline = time.monotonic() + seconds
         while True:
             files = sorted(self._folder.glob(f"{self._role}-*.npz"))[self._read :]
-            if (files and files[-1].stat().st_mtime >= asked) or time.monotonic() > deadline:
+            if (files and files[-1].stat().st_mtime >= since) or time.monotonic() > deadline:
                 break
             time.sleep(0.02)
         self._read += len(files)

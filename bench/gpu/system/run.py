@@ -205,8 +205,9 @@ class System:
             stack.enter_context(processes.services(self.folder, *flags, simulated, self.deadline - start))
             urls = {one: stack.enter_context(processes.gateway(self.folder, one)) for one in transports}
             processes.ask_once(urls[transports[0]], prompts[cells[0][0]][0])
+            since = time.time()
             for recording in self.recordings:  # of an idle service: the target has captured its steps by then
-                recording.next(_CAPTURE_SECONDS)
+                recording.next(since, _CAPTURE_SECONDS)
             self.report.notes.append(f"All processes were ready after {time.monotonic() - start:.0f} s.")
             for context, count in cells:
                 for transport in transports:
@@ -242,12 +243,13 @@ class System:
         kinds += [Kind(_REAL)] if chosen.head else [Kind(one, i) for i, one in enumerate(chosen.accept_lengths)]
         turns: dict[Kind, list[load.Turn]] = {kind: [] for kind in kinds}
         for number in range(chosen.rounds + 1):
-            for kind in kinds if number % 2 else kinds[::-1]:
+            for kind in kinds[::-1] if (chosen.rounds - number) % 2 else kinds:  # last, one with a draft
                 speculates = kind.accept_length is not None
                 turn = load.generate(url, prompts, chosen.new_tokens, speculation=speculates, seed=kind.seed)
                 if number:
                     turns[kind].append(turn)
-        rows = [recording.next() for recording in self.recordings]
+        since = time.time()
+        rows = [recording.next(since) for recording in self.recordings]
         plain = load.median_rate(turns[kinds[0]])
         expected = turns[kinds[0]][0].texts
         for kind, own in turns.items():

@@ -22,7 +22,6 @@ from services.draft.learning.batches import Batch
 _AXIS = "data"
 
 _T = TypeVar("_T")
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class DataParallel:
@@ -38,17 +37,22 @@ class DataParallel:
 
     def replicated(self, tree: _T) -> _T:
         """The same arrays on every device."""
-        return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
+        placed: _T = jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
+        return placed
 
     def summed(self, function: Callable[[Any, Any, Batch], _T]) -> Callable[[Any, Any, Batch], _T]:
         """A function of replicated arguments and a split batch, summed over the devices."""
 
         def shard(params: Any, target: Any, batch: Batch) -> _T:
-            return jax.lax.psum(function(params, target, batch), _AXIS)
+            total: _T = jax.lax.psum(function(params, target, batch), _AXIS)
+            return total
 
         whole = PartitionSpec()
         specs = whole, whole, PartitionSpec(_AXIS)
-        return jax.shard_map(shard, mesh=self._mesh, in_specs=specs, out_specs=whole, check_vma=False)
+        mapped: Callable[[Any, Any, Batch], _T] = jax.shard_map(
+            shard, mesh=self._mesh, in_specs=specs, out_specs=whole, check_vma=False
+        )
+        return mapped
 
     def split(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Batches with the same packs, split over the devices."""
@@ -71,6 +75,7 @@ class DataParallel:
         def join(*arrays: Any) -> jax.Array:
             joined = np.zeros((packs, *arrays[0].shape[1:]), arrays[0].dtype)
             np.concatenate(arrays, out=joined[: each * len(arrays)])
-            return jax.device_put(joined, sharding)
+            placed: jax.Array = jax.device_put(joined, sharding)
+            return placed
 
         return Batch(*map(join, *batches))

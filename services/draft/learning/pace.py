@@ -37,6 +37,7 @@ def fitted(
             began = time.monotonic()
             for _ in range(steps):
                 trainer.take_step(stream)
+            jax.block_until_ready(trainer.state)
             stepping = (time.monotonic() - began) / steps
         began = time.monotonic()
         pause(trainer.state.params)

@@ -34,7 +34,8 @@ class Weights(NamedTuple):
 class Verdict(NamedTuple):
     """better: than the served weights; worse: beyond chance. before, after: accept lengths on recent sessions.
 
-    retained: accept length on earlier traffic over that of the first weights; None without such sessions
+    retained: accept length on earlier traffic over that of the first weights; None if it was not needed, or without
+        such sessions
     rows: of recent sessions
     """
 
@@ -64,14 +65,13 @@ class Judge:
         if _rows(recent) < _MIN_ROWS:
             return None
         old, now = self.accepted(served, recent), self.accepted(new, recent)
-        forgets, retained = False, None
-        earlier = self._sampler.replayed_held_out()
+        better, retained = is_better(old, now), None
+        earlier = self._sampler.replayed_held_out() if better else []
         if _rows(earlier) >= _MIN_ROWS:
             then, kept = 1 + self.accepted(self.first, earlier), 1 + self.accepted(new, earlier)
-            forgets, retained = is_better(kept, _KEPT * then), float(kept.mean() / then.mean())
+            better, retained = not is_better(kept, _KEPT * then), float(kept.mean() / then.mean())
         return Verdict(
-            is_better(old, now) and not forgets, is_better(now, old), 1 + float(old.mean()), 1 + float(now.mean()),
-            retained, len(old),
+            better, is_better(now, old), 1 + float(old.mean()), 1 + float(now.mean()), retained, len(old)
         )  # fmt: skip
 
     def accepted(self, weights: Weights, batches: Sequence[Batch]) -> NDArray[np.int64]:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import jax
@@ -43,14 +44,24 @@ _DECAY = 0.01
 _SAVE_SECONDS = 300.0  # between two writes of the state
 
 
+_copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _average(old: Params, new: Params, kept: float) -> Params:
+    """A mean of old and new parameters. kept: what remains of the old ones."""
+    mean: Params = jax.tree.map(lambda a, b: kept * a + (1 - kept) * b, old, new)
+    return mean
+
+
 class Host(Protocol):
     """What the learner needs of the service that it is a part of."""
 
     def targets(self, *vocabularies: NDArray[np.int64]) -> list[TargetWeights]:
         """The target's present weights for each vocabulary."""
 
-    def convert(self, learnt: LearntWeights) -> ServedWeights:
-        """Weights for the service."""
+    def convert(self, learnt: LearntWeights, *, served: bool = True) -> ServedWeights:
+        """Weights for the service. served: they will be used."""
 
     def keep(self, learnt: LearntWeights) -> None:
         """Store weights that are served from now on."""
@@ -65,7 +76,8 @@ class Host(Protocol):
 class Learner:
     """The weights in training. Called from one thread, except `load` and `follow`.
 
-    offer: new weights for the service. serving: the weights that serve. ids: the vocabulary of those in training.
+    offer: new weights for the service. serving: the weights that serve. averaged: those in training, averaged over the
+    latest steps; they are judged, because single steps on small packs are noisy. ids: the vocabulary of both.
     worse: evaluations in a row in which the new weights were worse. swapping: held while weights are converted, for the
     present weights of the target.
     """
@@ -83,12 +95,11 @@ class Learner:
         shape = PackShape(1, options.length, options.learnt, options.unroll_steps)
         self.sampler = SegmentSampler(buffer, shape, options.epochs, options.replay)
         objective = Objective(head, options.unroll_steps, options.decay, mixed_precision, *logits)
-        self._copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
         self.serving = Weights(learnt, *host.targets(learnt.ids))
-        self.ids = learnt.ids
+        self.ids, self.averaged = learnt.ids, _copy(learnt.params)
         self.judge = Judge(objective, self.sampler, self.serving)
         schedule = ConstantSchedule(options.warmup, options.rate, 1.0, _DECAY, 1)
-        self.trainer = Trainer(objective, schedule, self.serving.target, self._copy(learnt.params))
+        self.trainer = Trainer(objective, schedule, self.serving.target, _copy(learnt.params))
         self._load = OnlineStats()
         self.swapping = threading.Lock()
         self._evaluated = 0  # steps at the last evaluation
@@ -99,24 +110,28 @@ class Learner:
         return self._load
 
     def resume(
-        self, load: OnlineStats, state: TrainState | None = None, ids: NDArray[np.int64] | None = None, step: int = 0
-    ) -> None:
+        self, load: OnlineStats, state: TrainState | None = None, averaged: Params | None = None,
+        ids: NDArray[np.int64] | None = None, step: int = 0,
+    ) -> None:  # fmt: skip
         """Go on with an earlier process's counts, weights in training and moments, their vocabulary and steps."""
         self._load, self._evaluated = load, load.steps
-        if state is not None and ids is not None:
+        if state is not None and averaged is not None and ids is not None:
             self.ids, (target,) = ids, self.host.targets(ids)
             self.trainer.state, self.trainer.step = state, step
             self.trainer.follow(target)
+            self.averaged = averaged
 
     def warm_up(self) -> None:
         """Run every program once, so that nothing is compiled later, and discard the results."""
         batch, step = self.sampler.empty_batch(), self.trainer.step
-        before = jax.tree.map(np.asarray, self.trainer.state)
+        before = jax.tree.map(np.array, (self.trainer.state, self.averaged))
         for _ in range(2):  # the second step's input is the output of a program
             self.trainer.take_step(iter([batch]))
+            self.averaged = _average(self.averaged, self.trainer.state.params, self._options.averaging)
         self.judge.warm_up()
-        jax.block_until_ready(self.host.convert(LearntWeights(self._copy(self.trainer.state.params), self.ids)))
-        self.trainer.state, self.trainer.step = jax.tree.map(jnp.asarray, before), step
+        jax.block_until_ready(self.host.convert(LearntWeights(_copy(self.averaged), self.ids), served=False))
+        self.trainer.state, self.averaged = jax.tree.map(jnp.asarray, before)
+        self.trainer.step = step
 
     def run_once(self) -> float:
         """Run a step or an evaluation. Returns the seconds that it took, 0 if there was nothing to do."""
@@ -142,7 +157,9 @@ class Learner:
 
     def _take_step(self, batch: Batch) -> None:
         result = self.trainer.take_step(iter([batch]))
-        jax.block_until_ready(self.trainer.state.params)  # so that the time is measured
+        self.averaged = jax.block_until_ready(  # so that the time is measured
+            _average(self.averaged, self.trainer.state.params, self._options.averaging)
+        )
         self._load = replace(
             self._load, steps=self._load.steps + 1, rows=self._load.rows + int((batch.reach > 0).sum())
         )
@@ -156,8 +173,13 @@ class Learner:
             learnt, target = self.serving
             self.ids = learnt.ids
             self.trainer.follow(target)
-            self.trainer.restart(self._copy(learnt.params))
+            self.train_from(learnt.params)
         self.worse = 0
+
+    def train_from(self, params: Params) -> None:
+        """Train from these weights on, without momentum."""
+        self.trainer.restart(_copy(params))
+        self.averaged = _copy(params)
 
     def follow_traffic(self) -> None:
         """Give the head in training entries for tokens that it lacks and the traffic needs."""
@@ -172,8 +194,10 @@ class Learner:
             with self.swapping:
                 self.ids = vocabulary.exchanged_ids(self.ids, change)
                 (target,) = self.host.targets(self.ids)
-                columns = np.asarray(target.head)[:, change.entries].astype(np.float32)
-                self.trainer.state = vocabulary.exchanged_state(self.trainer.state, change, columns)
+                heads = np.asarray(self.trainer.target.head), np.asarray(target.head)
+                averaged = vocabulary.exchanged_state(TrainState(self.averaged, ()), change, *heads)
+                self.trainer.state = vocabulary.exchanged_state(self.trainer.state, change, *heads)
+                self.averaged = averaged.params
                 self.trainer.follow(target)
             log.debug("%d entries of the draft's vocabulary are exchanged", len(change.entries))
 
@@ -182,20 +206,21 @@ class Learner:
     def evaluate(self) -> None:
         """Compare the new weights with the served ones, and offer them if they are better."""
         self._evaluated = self._load.steps
-        params = self.trainer.state.params
-        verdict = self.judge.verdict(self.serving, Weights(LearntWeights(params, self.ids), self.trainer.target))
+        new = Weights(LearntWeights(self.averaged, self.ids), self.trainer.target)
+        verdict = self.judge.verdict(self.serving, new)
         if verdict is None:
             log.debug("there are too few held-out rows to evaluate %d steps", self._load.steps)
             return
         better = verdict.better
         log.log(
             logging.INFO if better else logging.DEBUG,
-            "%d steps trained: accept length %.3f, was %.3f, on %d held-out rows; %s of earlier traffic; %s",
+            "%d steps trained: accept length %.3f, was %.3f, on %d held-out rows%s; %s",
             self._load.steps, verdict.after, verdict.before, verdict.rows,
-            "nothing" if verdict.retained is None else f"{verdict.retained:.1%}", "kept" if better else "not kept",
+            "" if verdict.retained is None else f", {verdict.retained:.1%} of the first one on earlier traffic",
+            "kept" if better else "not kept",
         )  # fmt: skip
         if better:
-            self.swap(params)
+            self.swap(self.averaged)
         else:
             self.worse = self.worse + 1 if verdict.worse else 0
             if self.worse == _MAX_WORSE:
@@ -212,7 +237,7 @@ class Learner:
     def swap(self, params: Params) -> None:
         """Serve these weights, of the vocabulary in training, from now on."""
         with self.swapping:
-            learnt = LearntWeights(self._copy(params), self.ids)
+            learnt = LearntWeights(_copy(params), self.ids)
             self.serving, self.worse = Weights(learnt, self.trainer.target), 0
             self.offer.put(jax.block_until_ready(self.host.convert(learnt)))
         self.host.keep(learnt)

@@ -24,10 +24,11 @@ class OnlineOptions:
     epochs:   uses of a row, on average
     held_out: one of this many sessions is held out
     warmup:   steps in which the learning rate rises
+    averaging: what the averaged weights keep of themselves at a step
     """
 
     share: float = 0.2
-    rate: float = 1e-4
+    rate: float = 2e-4
     bytes: int = 1 << 30
     output: str | None = None
     replay: float = 0.25
@@ -37,10 +38,11 @@ class OnlineOptions:
     learnt: int = 128
     unroll_steps: int = 5
     decay: float = 0.8
-    steps: int = 32
+    steps: int = 24
     epochs: float = 4.0
     held_out: int = 8
     warmup: int = 20
+    averaging: float = 0.95
 
 
 def options_of(config: DraftConfig) -> OnlineOptions | None:

@@ -223,7 +223,7 @@ class ReplayBuffer:
     def bytes(self) -> int:
         """Size of all segments; those of both kinds are counted twice."""
         with self._lock:
-            return sum(part.bytes for part in (*self._recent.values(), *self._replayed.values()))
+            return sum(self._recent[kind].bytes + self._replayed[kind].bytes for kind in (True, False))
 
 
 def min_bytes(row_bytes: int, length: int, held_out: int) -> int:

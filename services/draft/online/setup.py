@@ -60,7 +60,7 @@ class OnlineSetup:
         self.shared = target.shared(embedding=embedding)  # the head computes what the target would have sampled
         self._learner: Learner | None = None
         self._output = Path(options.output).expanduser() if options.output else None
-        self._facts = {"draft": origin, "target": checkpoint.fingerprint(target.folder)}
+        self._facts: dict[str, Any] = {"draft": origin, "target": checkpoint.fingerprint(target.folder)}
         self._keep = weight_writer(self.head, self._output, origin)
         self._learnt = self.head.params()
         self._converted: tuple[Params, Params] | None = None
@@ -122,11 +122,14 @@ class OnlineSetup:
             for ids in vocabularies
         ]
 
-    def convert(self, learnt: LearntWeights) -> ServedWeights:
-        """Weights for the service; trained ones that are served already are not converted again."""
-        if self._converted is None or self._converted[0] is not learnt.params:
-            self._converted = learnt.params, self._weight_format.converted(learnt.params)
-        converted = dict(self._converted[1])
+    def convert(self, learnt: LearntWeights, *, served: bool = True) -> ServedWeights:
+        """Weights for the service. served: they will be; those that are already are not converted again."""
+        if not served:
+            converted = self._weight_format.converted(learnt.params)
+        else:
+            if self._converted is None or self._converted[0] is not learnt.params:
+                self._converted = learnt.params, self._weight_format.converted(learnt.params)
+            converted = dict(self._converted[1])
         fusion = converted.pop("fusion", {})
         if self.frozen_tokens() is not None:
             old = self._frozen["ids"]

@@ -1,9 +1,9 @@
 """The state of online training on disk, so that a restarted draft goes on learning where it ended.
 
-One file beside the published weights: the weights in training and the optimizer's moments, the vocabulary, the replay
-buffer and the counters. It is written as a whole or not at all; NumPy's archive format has a checksum for each array.
-A file that belongs to another head or target, or that is damaged, is not used: the log names the reason, and learning
-begins with an empty buffer.
+One file beside the published weights: the weights in training and their average, the optimizer's moments, the
+vocabulary, the replay buffer and the counters. It is written as a whole or not at all; NumPy's archive format has a
+checksum for each array. A file that belongs to another head or target, or that is damaged, is not used: the log names
+the reason, and learning begins with an empty buffer.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _arrays(learner: Learner, facts: dict[str, Any]) -> dict[str, Any]:
         "recent": [s.number for s in recent], "replayed": [s.number for s in replayed],
     }  # fmt: skip
     arrays = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8), "ids": learner.ids}
-    arrays |= {f"train.{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
+    arrays |= {f"train.{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves((state, learner.averaged)))}
     for number, segment in segments.items():
         arrays |= {f"tokens.{number}": segment.record.tokens, f"rows.{number}": segment.record.rows}
     return arrays
@@ -103,7 +103,7 @@ def _restore(arrays: NpzFile, learner: Learner, facts: dict[str, Any]) -> None:
     for name in facts.keys() - {"weights"}:
         if found.get(name) != facts[name]:
             raise _Unusable(f"it is of another {name}, {found.get(name)!r} instead of {facts[name]!r}")
-    leaves, structure = jax.tree.flatten(learner.trainer.state)
+    leaves, structure = jax.tree.flatten((learner.trainer.state, learner.averaged))
     state = [arrays[f"train.{i}"] for i in range(len(leaves))]
     ids = arrays["ids"]
     if [a.shape for a in state] != [a.shape for a in leaves] or ids.shape != learner.ids.shape:
@@ -123,8 +123,8 @@ def _restore(arrays: NpzFile, learner: Learner, facts: dict[str, Any]) -> None:
     learner.sampler.used = about["sampler"]
     load = OnlineStats(**about["load"])
     if found.get("weights") == facts["weights"]:
-        trained = jax.tree.unflatten(structure, [jnp.asarray(array) for array in state])
-        learner.resume(load, trained, ids, about["step"])
+        trained, averaged = jax.tree.unflatten(structure, [jnp.asarray(array) for array in state])
+        learner.resume(load, trained, averaged, ids, about["step"])
     else:  # weights were taken over after the state was written
         log.info("the weights are newer than the state of their training, which goes on from the weights")
         learner.resume(load)

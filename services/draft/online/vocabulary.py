@@ -2,7 +2,8 @@
 
 A head with fewer entries than the target has tokens never gets behind a token without an entry, so other traffic, such
 as another language, shortens its drafts however well it learns. Only the mapping and columns of the head change, so
-that programs are reused. A new column is the target's, scaled to the norm of the others.
+that programs are reused. A new column is the mean of those of the tokens that are nearest in the target's head. The
+target's own column would not do: a trained head is turned against the target's, and has a large component in common.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from services.draft.learning.optimize import TrainState
 
 _MIN_COUNT = 2  # occurrences of a token in stored answers before it gets an entry
+_NEAREST = 8  # tokens whose columns are averaged
 _MAX_PART = 50  # of the entries, at most one in this many is exchanged at a time
 
 
@@ -61,11 +63,11 @@ def exchanged_ids(ids: NDArray[np.int64], change: Exchange) -> NDArray[np.int64]
     return ids
 
 
-def exchanged_state(state: TrainState, change: Exchange, columns: NDArray[np.float32]) -> TrainState:
-    """The state of a training afterwards. columns: of the target's head for the new tokens, [H, n]."""
+def exchanged_state(state: TrainState, change: Exchange, known: NDArray[Any], wanted: NDArray[Any]) -> TrainState:
+    """The state of a training afterwards. known, wanted: the target's head for the entries before and after."""
     head = np.array(state.params["head"])
-    size = float(np.median(np.linalg.norm(head, axis=0)))
-    head[:, change.entries] = columns * (size / np.maximum(np.linalg.norm(columns, axis=0), 1e-6))
+    near = _nearest(known, wanted[:, change.entries], change.entries)
+    head[:, change.entries] = head[:, near].mean(axis=2)
 
     def cleared(path: tuple[Any, ...], leaf: Any) -> Any:
         if getattr(path[-1], "key", None) != "head" or leaf.shape != head.shape:
@@ -76,3 +78,13 @@ def exchanged_state(state: TrainState, change: Exchange, columns: NDArray[np.flo
 
     moments = jax.tree_util.tree_map_with_path(cleared, state.moments)
     return TrainState(state.params | {"head": jnp.asarray(head)}, moments)
+
+
+def _nearest(known: NDArray[Any], columns: NDArray[Any], excluded: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Entries whose columns of the target's head have the smallest angles to others, [n, k]. columns: [Ht, n]."""
+    known, columns = (array.astype(np.float32) for array in (known, columns))
+    cosines = columns.T @ (known / np.maximum(np.linalg.norm(known, axis=0), 1e-6))
+    cosines[:, excluded] = -np.inf
+    count = min(_NEAREST, known.shape[1] - len(excluded))
+    found: NDArray[np.int64] = np.argpartition(-cosines, count - 1, axis=1)[:, :count]
+    return found

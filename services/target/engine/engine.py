@@ -81,9 +81,8 @@ class TargetEngine(Engine):
         self._settlement = Settlement(model, self.cache, *parts, self.close)
         self.overlap = model.device.type == "cuda" and not config.disable_overlap_schedule
         self.launcher = Launcher(
-            model, sampler, self.features, self.scheduler, self.speculation, self.sessions.by_id,
-            overlap=self.overlap and config.tp_size == 1,
-        )  # fmt: skip
+            model, sampler, self.features, self.scheduler, self.speculation, self.sessions.by_id, overlap=self.overlap
+        )
         self._in_flight: InFlightStep | None = None
         self._pending = StepOutput()  # of sessions that were ended, or of a step that was collected, between two steps
         self.observers = Observers()

@@ -81,7 +81,7 @@ def test_worse_weights_are_discarded(learnt, target):
         return np.asarray(array) + rng.standard_normal(array.shape).astype(np.float32)
 
     for look in range(1, 4):
-        learner.trainer.restart(jax.tree.map(spoil, learner.serving.learnt.params))
+        learner.train_from(jax.tree.map(spoil, learner.serving.learnt.params))
         learner.evaluate()
         assert learner.load().rejected == before.rejected + look
         assert learner.load().accept_length_after < learner.load().accept_length_before
@@ -101,7 +101,7 @@ def test_worse_weights_are_discarded(learnt, target):
 def test_diverged_training_restarts(learnt, caplog):
     draft, _, _ = learnt
     learner = draft.drafter.learner
-    learner.trainer.restart(jax.tree.map(lambda array: np.asarray(array) * np.nan, learner.serving.learnt.params))
+    learner.train_from(jax.tree.map(lambda array: np.asarray(array) * np.nan, learner.serving.learnt.params))
     learner.sampler.epochs = 1e9
     learner.postpone_evaluation()
     assert learner.run_once() > 0

@@ -33,11 +33,11 @@ def test_state_is_kept_over_a_restart(models, tmp_path, caplog):
     again = online_engine(models[1], models[0], **flags).drafter.learner
     assert facts(again) == facts(learner)
     assert (again.ids != learner.serving.learnt.ids).any(), "the vocabulary has followed the traffic"
-    for a, b in zip(jax.tree.leaves(again.trainer.state), jax.tree.leaves(learner.trainer.state), strict=True):
+    for a, b in zip(*(jax.tree.leaves((one.trainer.state, one.averaged)) for one in (again, learner)), strict=True):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(again.trainer.target.draft_ids, learner.trainer.target.draft_ids)
     assert again.run_once() > 0
-    learner.swap(learner.trainer.state.params)  # newer weights than the state
+    learner.swap(learner.averaged)  # newer weights than the state
     newer = online_engine(models[1], models[0], **flags).drafter.learner
     assert facts(newer)[2:] == facts(learner)[2:]
     assert newer.ids.tolist() == sorted(learner.ids.tolist())

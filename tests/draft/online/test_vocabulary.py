@@ -30,16 +30,18 @@ def test_missing_tokens_take_the_places_of_unused_ones(counts, entries, tokens, 
     assert set(tokens) <= set(after.tolist())
 
 
-def test_exchanged_columns_are_the_targets_without_momentum():
-    head = np.full((3, 4), 2.0, np.float32)
-    norm = np.sqrt(12.0)
-    moments = {"mu": {"head": jnp.ones((3, 4)), "other": jnp.ones((3, 4))}, "count": jnp.array(5)}
-    state = TrainState({"head": jnp.asarray(head), "other": jnp.zeros((3, 4))}, moments)
-    columns = np.array([[3.0, 0.0], [4.0, 0.0], [0.0, 9.0]], np.float32)
-    after = exchanged_state(state, Exchange(np.array([3, 1]), np.array([50, 60])), columns)
+def test_exchanged_columns_are_those_of_the_nearest_tokens_without_momentum(monkeypatch):
+    monkeypatch.setattr("services.draft.online.vocabulary._NEAREST", 2)
+    head = np.arange(15, dtype=np.float32).reshape(3, 5)
+    moments = {"mu": {"head": jnp.ones((3, 5)), "other": jnp.ones((3, 5))}, "count": jnp.array(5)}
+    state = TrainState({"head": jnp.asarray(head), "other": jnp.zeros((3, 5))}, moments)
+    known = np.array([[1.0, 9.0, 2.0, 0.0, -1.0], [0.1, 9.0, 0.0, 3.0, 0.0]], np.float32)
+    wanted = known.copy()
+    wanted[:, 1] = 50.0, 1.0  # nearest to 0 and 2, whatever their sizes
+    after = exchanged_state(state, Exchange(np.array([1]), np.array([60])), known, wanted)
     expected = head.copy()
-    expected[:, 3], expected[:, 1] = norm * np.array([0.6, 0.8, 0.0]), norm * np.array([0.0, 0.0, 1.0])
-    np.testing.assert_allclose(after.params["head"], expected, rtol=1e-6)
-    np.testing.assert_array_equal(after.moments["mu"]["head"], np.tile([1.0, 0.0, 1.0, 0.0], (3, 1)))
-    np.testing.assert_array_equal(after.moments["mu"]["other"], np.ones((3, 4)))
+    expected[:, 1] = (head[:, 0] + head[:, 2]) / 2
+    np.testing.assert_array_equal(after.params["head"], expected)
+    np.testing.assert_array_equal(after.moments["mu"]["head"], np.tile([1.0, 0.0, 1.0, 1.0, 1.0], (3, 1)))
+    np.testing.assert_array_equal(after.moments["mu"]["other"], np.ones((3, 5)))
     assert int(after.moments["count"]) == 5

@@ -1,6 +1,7 @@
 """Shapes of heads: of published folders, of checkpoints that training begins with, and by flags."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from services.draft.train.run import TrainingRun
 from tests.support.checkpoints.heads import eagle3, write_head
 from tests.support.checkpoints.mtp import write_mtp
 from tests.support.draft.training import head_of, random_record, store_of, target_of
-from tests.support.tiny import VOCAB
+from tests.support.tiny import VOCAB, write_model
 
 
 def test_the_published_folder(tmp_path):
@@ -78,6 +79,28 @@ def test_a_published_mtp_layer_is_one_of_qwen2(tmp_path):
     tensors = {name.removeprefix("model.mtp_layers.0."): tensor for name, tensor in tensors.items()}
     Qwen2DecoderLayer(config, 0).load_state_dict({n: t for n, t in tensors.items() if n not in joins}, strict=True)
     assert joins <= set(tensors)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_block_drafter_begins_with_the_target_s_last_layers(tmp_path, kind):
+    """Norms of queries and keys, which Llama lacks, leave their sizes; layers of another width are random."""
+    target = read_target(write_model(tmp_path / "target", kind, num_hidden_layers=6))
+    theirs = safetensors.numpy.load_file(target.folder / "model.safetensors")
+    shape = DraftShape(layers=2, aux_layers=(1, 3))
+    algorithm = algorithm_of("DFLASH", target, shape)
+    params = algorithm.first_params(target, np.arange(VOCAB), np.ones(3, np.float32), seed=0)
+    for i, own in enumerate(params["layers"], start=4):
+        np.testing.assert_array_equal(own["down"], theirs[f"model.layers.{i}.mlp.down_proj.weight"].T)
+        norm = theirs.get(f"model.layers.{i}.self_attn.q_norm.weight")
+        if norm is not None:
+            np.testing.assert_array_equal(own["q_norm"], norm)
+        else:
+            x = np.random.default_rng(1).standard_normal((500, target.hidden_size)).astype(np.float32)
+            a = algorithm.model.layers[0].attention
+            q = ((x * own["attention_norm"]) @ own["qkv"])[:, : a.heads * a.head_dim]
+            assert float(own["q_norm"][0]) == pytest.approx(np.sqrt(np.mean(np.square(q))), rel=0.05)
+    other = algorithm_of("DFLASH", target, replace(shape, inner=32))
+    assert other.first_params(target, np.arange(VOCAB), np.ones(3, np.float32), 0)["layers"][0]["down"].shape[0] == 32
 
 
 def test_a_small_decoder_gets_the_texts_of_its_target(tmp_path):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ def write_compact(reader: Reader, file: Path) -> None:
     tokens = np.concatenate([np.zeros(0, np.uint32), *texts])
     entries = reader.entries
     small = not len(tokens) or int(tokens.max()) < 1 << 16
-    fields = {
+    fields: dict[str, Any] = {
         "tokens": tokens.astype(np.uint16 if small else np.uint32), "lengths": entries["tokens"].astype(np.uint32),
         "prompts": entries["prompt"], "firsts": entries["first"], "held_out": entries["held_out"].astype(bool),
         "temperatures": entries["temperature"], "seeds": entries["seed"],
@@ -47,7 +48,7 @@ def write_compact(reader: Reader, file: Path) -> None:
 def read_compact(file: Path) -> list[Rollout]:
     """The answers of a file. Raises ConfigError for a file of another kind."""
     try:
-        with np.load(file, allow_pickle=False) as found:
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
             arrays = {name: found[name] for name in _FIELDS}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise ConfigError(f"{file} is no file of answers as --export-answers writes it: {error}") from None

@@ -40,7 +40,7 @@ class Launcher:
         *,
         overlap: bool,
     ) -> None:
-        """entries: the open sessions, by id. overlap: steps are launched behind others, on one rank."""
+        """entries: the open sessions, by id. overlap: steps are launched behind others."""
         self.sampler = sampler
         self.captures = StepCaptures(model.runner)
         self.clock = LaunchClock()

@@ -1,11 +1,13 @@
 """The measurement of the whole system, with a tiny random pair on the CPU: three processes."""
 
 import argparse
+import time
 from dataclasses import replace
 
 import pytest
 
 from bench.gpu.system import run
+from bench.gpu.system.recording import Recorder, Recordings
 from bench.harness.report import Report
 
 
@@ -33,6 +35,17 @@ def test_all_cells_are_measured(report):
             assert row["draft tokens"] > 0
             assert row["draft device"] > 0
             assert row["wire"] > 0
+
+
+def test_recordings_are_waited_for_only_if_none_has_come_since(tmp_path):
+    recorder, recordings = Recorder(tmp_path, "draft"), Recordings(tmp_path, "draft")
+    since = time.time() - 1
+    recorder.rows["step"].append((1.0, 2.0))
+    recorder.write()
+    began = time.monotonic()
+    assert recordings.next(since)["step"].tolist() == [[1.0, 2.0]]
+    assert time.monotonic() - began < 4
+    assert not len(recordings.next(since, 0.05)["step"])
 
 
 def test_half_a_pair_is_refused(capsys):
