@@ -30,9 +30,9 @@ class PacedTarget:
         self._counts, self._seconds = Counts(), 0.0
         self._lengths: dict[int, int] = {}  # by open session: committed tokens
         self._policies: dict[Setting, ModePolicy] = {}
-        self._step, self._launch = engine.step, engine.sampler.launch
+        self._step, self._launch = engine.step, engine.launcher.sampler.launch
         vars(engine)["step"] = self.step
-        vars(engine.sampler)["launch"] = self.launch
+        vars(engine.launcher.sampler)["launch"] = self.launch
 
     def step(self) -> StepOutput:
         """As of TargetEngine."""
