@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from outrider.checkpoints.checkpoint import resolve
 from outrider.config import TargetConfig
+from outrider.config.target import Quantization
 from outrider.serving.messages import OpenSession
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.draft.drafters.base import Drafter
@@ -38,7 +39,7 @@ def chat_tokens(model: str, texts: Sequence[str]) -> list[list[int]]:
 
 def record(
     model: str,
-    quantization: str | None,
+    quantization: Quantization | None,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     new: int,
