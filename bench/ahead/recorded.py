@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.checkpoints.checkpoint import resolve
-from outrider.config import TargetConfig
-from outrider.config.target import Quantization
+from outrider.config import Quantization, TargetConfig
 from outrider.serving.messages import OpenSession
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.draft.drafters.base import Drafter
