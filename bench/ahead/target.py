@@ -79,7 +79,11 @@ class PacedTarget:
 
 def main(control: str, counts: str, flags: Sequence[str]) -> int:
     """Run the service. Returns its exit code."""
-    return app.main(flags, lambda engine: PacedTarget(engine, Path(control), Path(counts)) and None)
+
+    def prepare(engine: TargetEngine) -> None:
+        PacedTarget(engine, Path(control), Path(counts))
+
+    return app.main(flags, prepare)
 
 
 if __name__ == "__main__":
