@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -60,6 +61,7 @@ class DraftSession:
         )
         self.draft_budget = 0 if request.drafting_paused else UNLIMITED_DRAFT
         self.replied = True
+        self._replied_length = 0  # committed tokens when all drafters had replied last
         self.features = FeatureRows()
         self.noise_keys = NoiseKeys(request.sampling.seed)
         self.outbox = ProposalOutbox(self.id, self.tree)
@@ -174,11 +176,19 @@ class DraftSession:
         return self.replied or (self.blocked and not self.root_expanded)
 
     def reply(self) -> list[Proposal]:
-        """The new proposals; an empty one if the last commit has led to none and the root's children are known."""
+        """The new proposals; an empty one if the last commit has led to none and the root's children are known.
+
+        While one of several drafters has yet to expand the root, the others' proposals are no reply to the last commit:
+        a target that waits for a reply waits for all drafters.
+        """
         proposals = self.proposals()
-        if not proposals and not self.replied and not self._awaits_root():
+        awaits_root = self._awaits_root()
+        if awaits_root and len(self.frontiers) > 1 and not self.replied:
+            return [replace(proposal, committed_length=self._replied_length) for proposal in proposals]
+        if not proposals and not self.replied and not awaits_root:
             proposals = self.outbox.empty()
         self.replied = self.replied or bool(proposals)
+        self._replied_length = self.length
         return proposals
 
     def _awaits_root(self) -> bool:
