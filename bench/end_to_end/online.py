@@ -1,14 +1,18 @@
-"""Accept length of a drafter that trains online, by round, with and without training.
+"""Accept length of a drafter that trains online, by round, with and without training, on new and on old traffic.
 
 Prompts come from a file as in `bench accept`. `--category` selects one category that the drafter was not trained on,
 such as arithmetic; `--preface` prepends a text to each prompt that changes the kind of answer. Each prompt is sent
 once, in rounds, so that every round is new to the drafter. `--pause` adds idle time for training between rounds.
+
+`--old FILE` are prompts of earlier traffic. Every other one is served before the rounds; the rest are held-out: sent
+before and after the rounds with a `cache_salt`, so that the drafter does not learn from them.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import shlex
 import time
 from collections.abc import Sequence
@@ -18,18 +22,28 @@ from typing import Any, NamedTuple
 import httpx
 from rich.progress import Progress
 
-from bench.harness.flags import load_prompts, positive_int
-from bench.harness.prompts import Prompt, equal_parts
+from bench.harness.flags import load_prompts, non_negative_int, positive_int
+from bench.harness.prompts import Prompt, equal_parts, sample
 from bench.harness.report import Report, new_figure
 from bench.serve.outcome import Outcome
 from bench.serve.outrider_system import generate, served, speculation
 from outrider.checkpoints.checkpoint import resolve
 
 _COUNTERS = ("steps", "kept", "rejected")
+_RESAMPLES = 1000
 
 
-class Round(NamedTuple):
-    """Answers to the prompts of a round, and the online training counters after it (empty without training)."""
+class Part(NamedTuple):
+    """Prompts that are sent together. learnt: the drafter may learn from them; pause: seconds behind them."""
+
+    name: str
+    prompts: Sequence[str]
+    learnt: bool
+    pause: float = 0.0
+
+
+class Result(NamedTuple):
+    """Answers to the prompts of a part, and the online training counters after it (empty without training)."""
 
     answers: list[Outcome]
     counters: dict[str, int]
@@ -46,32 +60,74 @@ def learning_counters(metrics: str) -> dict[str, int]:
     return found
 
 
-def measure(flags: Sequence[str], rounds: Sequence[Sequence[Prompt]], args: argparse.Namespace) -> list[Round]:
-    """Run all rounds on one system."""
-    results = []
-    body = {"temperature": args.temperature, "max_tokens": args.max_tokens}
+def parts_of(rounds: Sequence[Sequence[Prompt]], old: Sequence[Prompt], args: argparse.Namespace) -> list[Part]:
+    """What is sent, in order."""
+    earlier, held_out = ([prompt.turns[0] for prompt in old[start::2]] for start in (0, 1))
+    parts = [
+        Part(str(number), [args.preface + prompt.turns[0] for prompt in prompts], True, args.pause)
+        for number, prompts in enumerate(rounds, start=1)
+    ]
+    if not old:
+        return parts
+    before = [Part("old, before", held_out, False), Part("old, served", earlier, True, args.pause)]
+    return [*before, *parts, Part("old, after", held_out, False)]
+
+
+def measure(flags: Sequence[str], parts: Sequence[Part], args: argparse.Namespace) -> list[Result]:
+    """Run all parts on one system. Without training there are no pauses, and equal parts are sent once."""
+    training, results, known = "--online" in flags, [], {}
     with served(args.model, flags, args.dtype) as url, Progress() as progress:
-        bar = progress.add_task("with training" if "--online" in flags else "without training", total=len(rounds))
-        for prompts in rounds:
-            turns = [[args.preface + prompt.turns[0]] for prompt in prompts]
-            _, answers = asyncio.run(generate(url, turns, args.concurrency, body))
-            time.sleep(args.pause)
+        bar = progress.add_task("with training" if training else "without training", total=len(parts))
+        for part in parts:
+            key = tuple(part.prompts)
+            if training or key not in known:
+                body = {"temperature": args.temperature, "max_tokens": args.max_tokens}
+                body |= {} if part.learnt else {"cache_salt": "held-out"}
+                _, answers = asyncio.run(generate(url, [[text] for text in part.prompts], args.concurrency, body))
+                known[key] = [answer for (answer,) in answers]
+                time.sleep(part.pause if training else 0.0)
             metrics = httpx.get(f"{url}/metrics", timeout=60).raise_for_status().text
-            results.append(Round([answer for (answer,) in answers], learning_counters(metrics)))
+            results.append(Result(known[key], learning_counters(metrics)))
             progress.advance(bar)
     return results
 
 
-def add_rows(report: Report, online: Sequence[Round], frozen: Sequence[Round]) -> None:
-    """Add a row per round. online, frozen: rounds with and without training."""
-    for number, (trained, untrained) in enumerate(zip(online, frozen, strict=True), start=1):
-        same = sum(a.text == b.text for a, b in zip(trained.answers, untrained.answers, strict=True))
-        lengths: dict[str, Any] = {
-            "online": speculation(trained.answers)["accept_length"],
-            "frozen": speculation(untrained.answers)["accept_length"],
-        }
-        counts = {counter: trained.counters.get(counter, 0) for counter in _COUNTERS}
-        report.add(round=number, **lengths, **counts, same_text=f"{same}/{len(trained.answers)}")
+def length_ratio(online: Sequence[Outcome], frozen: Sequence[Outcome]) -> tuple[float, float, float]:
+    """Accept length with training over that without, and its 95 % interval over random choices of the prompts."""
+    pairs, draw = list(zip(online, frozen, strict=True)), random.Random(0)
+
+    def of(chosen: Sequence[tuple[Outcome, Outcome]]) -> float:
+        trained, untrained = zip(*chosen, strict=True)
+        return speculation(trained)["accept_length"] / speculation(untrained)["accept_length"]
+
+    found = sorted(of(draw.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES))
+    return of(pairs), found[_RESAMPLES // 40], found[-_RESAMPLES // 40 - 1]
+
+
+def add_rows(report: Report, parts: Sequence[Part], online: Sequence[Result], frozen: Sequence[Result]) -> None:
+    """Add a row per part, and one for the last third of the rounds together."""
+    rounds = [index for index, part in enumerate(parts) if part.name.isdigit()]
+    for index, part in enumerate(parts):
+        _add_row(report, part.name, online[index], frozen[index])
+        if index == rounds[-1]:
+            last = rounds[-max(1, len(rounds) // 3) :]
+            whole = [
+                Result([answer for i in last for answer in results[i].answers], results[index].counters)
+                for results in (online, frozen)
+            ]
+            _add_row(report, f"{parts[last[0]].name} to {part.name}", *whole)
+
+
+def _add_row(report: Report, name: str, online: Result, frozen: Result) -> None:
+    same = sum(a.text == b.text for a, b in zip(online.answers, frozen.answers, strict=True))
+    mean, low, high = length_ratio(online.answers, frozen.answers)
+    lengths: dict[str, Any] = {
+        "online": speculation(online.answers)["accept_length"],
+        "frozen": speculation(frozen.answers)["accept_length"],
+    }
+    counts = {counter: online.counters.get(counter, 0) for counter in _COUNTERS}
+    interval = {"over_frozen": mean, "low": low, "high": high}
+    report.add(round=name, **lengths, **interval, **counts, same_text=f"{same}/{len(online.answers)}")
 
 
 def main(argv: list[str]) -> None:
@@ -84,51 +140,66 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--dtype", default="auto", help="number format of the target")
     parser.add_argument("--category", help="use prompts of this category only (default: all)")
     parser.add_argument("--preface", default="", help="text prepended to every prompt")
+    parser.add_argument("--limit", type=positive_int, help="prompts of all rounds, chosen at random (default: all)")
     parser.add_argument("--rounds", type=positive_int, default=10)
+    parser.add_argument("--old", type=Path, help="prompts of earlier traffic, in the same formats")
+    parser.add_argument("--old-limit", type=non_negative_int, default=80, help="prompts of earlier traffic")
     parser.add_argument("--max-tokens", type=positive_int, default=128, help="maximum tokens of an answer")
     parser.add_argument("--concurrency", type=positive_int, default=4, help="concurrent conversations")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds between rounds")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between rounds, with training")
     parser.add_argument("--share", type=float, default=0.2, help="share of time for training, as --online-share")
-    parser.add_argument("--rate", type=float, default=1e-4, help="learning rate, as --online-learning-rate")
     parser.add_argument("--flags", type=shlex.split, default="--speculative-always",
                         help="additional flags of both systems, as one argument")  # fmt: skip
+    parser.add_argument("--online-flags", type=shlex.split, default="",
+                        help="additional flags of the system with training, as one argument")  # fmt: skip
     args = parser.parse_args(argv)
-    prompts = [prompt for prompt in load_prompts(parser, args.prompts) if args.category in (None, prompt.category)]
+    chosen = [prompt for prompt in load_prompts(parser, args.prompts) if args.category in (None, prompt.category)]
+    prompts = sample(chosen, None, seed=0)[: args.limit]
+    old = sample(load_prompts(parser, args.old), None, seed=0)[: args.old_limit] if args.old is not None else []
     rounds = equal_parts(prompts, args.rounds)
     if not rounds or not rounds[0]:
         parser.error(f"{args.prompts} has {len(prompts)} such prompts; {args.rounds} rounds need at least one each")
     args.model = str(resolve(args.model_path))
     flags = ["--speculative-algorithm", args.algorithm, "--speculative-draft-model-path", args.draft, *args.flags]
-    training = ["--online", "--online-share", str(args.share), "--online-learning-rate", str(args.rate)]
+    training = ["--online", "--online-share", str(args.share), *args.online_flags]
     report = Report("online", "Accept length of a drafter that trains online, by round")
-    report.notes = _notes(args, len(rounds[0]))
-    frozen = measure(flags, rounds, args)
-    add_rows(report, measure([*flags, *training], rounds, args), frozen)
+    report.notes = _notes(args, len(rounds[0]), old)
+    parts = parts_of(rounds, old, args)
+    frozen = measure(flags, parts, args)
+    add_rows(report, parts, measure([*flags, *training], parts, args), frozen)
     plot(report)
     report.write()
 
 
-def _notes(args: argparse.Namespace, size: int) -> list[str]:
+def _notes(args: argparse.Namespace, size: int, old: Sequence[Prompt]) -> list[str]:
     part = f"category {args.category}" if args.category else "all categories"
     part += f", each after {args.preface!r}" if args.preface else ""
-    return [
+    notes = [
         f"{Path(args.model).name}, {args.dtype}; {args.algorithm} {Path(args.draft).name}; {args.rounds} rounds of "
         f"{size} prompts of {args.prompts.name} ({part}), each sent once, concurrency {args.concurrency}, answers of "
         f"at most {args.max_tokens} tokens, temperature {args.temperature:g}, {args.pause:g} s between rounds",
-        f"online: --online with a share of {args.share:g} of the time, learning rate {args.rate:g}; "
-        f"both: {' '.join(args.flags)}",
-        "online, frozen: accept length (tokens per step, bonus included) with and without online training",
+        f"online: --online with a share of {args.share:g} of the time {' '.join(args.online_flags)}; both: "
+        f"{' '.join(args.flags)}",
+        "online, frozen: accept length (tokens per step, bonus included) with and without online training; over_frozen "
+        "with low and high: their ratio and its 95 % interval (bootstrap over prompts)",
         "steps, kept, rejected: training steps, accepted and rejected updates so far; same_text: equal answers of both",
     ]
+    if old:
+        notes.append(
+            f"old: {len(old)} prompts of {args.old.name}; half are served before the rounds, the others are held out "
+            "and sent before and after them, never learnt from"
+        )
+    return notes
 
 
 def plot(report: Report) -> None:
     """Accept length by round."""
     figure = new_figure(6.4, 3.6)
     axes = figure.subplots()
+    rows = [row for row in report.rows if row["round"].isdigit()]
     for name, style in (("online", "o-"), ("frozen", "s--")):
-        axes.plot([r["round"] for r in report.rows], [r[name] for r in report.rows], style, label=name)
+        axes.plot([int(r["round"]) for r in rows], [r[name] for r in rows], style, label=name)
     axes.set(xlabel="round", ylabel="accept length", title="prompts unseen by the drafter")
     axes.set_ylim(bottom=1.0)
     axes.legend()

@@ -16,8 +16,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
+import httpx
+
+from bench.end_to_end.online import learning_counters
 from bench.harness.errors import BenchError
 from bench.harness.flags import load_prompts, positive_int
 from bench.harness.report import Report, new_figure
@@ -27,7 +30,7 @@ from outrider.drafts import DEFAULT_HEAD
 
 _EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "rollouts.py"
 
-_FLAGS = f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {DEFAULT_HEAD} --speculative-always"
+_FLAGS = f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {DEFAULT_HEAD}"
 
 
 def example() -> ModuleType:
@@ -43,8 +46,15 @@ def example() -> ModuleType:
     return module
 
 
-def measure(loop: ModuleType, flags: Sequence[str], texts: Sequence[str], args: argparse.Namespace) -> list[Any]:
-    """The steps of a run on one system, with the policy as it was published."""
+class Run(NamedTuple):
+    """The steps of a run on one system, and the draft's training counters behind the rollouts of each."""
+
+    steps: list[Any]
+    counters: list[dict[str, int]]
+
+
+def measure(loop: ModuleType, flags: Sequence[str], texts: Sequence[str], args: argparse.Namespace) -> Run:
+    """A run on one system, with the policy as it was published."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -52,19 +62,30 @@ def measure(loop: ModuleType, flags: Sequence[str], texts: Sequence[str], args: 
     prompts, reward = loop.capitals(AutoTokenizer.from_pretrained(args.model), texts)
     key = ADMIN_HEADERS["authorization"].removeprefix("Bearer ")
     running = args.prompts_per_step * args.count
+    counters: list[dict[str, int]] = []
     with served(args.model, flags, args.dtype, running) as url, contextlib.closing(loop.Engine(url, key)) as engine:
+        push = engine.push
+
+        def counted(model: Any, version: str) -> None:
+            counters.append(learning_counters(httpx.get(f"{url}/metrics", timeout=60).raise_for_status().text))
+            push(model, version)
+
+        engine.push = counted
         steps: list[Any] = loop.train(
             model, engine, prompts, reward, steps=args.steps, count=args.count, max_tokens=args.max_tokens,
             rate=args.rate, batch=args.batch, each=args.prompts_per_step,
         )  # fmt: skip
-    return steps
+    return Run(steps, counters[1:])  # the first push is before the first step
 
 
-def add_rows(report: Report, online: Sequence[Any], frozen: Sequence[Any]) -> None:
-    """Add a row per step. online, frozen: steps of the runs with and without online training."""
-    for number, (trained, untrained) in enumerate(zip(online, frozen, strict=True), start=1):
+def add_rows(report: Report, online: Run, frozen: Run) -> None:
+    """Add a row per step. online, frozen: the runs with and without online training."""
+    pairs = zip(online.steps, frozen.steps, online.counters, strict=True)
+    for number, (trained, untrained, counters) in enumerate(pairs, start=1):
         report.add(
             step=number,
+            draft_steps=counters.get("steps", 0),
+            kept=counters.get("kept", 0),
             reward=round(untrained.reward, 3),
             reward_online=round(trained.reward, 3),
             online=round(trained.accept_length, 3),
@@ -85,8 +106,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("prompts", type=Path, help='JSON lines with "prompt"')
     parser.add_argument("--model-path", default="default")
     parser.add_argument("--dtype", default="float32", help="number format of the target; the trainer's is float32")
-    parser.add_argument("--steps", type=positive_int, default=4)
-    parser.add_argument("--prompts-per-step", type=positive_int, default=6)
+    parser.add_argument("--steps", type=positive_int, default=8)
+    parser.add_argument("--prompts-per-step", type=positive_int, default=4)
     parser.add_argument("--count", type=positive_int, default=4, help="answers to a prompt")
     parser.add_argument("--max-tokens", type=positive_int, default=64, help="maximum tokens of an answer")
     parser.add_argument("--rate", type=float, default=2e-5, help="learning rate of the policy")
@@ -115,6 +136,7 @@ def _notes(args: argparse.Namespace) -> list[str]:
         "temperature 1; the reward is the share of capital letters",
         f"online: --online with a share of {args.share:g} of the time, learning rate {args.draft_rate:g}; "
         f"both: {' '.join(Path(flag).name if '/' in flag else flag for flag in args.flags)}",
+        "draft_steps, kept: training steps of the draft and weights that it took over, before the step's push",
         "online, frozen: accept length of a step's rollouts (tokens per verification, bonus included), with and "
         "without online training of the draft; step 1 is before the first update of the policy",
         "gap: largest difference between the engine's log-probabilities and the trainer's; same: share of answers that "

@@ -57,7 +57,7 @@ class SessionTable:
 
     def needs(self, target: TargetLink) -> bool:
         """True while a session is open on a target that drains, or has left it and has no token of its new one yet."""
-        return target.session_count > 0 or any(one.drained_from is target for one in self.by_id.values())
+        return target.load.session_count > 0 or any(one.drained_from is target for one in self.by_id.values())
 
     # --- opening ---
 

@@ -30,7 +30,7 @@ class Links:
 
     changed: set after the state of a link, or a pool, has changed, for the wait for the first target
     on_late: starts the work that a replica needs which joins while the gateway serves
-    on_early_files: as of TargetLink
+    on_early_files: called with the tokenizer's files of a target that still loads its model
     """
 
     def __init__(
@@ -132,14 +132,14 @@ class Links:
         if link is None:
             return
         link.rank = member.rank
-        link.on_change = partial(self._link_changed, link)
+        link.events.change = partial(self._link_changed, link)
         self._orchestrator.attach(link)
         self._note_change()
         if isinstance(link, TargetLink):
             if self._weights is not None:
                 self._expect(link, self._weights)
             else:
-                link.on_early_files = self.on_early_files
+                link.tokenizer.on_early = self.on_early_files
             link.start()
         if self._control is not None:
             self._control.prepare(link)

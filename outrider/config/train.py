@@ -95,7 +95,10 @@ class OptimizerOptions:
     unroll_decay: float = 0.8
     """Fraction of the tokens at each depth that are trained at the next depth."""
     train_device: str = "auto"
-    """Device of the training: auto, cpu, cuda, cuda:1, tpu, ..."""
+    """Device of the training: auto, cpu, cuda, cuda:1, tpu, ..., or a list: cuda:0,cuda:2."""
+    train_dp_size: int | None = None
+    """Devices that share each optimizer step (data parallelism). Default: all GPUs or TPUs of the machine, or those
+    that --train-device lists; 1 on a CPU."""
     train_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of matrix products. auto: bfloat16. Weights and sums are float32."""
     checkpoint_seconds: float = 120.0

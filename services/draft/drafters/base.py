@@ -112,6 +112,10 @@ class Drafter(ABC):
     def flush(self) -> None:  # noqa: B027  (a drafter may keep nothing)
         """Drop what is kept of texts for later sessions. Open sessions go on."""
 
+    def outdate(self) -> None:
+        """The target has other weights: drop what was computed with the old ones. Open sessions go on."""
+        self.flush()
+
     @property
     def busy(self) -> bool:
         """True if there is background work."""

@@ -139,7 +139,8 @@ class BeamFrontier(Frontier):
         alone = self._merged and not self.held  # only the other drafter grows this tree
         if not self.complete and not alone:
             return []
-        score = tree.path_score
-        candidates = range(len(tree)) if self._merged else self._candidates  # in both, parents come before children
+        if self._merged:  # the target verifies no deeper and no more children of a node
+            return sorted(tree.best_nodes(self.shape.rows - 1, self.shape.steps, self.shape.topk))
+        score, candidates = tree.path_score, self._candidates  # parents come before children
         flat = sorted(range(len(candidates)), key=lambda i: -score[candidates[i]])
         return [candidates[i] for i in sorted(flat[: self.shape.rows - 1])]

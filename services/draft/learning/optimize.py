@@ -6,12 +6,13 @@ checkpoint takes the same steps as an uninterrupted one: the number of steps det
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from safetensors.numpy import load_file, save_file
 from outrider.checkpoints.disk import put_in_place
 from outrider.errors import ConfigError
 from services.draft.learning.batches import Batch
+from services.draft.learning.data_parallel import DataParallel
 from services.draft.learning.objective import LossSums, Objective, TargetWeights
 from services.draft.model.params import Params
 
@@ -30,6 +32,8 @@ CHECKPOINT = "state.safetensors"  # in a folder of checkpoints
 _CLIP = 1.0  # largest global norm of the gradients
 _BETAS = 0.9, 0.95
 _FLOOR = 0.02  # final learning rate over the highest one
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -98,13 +102,22 @@ class StepResult(NamedTuple):
 class Trainer:
     """Takes optimizer steps. `step` counts them."""
 
-    def __init__(self, objective: Objective, schedule: Schedule, target: TargetWeights, params: Params) -> None:
-        """params: initial ones."""
-        self._objective, self._schedule, self._target = objective, schedule, target
+    def __init__(
+        self,
+        objective: Objective,
+        schedule: Schedule,
+        target: TargetWeights,
+        params: Params,
+        parallel: DataParallel | None = None,
+    ) -> None:
+        """params: initial ones; parallel: devices that share the batches, of one device by default."""
+        self._objective, self._schedule, self._parallel = objective, schedule, parallel
         self._optimizer = schedule.optimizer()
-        self.state = TrainState(params, self._optimizer.init(params))
+        self.follow(target)
+        self.restart(params)
         self.step = 0
-        self._gradients = jax.jit(jax.value_and_grad(objective, has_aux=True))
+        gradients = jax.value_and_grad(objective, has_aux=True)
+        self._gradients = jax.jit(gradients if parallel is None else parallel.summed(gradients))
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
         self._apply = jax.jit(self._applied, donate_argnums=0)
 
@@ -114,6 +127,11 @@ class Trainer:
         return TrainState(optax.apply_updates(state.params, updates), moments)
 
     @property
+    def target(self) -> TargetWeights:
+        """The target's weights that it trains for."""
+        return self._target
+
+    @property
     def batches_taken(self) -> int:
         """Batches of all steps so far."""
         return self.step * self._schedule.batches
@@ -121,8 +139,9 @@ class Trainer:
     def take_step(self, batches: Iterator[Batch]) -> StepResult:
         """One step of the optimizer."""
         total: Any = None
-        for _ in range(self._schedule.batches):
-            (_, sums), gradients = self._gradients(self.state.params, self._target, next(batches))
+        own = itertools.islice(batches, self._schedule.batches)
+        for batch in own if self._parallel is None else self._parallel.split(own):
+            (_, sums), gradients = self._gradients(self.state.params, self._target, batch)
             total = (gradients, sums) if total is None else self._add(total, (gradients, sums))
         gradients, sums = total
         self.state = self._apply(self.state, gradients, sums.counts[0])
@@ -138,11 +157,15 @@ class Trainer:
 
     def restart(self, params: Params) -> None:
         """Go on from other parameters, without momentum. The trainer owns them from now on."""
-        self.state = TrainState(params, self._optimizer.init(params))
+        self.state: TrainState = self._placed(TrainState(params, self._optimizer.init(params)))
 
     def follow(self, target: TargetWeights) -> None:
         """Train for other weights of the target from the next step on. Any thread may call."""
-        self._target = target
+        self._target = self._placed(target)
+
+    def _placed(self, tree: _T) -> _T:
+        """Arrays where the steps need them."""
+        return tree if self._parallel is None else self._parallel.replicated(tree)
 
     # --- checkpoints ---
 
@@ -168,7 +191,7 @@ class Trainer:
         for array, leaf in zip(arrays, leaves, strict=True):
             if array is None or array.shape != leaf.shape:
                 raise ConfigError(f"{file} is a checkpoint of another head; remove it to begin anew")
-        self.state = jax.tree.unflatten(structure, [jnp.asarray(array) for array in arrays])
+        self.state = self._placed(jax.tree.unflatten(structure, [jnp.asarray(array) for array in arrays]))
         self.step = int(facts["step"])
         return facts
 

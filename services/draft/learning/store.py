@@ -33,6 +33,7 @@ from outrider.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _FILE_BYTES = 1 << 30
+_TAKEN = -1  # instead of a lock's descriptor
 _ENTRY = np.dtype(
     [
         ("job", "<u8"), ("seed", "<u8"), ("token_start", "<u8"), ("row_start", "<u8"), ("file", "<u4"),
@@ -65,21 +66,26 @@ class Record:
 
 
 class Store:
-    """The records of a folder. One process writes at a time, until it closes the store; any may read a closed one."""
+    """The records of a folder. One process writes at a time, until it closes the store; any may read."""
 
-    def __init__(self, folder: Path, about: dict[str, Any], row_bytes: int) -> None:
-        """about: settings that must be the same for all records, as JSON values.
+    def __init__(self, folder: Path, about: dict[str, Any], row_bytes: int, enough: int | None = None) -> None:
+        """about: settings that must be the same for all records, as JSON values. enough: tokens that suffice to read.
 
-        Raises ConfigError if they differ, or while another process writes.
+        Raises ConfigError if settings differ, or while another process writes and there are not enough tokens.
         """
         self.folder, self.row_bytes = folder, row_bytes
         folder.mkdir(parents=True, exist_ok=True)
         lock = _locked(folder)
-        self._unlock = None if lock is None else weakref.finalize(self, os.close, lock)
+        self._unlock = None if lock in (None, _TAKEN) else weakref.finalize(self, os.close, lock)
         _check(folder / "about.json", about | {"row_bytes": row_bytes})
-        self._entries = self._recover()
+        self._entries = self._present() if lock == _TAKEN else self._recover()
         self.jobs = set(self._entries["job"].tolist())
         self.token_count = int((self._entries["tokens"] - self._entries["first"]).sum())
+        if lock == _TAKEN and (enough is None or self.token_count < enough):
+            raise ConfigError(
+                f"another training writes answers into {folder}; wait until it is done, or name another "
+                "folder with --answers"
+            )
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -100,11 +106,15 @@ class Store:
     def _rows_file(self, number: int) -> Path:
         return self.folder / f"rows-{number:04}.bin"
 
-    def _recover(self) -> NDArray[Any]:
-        """The complete entries; files are truncated behind their data."""
+    def _present(self) -> NDArray[Any]:
+        """The entries that are complete."""
         path = self._path("records.bin")
         raw = path.read_bytes() if path.is_file() else b""
-        entries = np.frombuffer(raw[: len(raw) // _ENTRY.itemsize * _ENTRY.itemsize], _ENTRY)
+        return np.frombuffer(raw[: len(raw) // _ENTRY.itemsize * _ENTRY.itemsize], _ENTRY)
+
+    def _recover(self) -> NDArray[Any]:
+        """The complete entries; files are truncated behind their data."""
+        path, entries = self._path("records.bin"), self._present()
         entries = entries[: self._whole(entries)].copy()
         ends = {0: 0}
         for entry in entries[-1:]:
@@ -242,7 +252,7 @@ def _cut(path: Path, size: int) -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """Descriptor of a folder's lock, held until it is closed; None for a read-only folder. Raises ConfigError.
+    """Descriptor of a folder's lock, held until it is closed; None for a read-only folder, _TAKEN if another has it.
 
     A file system without locks is used unlocked, with a warning.
     """
@@ -256,10 +266,7 @@ def _locked(folder: Path) -> int | None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
-        raise ConfigError(
-            f"another training writes answers into {folder}; wait until it is done, or name another "
-            "folder with --answers"
-        ) from None
+        return _TAKEN
     except OSError as error:
         log.warning("%s cannot be locked (%s); run no other training that writes there", folder, error.strerror)
     return lock

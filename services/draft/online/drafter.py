@@ -4,7 +4,7 @@ It requests the target's states themselves, unfused, and the last state as well:
 train`, and a new fusion layer stays inside the draft service. For EAGLE-3 the wire carries four hidden sizes of the
 target a token instead of one of the draft; EAGLE reads the last state anyway.
 
-    rows of the target ──┬──► recording (replay_buffer.py) ──► learner, in a thread of its own
+    rows of the target ──┬──► recording (recording.py) ──► learner, in a thread of its own
                          └──► fusion ──► prefix KV                 │
     before a step: the offered weights are installed ◄─────────────┘
 
@@ -29,7 +29,8 @@ from services.draft.drafters.feature import FeatureDrafter
 from services.draft.model.programs.runner import ModelRunner
 from services.draft.online.background import Background
 from services.draft.online.learner import Learner
-from services.draft.online.replay_buffer import RecordedFeatures, ReplayBuffer, SessionRecording
+from services.draft.online.recording import RecordedFeatures, SessionRecording
+from services.draft.online.replay_buffer import ReplayBuffer
 from services.draft.sessions.session import DraftSession
 
 
@@ -45,7 +46,7 @@ class OnlineDrafter(FeatureDrafter):
         self.received_row_bytes = row_bytes(buffer.row_bytes // 2, features.format)
         self.learner, self._buffer = learner, buffer
         self._background = Background(learner.run_once, share)
-        self._recordings: dict[int, SessionRecording] = {}
+        self._recordings: dict[int, tuple[SessionRecording, DraftSession]] = {}
         self._ended: dict[
             int, tuple[SessionRecording, NDArray[np.uint32]]
         ] = {}  # last rows may follow; with all tokens
@@ -62,8 +63,9 @@ class OnlineDrafter(FeatureDrafter):
         self._background.start()
 
     def stop(self) -> None:
-        """End the training thread."""
+        """End the training thread, and store the state of the training."""
         self._background.stop()
+        self.learner.save()
 
     # --- sessions ---
 
@@ -72,8 +74,8 @@ class OnlineDrafter(FeatureDrafter):
         super().open(session)
         if own_salt(session.cache_salt):
             return
-        recording = self._buffer.record(session.sampling.temperature, session.prompt_length)
-        self._recordings[session.id] = recording
+        recording = SessionRecording(self._buffer, session.sampling.temperature, session.prompt_length)
+        self._recordings[session.id] = recording, session
 
         def on_rows(first: int, rows: NDArray[np.uint8]) -> None:
             self._record(recording, first, rows, session.tokens)
@@ -88,8 +90,8 @@ class OnlineDrafter(FeatureDrafter):
 
     def finished(self, session: DraftSession, tokens: NDArray[np.uint32]) -> None:
         """Finish its recording with the next round; while drafting is paused, states arrive with the end."""
-        if (recording := self._recordings.pop(session.id, None)) is not None:
-            self._ended[session.id] = recording, np.concatenate([session.tokens, tokens])
+        if (found := self._recordings.pop(session.id, None)) is not None:
+            self._ended[session.id] = found[0], np.concatenate([session.tokens, tokens])
 
     def late_features(self, block: FeatureBlock) -> None:
         """Record states that arrive with a session's end."""
@@ -99,17 +101,17 @@ class OnlineDrafter(FeatureDrafter):
 
     def close(self, session: DraftSession) -> None:
         """As ModelDrafter; the recording is finished."""
-        if (recording := self._recordings.pop(session.id, None)) is not None:
-            recording.finish(session.tokens)
+        if (found := self._recordings.pop(session.id, None)) is not None:
+            found[0].finish(session.tokens)
         super().close(session)
 
-    def flush(self) -> None:
-        """As ModelDrafter; also drop all recordings, because the target may have other weights now."""
-        super().flush()
-        for recording in (*self._recordings.values(), *(recording for recording, _ in self._ended.values())):
-            recording.drop()
-        self._ended.clear()
-        self._buffer.clear()
+    def outdate(self) -> None:
+        """The target has other weights: recordings end with the states of the old ones, which are used for a while."""
+        super().outdate()
+        for recording, session in self._recordings.values():
+            recording.finish(session.tokens)
+        self._store_ended()
+        self._buffer.outdate()
 
     def features_of(self, rows: NDArray[np.uint8]) -> NDArray[Any]:
         """All states but the last, which is only a training target."""
@@ -124,13 +126,16 @@ class OnlineDrafter(FeatureDrafter):
 
     def work(self) -> None:
         """Store the recordings of ended sessions, and install new weights if there are any."""
-        for recording, tokens in self._ended.values():
-            recording.finish(tokens)
-        self._ended.clear()
+        self._store_ended()
         if (served := self.learner.offer.take()) is not None:
             self.runner.install(*served)
             self.prefix.flush()
             self.swaps += 1
+
+    def _store_ended(self) -> None:
+        for recording, tokens in self._ended.values():
+            recording.finish(tokens)
+        self._ended.clear()
 
     def load(self) -> EngineLoad:
         """As ModelDrafter, with the counts of the training."""

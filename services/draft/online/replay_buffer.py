@@ -1,28 +1,37 @@
-"""The replay buffer of online training: segments of recent sessions with the target's hidden states, in bounded memory.
+"""The replay buffer of online training: segments of served sessions with the target's hidden states, in bounded memory.
 
-    session    0 ............ prompt | answer ............................. |
-    segments            |context|   trained   |
-                                        |context|   trained   |
+    recent      the latest segments
+    replayed    a uniform sample of all segments since the start, so that training does not forget earlier traffic
 
-A segment has at most `length` rows. During a prompt only its last `context` rows are kept, because answers are trained;
-a long answer becomes several segments, each with the last rows of the one before as context. The engine's thread
-writes, the training thread reads.
+Both have a part that is held out of the training. After an update of the target's weights segments are stale: their
+states are those of the old weights. They are kept for a number of updates, because small updates change the states
+little. The engine's thread writes, the training thread reads.
 """
 
 from __future__ import annotations
 
+import heapq
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.draft.learning.store import Record
-from services.draft.sessions.features import FeatureRows
 
 _ENTRY = np.dtype([("rows", "<u4"), ("first", "<u4"), ("temperature", "<f4")])
+
+
+class Segment(NamedTuple):
+    """A record in the buffer. number: in order of arrival; version: of the target's weights; key: uniform in [0, 1)."""
+
+    record: Record
+    number: int
+    version: int
+    key: float
 
 
 class Segments:
@@ -47,42 +56,85 @@ class Segments:
 
 
 @dataclass
-class _Part:
+class _Recent:
     """The latest segments of one kind, up to a number of bytes."""
 
     limit: int
-    records: deque[Record] = field(default_factory=deque)
+    segments: deque[Segment] = field(default_factory=deque)
     bytes: int = 0
 
-    def add(self, record: Record) -> None:
-        self.records.append(record)
-        self.bytes += record.rows.nbytes
+    def add(self, segment: Segment) -> None:
+        self.segments.append(segment)
+        self.bytes += segment.record.rows.nbytes
         while self.bytes > self.limit:
-            self.bytes -= self.records.popleft().rows.nbytes
+            self.bytes -= self.segments.popleft().record.rows.nbytes
+
+    def filtered(self, oldest: int) -> _Recent:
+        return _filled(_Recent(self.limit), self.segments, oldest)
+
+
+@dataclass
+class _Sample:
+    """A uniform sample of all segments of one kind: those with the smallest keys, up to a number of bytes."""
+
+    limit: int
+    heap: list[tuple[float, int, Segment]] = field(default_factory=list)  # the largest key first
+    bytes: int = 0
+
+    @property
+    def segments(self) -> list[Segment]:
+        return sorted((segment for _, _, segment in self.heap), key=lambda segment: segment.number)
+
+    def add(self, segment: Segment) -> None:
+        heapq.heappush(self.heap, (-segment.key, segment.number, segment))
+        self.bytes += segment.record.rows.nbytes
+        while self.bytes > self.limit:
+            self.bytes -= heapq.heappop(self.heap)[2].record.rows.nbytes
+
+    def filtered(self, oldest: int) -> _Sample:
+        return _filled(_Sample(self.limit), self.segments, oldest)
+
+
+_Part = TypeVar("_Part", _Recent, _Sample)
+
+
+def _filled(part: _Part, segments: Iterable[Segment], oldest: int) -> _Part:
+    """A part with those segments that are of version `oldest` or later."""
+    for segment in segments:
+        if segment.version >= oldest:
+            part.add(segment)
+    return part
 
 
 class ReplayBuffer:
-    """The latest segments; those of one in `held_out` sessions are held out of the training.
+    """Segments; those of one in `held_out` sessions are held out of the training.
 
-    learnt: trainable rows since the last clear; clears: number of clears
+    learnt: trainable rows since the start; version: updates of the target's weights
     """
 
-    def __init__(self, limit: int, row_bytes: int, length: int, context: int, held_out: int) -> None:
-        """limit: in bytes; half of it is for sessions that are being recorded."""
+    def __init__(
+        self, limit: int, row_bytes: int, length: int, context: int, held_out: int, versions: int = 8, seed: int = 0
+    ) -> None:
+        """limit: in bytes; half of it is for sessions that are being recorded, a quarter each for the two kinds.
+
+        versions: updates of the target's weights for which segments are kept
+        """
         assert 0 < 2 * context < length
         self.row_bytes, self.length, self.context = row_bytes, length, context
-        self.learnt = self.clears = 0
-        self._held_out = held_out
+        self.learnt = self.version = 0
+        self._held_out, self._versions = held_out, versions
         self._lock = threading.Lock()
-        self._parts = {True: _Part(limit // 2 // held_out), False: _Part(limit // 2 - limit // 2 // held_out)}
+        sizes = {True: limit // 4 // held_out, False: limit // 4 - limit // 4 // held_out}
+        self._recent = {kind: _Recent(size) for kind, size in sizes.items()}
+        self._replayed = {kind: _Sample(size) for kind, size in sizes.items()}
         self.room = limit - limit // 2
-        self._sessions = 0
+        self._sessions = self._added = self._outdated = 0  # _outdated: segments at the last update
+        self._keys = np.random.default_rng(seed)
 
-    def record(self, temperature: float, prompt: int) -> SessionRecording:
-        """Record a new session."""
-        held_out = self._sessions % self._held_out == self._held_out - 1
+    def next_held_out(self) -> bool:
+        """True if the next session is to be held out."""
         self._sessions += 1
-        return SessionRecording(self, temperature, prompt, held_out)
+        return self._sessions % self._held_out == 0
 
     def reserve(self, size: int) -> bool:
         """Reserve bytes for a session that is being recorded; negative sizes release them. False without room."""
@@ -91,126 +143,92 @@ class ReplayBuffer:
         self.room -= size
         return True
 
-    def add(self, record: Record) -> None:
-        """Add a segment, and drop the oldest ones beyond the limit."""
+    def add(self, record: Record, version: int | None = None) -> None:
+        """Add a segment, and drop those beyond the limit. version: of the target's weights, by default the present."""
         with self._lock:
-            self._parts[record.held_out].add(record)
-            if not record.held_out:
-                self.learnt += learnt_rows_of(record)
+            self._added += 1
+            segment = Segment(record, self._added, self.version if version is None else version, self._keys.random())
+            if segment.version > self.version - self._versions:
+                self._recent[record.held_out].add(segment)
+                self._replayed[record.held_out].add(segment)
+                if not record.held_out:
+                    self.learnt += learnt_rows_of(record)
 
-    def clear(self) -> None:
-        """Drop all segments. Sessions that are being recorded keep their rows."""
-        with self._lock:
-            self._parts = {kind: _Part(part.limit) for kind, part in self._parts.items()}
-            self.learnt, self.clears = 0, self.clears + 1
+    def outdate(self) -> None:
+        """The target has other weights: later segments are of the next version, and the oldest are dropped.
 
-    def segments(self, *, held_out: bool) -> Segments:
-        """The present segments."""
+        Nothing happens if no segment was added since the last time: several gateways may report the same update.
+        """
         with self._lock:
-            return Segments(list(self._parts[held_out].records), self.row_bytes)
+            if self._added == self._outdated:
+                return
+            self.version, self._outdated = self.version + 1, self._added
+            self._drop_before(self.version - self._versions + 1)
+
+    def _drop_before(self, version: int) -> None:
+        self._recent = {kind: part.filtered(version) for kind, part in self._recent.items()}
+        self._replayed = {kind: part.filtered(version) for kind, part in self._replayed.items()}
+
+    # --- reading ---
+
+    def recent(self, *, held_out: bool) -> list[Segment]:
+        """The latest segments, oldest first."""
+        with self._lock:
+            return list(self._recent[held_out].segments)
+
+    def replayed(self, *, held_out: bool) -> list[Segment]:
+        """The sample of all segments, oldest first."""
+        with self._lock:
+            return self._replayed[held_out].segments
+
+    def segments(self, chosen: Iterable[Segment]) -> Segments:
+        """Segments as a source of batches."""
+        return Segments([segment.record for segment in chosen], self.row_bytes)
+
+    @property
+    def recent_learnt(self) -> int:
+        """Trainable rows of the recent segments."""
+        return sum(learnt_rows_of(segment.record) for segment in self.recent(held_out=False))
+
+    # --- state ---
+
+    def snapshot(self) -> tuple[list[Segment], list[Segment]]:
+        """All recent and all replayed segments."""
+        with self._lock:
+            parts = (self._recent, self._replayed)
+            recent, replayed = ([s for part in kinds.values() for s in part.segments] for kinds in parts)
+            return recent, replayed
+
+    def counters(self) -> dict[str, int]:
+        """Counters for `restore`."""
+        return {"learnt": self.learnt, "version": self.version, "sessions": self._sessions, "added": self._added}
+
+    def restore(self, recent: Iterable[Segment], replayed: Iterable[Segment], counters: Mapping[str, int]) -> None:
+        """Take over another buffer's segments and counters.
+
+        If the target's weights had been updated, it begins with others again, so the segments are of an older version.
+        """
+        with self._lock:
+            for segment in sorted(recent, key=lambda segment: segment.number):
+                self._recent[segment.record.held_out].add(segment)
+            for segment in replayed:
+                self._replayed[segment.record.held_out].add(segment)
+            self.learnt, self.version = counters["learnt"], counters["version"]
+            self._sessions, self._added = counters["sessions"], counters["added"]
+        self._keys = np.random.default_rng(self._added)
+        if self.version:
+            self.outdate()
 
     @property
     def bytes(self) -> int:
-        """Size of all segments."""
+        """Size of all segments; those of both kinds are counted twice."""
         with self._lock:
-            return sum(part.bytes for part in self._parts.values())
-
-
-class SessionRecording:
-    """The recording of one session. Rows arrive in order; it ends at a gap."""
-
-    def __init__(self, buffer: ReplayBuffer, temperature: float, prompt: int, held_out: bool) -> None:
-        self._buffer, self._temperature, self._held_out = buffer, temperature, held_out
-        self._start = 0  # position of the first row
-        self._first = prompt  # position of the first token to learn
-        self._parts: list[NDArray[np.uint8]] = []
-        self._count = 0
-        self._over = False
-
-    def add(self, first: int, rows: NDArray[np.uint8], tokens: NDArray[np.uint32]) -> None:
-        """Rows from position `first` on, [n, row bytes], bfloat16; they are copied. tokens: all committed ones."""
-        end = self._start + self._count
-        if self._over or first > end:
-            self._stop()
-            return
-        rows = rows[end - first :]
-        length = self._buffer.length
-        while len(rows):
-            fitting = rows[: length - self._count]
-            if not self._buffer.reserve(fitting.nbytes):
-                self._stop()
-                return
-            self._parts.append(fitting.copy())  # a view would keep the whole frame in memory
-            self._count += len(fitting)
-            rows = rows[len(fitting) :]
-            self._hand_over(tokens)
-
-    def finish(self, tokens: NDArray[np.uint32]) -> None:
-        """The session has ended: store the remaining rows."""
-        if not self._over:
-            self._emit(tokens)
-        self._stop()
-
-    def drop(self) -> None:
-        """Discard the recording."""
-        self._stop()
-
-    def _hand_over(self, tokens: NDArray[np.uint32]) -> None:
-        """Keep only context of a prompt; store a full segment of an answer."""
-        end = self._start + self._count
-        if end < self._first:
-            if self._count > 2 * self._buffer.context:
-                self._keep(self._buffer.context)
-        elif self._count == self._buffer.length:
-            self._emit(tokens)
-            # The last row of a segment is not trained, because its next row is not in the segment.
-            self._first = max(self._first, end)
-            self._keep(self._buffer.context)
-
-    def _emit(self, tokens: NDArray[np.uint32]) -> None:
-        count = min(self._count, len(tokens) - 1 - self._start)
-        if count < 2:
-            return
-        rows = np.concatenate(self._parts)[:count]
-        own = tokens[self._start : self._start + count + 1].copy()
-        first = max(self._first - self._start, 0)
-        record = Record(own, rows, first, first, self._temperature, 0, self._held_out)
-        if learnt_rows_of(record):
-            self._buffer.add(record)
-
-    def _keep(self, count: int) -> None:
-        """Drop all but the last rows."""
-        rows = np.concatenate(self._parts)
-        dropped = len(rows) - count
-        self._buffer.reserve(-dropped * self._buffer.row_bytes)
-        self._parts, self._count = [rows[dropped:].copy()], count
-        self._start += dropped
-
-    def _stop(self) -> None:
-        self._buffer.reserve(-self._count * self._buffer.row_bytes)
-        self._parts, self._count, self._over = [], 0, True
-
-
-class RecordedFeatures(FeatureRows):
-    """The received rows of a session, which are passed to a recording as well."""
-
-    def __init__(self, rows: FeatureRows, on_rows: Callable[[int, NDArray[np.uint8]], None]) -> None:
-        """rows: those received so far, taken over. hear: called with position and bytes of received rows."""
-        super().__init__()
-        self._on_rows = on_rows
-        self.first, self.lost = rows.first, rows.lost
-        if len(rows):
-            self.add(rows.first, rows.take())
-
-    def add(self, first: int, rows: NDArray[np.uint8]) -> None:
-        """As of FeatureRows."""
-        self._on_rows(first, rows)
-        super().add(first, rows)
+            return sum(self._recent[kind].bytes + self._replayed[kind].bytes for kind in (True, False))
 
 
 def min_bytes(row_bytes: int, length: int, held_out: int) -> int:
     """Smallest limit with room for a held-out segment, in bytes."""
-    return 2 * held_out * length * row_bytes
+    return 4 * held_out * length * row_bytes
 
 
 def learnt_rows_of(record: Record) -> int:

@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from services.draft.learning.batches import Batch, PackShape, build, learnt_rows, plan
-from services.draft.online.replay_buffer import ReplayBuffer, Segments
+from services.draft.online.replay_buffer import ReplayBuffer, Segment
 
 _CANDIDATES = 24  # segments among which a pack is chosen
 _EVALUATION_PACKS = 4
 
 
 class SegmentSampler:
-    """Packs of segments. Every row is used `epochs` times on average."""
+    """Packs of segments. Every recent row is used `epochs` times on average; a share of the packs is replayed.
 
-    def __init__(self, buffer: ReplayBuffer, shape: PackShape, epochs: float) -> None:
+    Replayed are the older half of the buffer's sample of all segments: the newer half resembles the recent ones.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, shape: PackShape, epochs: float, replay: float) -> None:
         self.buffer = buffer
-        self.epochs = epochs
+        self.epochs, self.replay = epochs, replay
         self._shape = shape
         self._order = np.random.default_rng(0)
-        self._clears = self._used_before = 0  # clears of the buffer; rows that were used before the last clear
+        self.used = 0  # recent rows that were used, or dropped from the buffer before
+        self._due = 0.0  # replayed packs that are due
 
     def empty_batch(self) -> Batch:
         """A batch without segments, for the warm-up."""
-        return build(Segments([], self.buffer.row_bytes), [], self._shape, self._order)
+        return build(self.buffer.segments([]), [], self._shape, self._order)
 
-    def training_batch(self, used: int) -> Batch | None:
-        """A pack of random segments; None if all were used often enough. used: rows in all steps so far."""
-        if self._clears != self.buffer.clears:
-            self._clears, self._used_before = self.buffer.clears, used
-        if used - self._used_before >= self.buffer.learnt * self.epochs:
+    def training_batch(self) -> Batch | None:
+        """A pack of random segments; None if all recent ones were used often enough."""
+        learnt = self.buffer.learnt
+        self.used = max(self.used, round((learnt - self.buffer.recent_learnt) * self.epochs))
+        if self.used >= learnt * self.epochs:
             return None
-        segments = self.buffer.segments(held_out=False)
+        self._due += self.replay
+        if self._due >= 1.0:
+            self._due -= 1.0
+            if (batch := self._random_pack(_older_half(self.buffer.replayed(held_out=False)))) is not None:
+                return batch
+        batch = self._random_pack(self.buffer.recent(held_out=False))
+        if batch is not None:
+            self.used += int((batch.reach > 0).sum())
+        return batch
+
+    def _random_pack(self, chosen: Sequence[Segment]) -> Batch | None:
+        """The fullest pack of some random segments; None if all together do not fill one."""
+        segments = self.buffer.segments(chosen)
         counts = learnt_rows(segments.entries)[1]
         if counts.sum() < self._shape.learnt:
             return None
@@ -40,11 +58,24 @@ class SegmentSampler:
         fullest = max(packs, key=lambda pack: int(counts[pack].sum()))
         return build(segments, [fullest], self._shape, self._order)
 
-    def held_out_batches(self) -> list[Batch]:
-        """The latest held-out segments, in packs."""
-        segments = self.buffer.segments(held_out=True)
+    def recent_held_out(self, rows: int) -> list[Batch]:
+        """The latest held-out segments, in packs; only those of the target's present weights if they have `rows`."""
+        segments = self.buffer.recent(held_out=True)
+        current = [segment for segment in segments if segment.version == self.buffer.version]
+        enough = learnt_rows(self.buffer.segments(current).entries)[1].sum() >= rows
+        return self._packs(current if enough else segments)
+
+    def replayed_held_out(self) -> list[Batch]:
+        """Held-out segments of earlier traffic, in packs."""
+        return self._packs(_older_half(self.buffer.replayed(held_out=True)))
+
+    def _packs(self, chosen: Sequence[Segment]) -> list[Batch]:
+        segments = self.buffer.segments(chosen[-_EVALUATION_PACKS * _CANDIDATES :])
         if not len(segments):
             return []
-        latest = np.arange(max(0, len(segments) - _EVALUATION_PACKS * _CANDIDATES), len(segments))
-        packs = plan(segments.entries, latest, self._shape, self._order)[:_EVALUATION_PACKS]
+        packs = plan(segments.entries, np.arange(len(segments)), self._shape, self._order)[:_EVALUATION_PACKS]
         return [build(segments, [pack], self._shape, self._order) for pack in packs]
+
+
+def _older_half(segments: Sequence[Segment]) -> Sequence[Segment]:
+    return segments[: (len(segments) + 1) // 2]

@@ -18,12 +18,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from numpy.typing import NDArray
 
 from services.draft.model.matrices.packed import pack_params
 from services.draft.model.matrices.quantized import quantization_format, quantize_params
 from services.draft.model.parallel.devices import host_device
 from services.draft.model.params import Params
 from services.draft.model.weights.arrays import putter
+
+
+class LearntWeights(NamedTuple):
+    """A head's trained parameters, float32, and the target's id of each entry of its vocabulary, [n]."""
+
+    params: Params
+    ids: NDArray[np.int64]
 
 
 class ServedWeights(NamedTuple):
@@ -41,16 +49,8 @@ class WeightFormat:
     quantization: str | None
     panels: bool
 
-    def convert(self, learnt: Params, frozen: Params) -> ServedWeights:
-        """Weights for the service.
-
-        learnt: float32, with the fusion if the draft service applies it; frozen: other parameters, already converted
-        """
-        converted = self._converted(learnt)
-        fusion = converted.pop("fusion", {})
-        return ServedWeights(frozen | converted, fusion)
-
-    def _converted(self, learnt: Params) -> Params:
+    def converted(self, learnt: Params) -> Params:
+        """Trained parameters for the service, with the fusion if the draft service applies it."""
         put = putter(self.dtype)
 
         def load() -> Params:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from outrider.serving.messages import OpenSession
 from outrider.speculation.proposal import UNLIMITED_DRAFT, Proposal
 from outrider.speculation.tree import ROOT, SpeculationTree
+from services.draft.sessions.claims import ClaimModels
 from services.draft.sessions.features import FeatureRows
 from services.draft.sessions.frontier import Frontier, TreeLimits
 from services.draft.sessions.noise_keys import NoiseKeys
@@ -43,8 +44,9 @@ class DraftSession:
         eos_token_ids: tuple[int, ...],
         frontiers: Sequence[Frontier] = (),
         queue_order: int = 0,
+        models: ClaimModels | None = None,
     ) -> None:
-        """frontiers: by default a single one that expands only below its own expansions."""
+        """frontiers: by default a single one that expands only below its own expansions. models: as of TreeGrower."""
         self.id = request.session_id
         self.queue_order = queue_order
         self.sampling = request.sampling
@@ -53,7 +55,9 @@ class DraftSession:
         self.span_start = SpanStart(request.traceparent, time.time_ns(), len(request.tokens))
         self.tree = SpeculationTree(request.tokens, limits.nodes)
         self.frontiers = tuple(frontiers) or (Frontier(limits.nodes, limits.floor, from_parents=True),)
-        self.grower = TreeGrower(self.tree, self.frontiers, limits, request.stop, eos_token_ids, request.prompt_length)
+        self.grower = TreeGrower(
+            self.tree, self.frontiers, limits, request.stop, eos_token_ids, request.prompt_length, models
+        )
         self.draft_budget = 0 if request.drafting_paused else UNLIMITED_DRAFT
         self.replied = True
         self.features = FeatureRows()

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 # Flags whose values may differ when a run resumes.
 _FREE_FLAGS = {field.name for options in (ProcessConfig, ServiceTlsOptions) for field in fields(options)} | {
     "output", "answers", "initial", "target", "data", "free_openings", "checkpoint_seconds", "evaluate", "train_device",
-    "max_running_requests", "max_bytes", "export_answers", "minutes",
+    "train_dp_size", "max_running_requests", "max_bytes", "export_answers", "minutes",
 }  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def train(config: TrainConfig) -> int:
 
 def _train(config: TrainConfig) -> None:
     # JAX reads its number of threads at import, so it is imported after the process was pinned to its cores.
-    from services.draft.learning.optimize import CHECKPOINT
+    from services.draft.learning.optimize import CHECKPOINT, saved_facts
     from services.draft.train.data.compact import write_compact
     from services.draft.train.data.writing import open_store, write_answers
     from services.draft.train.run import TrainingRun
@@ -75,6 +75,12 @@ def _train(config: TrainConfig) -> None:
     target = checkpoint.resolve(config.model_path)
     training = TrainingRun(config, target)
     store = open_store(config, target, training.algorithm.states)
+    saved = saved_facts(output / "checkpoint")
+    if saved is not None and len(store) < saved["records"]:  # before the target writes others
+        raise ConfigError(
+            f"the checkpoint in {output} learnt from {saved['records']} answers, and {store.folder} holds "
+            f"{len(store)}; copy all of them there, or remove the checkpoint to start again"
+        )
     uvloop.run(write_answers(config, store, training.algorithm.states, checkpoint.fingerprint(target)))
     if config.export_answers is not None:
         store.close()
@@ -100,7 +106,8 @@ def check(config: TrainConfig) -> None:
         "max_bytes",
     )  # fmt: skip
     check_minimum(config, dict.fromkeys(positive, 1))
-    check_minimum(config, dict.fromkeys(("data_limit", "steps", "intermediate_size", "num_layers", "hidden_size"), 1))
+    optional = ("data_limit", "steps", "intermediate_size", "num_layers", "hidden_size", "train_dp_size")
+    check_minimum(config, dict.fromkeys(optional, 1))
     check_minimum(config, dict.fromkeys(("free_prompts", "seed", "evaluate"), 0))
     for name, low, high in (("warmup", 0.0, 1.0), ("held_out", 0.0, 0.5), ("unroll_decay", 0.0, 1.0)):
         value = getattr(config, name)

@@ -24,6 +24,7 @@ from services.draft.learning.ahead import AheadOfTime
 from services.draft.learning.algorithms import Algorithm, DraftShape, algorithm_of
 from services.draft.learning.algorithms.initial import initial_head
 from services.draft.learning.batches import Batch, Batches, learnt_rows
+from services.draft.learning.data_parallel import DataParallel
 from services.draft.learning.evaluation import ChainEvaluator
 from services.draft.learning.objective import Objective, TargetWeights
 from services.draft.learning.optimize import Schedule, StepResult, Trainer, saved_facts
@@ -31,7 +32,7 @@ from services.draft.learning.pace import fitted
 from services.draft.learning.resident import resident_states
 from services.draft.learning.store import Reader, Record, Store
 from services.draft.learning.vocabulary import check_count, coverage, draft_ids, frequent_tokens
-from services.draft.model.parallel.devices import choose_devices
+from services.draft.model.parallel.devices import choose_devices, devices_named
 from services.draft.model.params import Params
 from services.draft.train import report
 from services.draft.train.evaluate import replay, shapes_for
@@ -54,7 +55,8 @@ class TrainingRun:
     def __init__(self, config: TrainConfig, target: Path) -> None:
         """target: folder of its checkpoint. Raises ConfigError for flags that do not fit it."""
         self.config, self.target = config, read_target(target)
-        choose_devices(config.train_device, 1, "--train-device")
+        self._parallel = _shared_devices(config)
+        self._device = config.train_device.partition(",")[0]  # of the evaluation
         self.algorithm = self._algorithm()
         if self.algorithm.vocabulary() is None and not self.algorithm.whole_vocabulary:
             check_count(config.draft_vocab_size, self.target.vocab_size)  # before any answer is generated
@@ -95,12 +97,13 @@ class TrainingRun:
         schedule = self._schedule(batches)
         params = self.algorithm.first_params(self.target, self._ids, self._scales(reader, learnt), self.config.seed)
         weights = self.target_weights()
-        trainer = Trainer(objective, schedule, weights, params)
+        trainer = Trainer(objective, schedule, weights, params, self._parallel)
         evaluation = _HeldOutEvaluation(ChainEvaluator(objective, weights), self._evaluation_batches(reader))
         batches.resident = resident_states(reader, learnt)
         if self.config.minutes is not None:
             schedule = self._fitted(trainer, schedule, batches, evaluation, saved)
-        facts = {"settings": settings, "records": len(reader), "steps": schedule.steps}
+        target = checkpoint.fingerprint(self.target.folder)
+        facts = {"settings": settings, "target": target, "records": len(reader), "steps": schedule.steps}
         self._resume(trainer, folder, facts)
         log.info(
             "%d answers, %d trained tokens; batches of %s; %d steps of %d batches, %.1f M parameters",
@@ -173,8 +176,10 @@ class TrainingRun:
         saved = trainer.load(folder)
         if saved is None:
             return
-        wrong = [name for name, value in facts["settings"].items() if saved["settings"].get(name) != _json(value)]
-        wrong += [name for name in ("records", "steps") if saved[name] != facts[name]]
+        # The target's fingerprint stands for its path, which is another one on another machine.
+        settings = {name: value for name, value in facts["settings"].items() if name != "model_path"}
+        wrong = [name for name, value in settings.items() if saved["settings"].get(name) != _json(value)]
+        wrong += [name for name in ("target", "records", "steps") if saved.get(name) != facts[name]]
         if wrong:
             raise ConfigError(
                 f"the checkpoint in {folder} is of a run with other {', '.join(wrong)}; remove it to start again, "
@@ -264,7 +269,7 @@ class TrainingRun:
                 self.target.folder,
                 records,
                 self._shapes()["tree"],
-                self.config.train_device,
+                self._device,
             )
             self.facts["sharpness"] = {"factor": factor, "gains": gains}
         write(factor, folder)
@@ -274,7 +279,7 @@ class TrainingRun:
         records = self._records(self._held_out[: self.config.evaluate])
         evaluation: dict[str, Any] = {}
         for name, shape in self._shapes().items() if records else ():
-            scores = replay(self.config.algorithm, folder, self.target.folder, records, shape, self.config.train_device)
+            scores = replay(self.config.algorithm, folder, self.target.folder, records, shape, self._device)
             evaluation[name] = {"shape": asdict(shape)} | {f"temperature {t:g}": s.facts() for t, s in scores.items()}
             for temperature, score in sorted(scores.items()):
                 log.info(
@@ -293,6 +298,13 @@ class TrainingRun:
 
     def _records(self, indices: list[int]) -> list[Record]:
         return [self.reader.record(i) for i in indices]
+
+
+def _shared_devices(config: TrainConfig) -> DataParallel | None:
+    """The devices that share the training; None for one. Raises ConfigError."""
+    count = config.train_dp_size or devices_named(config.train_device)
+    devices = choose_devices(config.train_device, count, "--train-device", count_flag="--train-dp-size")
+    return DataParallel(devices) if len(devices) > 1 else None
 
 
 class _HeldOutEvaluation:

@@ -89,7 +89,7 @@ class TargetEngine(Engine):
         self.overlap = model.device.type == "cuda" and not config.disable_overlap_schedule
         # Steps behind draft tokens overlap, too, where the device can choose the next ones.
         self._follows = takes_prepared_spans(model.runner)
-        self.prepares = self.overlap and config.tp_size == 1 and self.sampler.exact and self._follows
+        self.prepares = self.overlap and self.sampler.exact and self._follows
         self._in_flight: InFlightStep | None = None
         self._pending = StepOutput()  # of sessions that were ended, or of a step that was collected, between two steps
         self.tracing: Tracing | None = None  # receives spans of sessions

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -41,14 +42,15 @@ def prepare(
         *_places(batch, works, sessions, tables.width), _pages(sessions, longest, tables.width),
         _keys(sessions, max(longest) + tables.width + 1),
     )  # fmt: skip
-    prepared = _spans_of(batch)(samples, tables, maps, batch.layout.page_size)
+    prepared = spans_for(batch.device)(samples, tables, maps, batch.layout.page_size)
     if batch.device.type == "cpu" and not follows:
         return batch.settled(prepared), prepared
     return replace(batch, prepared=prepared), prepared
 
 
-def _spans_of(batch: Batch) -> type[PreparedSpans]:
-    if batch.device.type != "cuda":
+def spans_for(device: torch.device) -> type[PreparedSpans]:
+    """The kind of prepared spans that suits a device."""
+    if device.type != "cuda":
         return PreparedSpans
     from services.target.kernels.cuda.prepared_spans import FusedSpans
 

@@ -38,6 +38,8 @@ from services.target.step.batch import SessionWork
 from services.target.step.prepared import TreeTables
 from services.target.step.programs import MultiStepDecoding
 
+_FEW_SESSIONS = 4  # whose surviving draft tokens are weighed: one of many usually has none
+
 
 class Speculation:
     """Decides for one engine.
@@ -262,6 +264,19 @@ class Speculation:
         if self._reads_late:
             unread = {one: self._sessions[one].session.length for one in wanted if not self.policy.wait.drafts_for(one)}
         self.policy.end(wanted, sessions, tokens, prompts=prompt_tokens, steps=steps, own=own, unread=unread)
+        if not prompt_tokens and 0 < len(wanted) <= _FEW_SESSIONS:
+            self._wait_where_it_pays(commits, wanted, tokens)
+
+    def _wait_where_it_pays(self, commits: Sequence[Commit], wanted: Sequence[int], tokens: int) -> None:
+        """Let the next step begin at once if what has survived of the trees promises enough."""
+        wait = self.policy.wait
+        accepted = {one.session_id: one.accepted if one.source == SourceKind.DRAFT else 0 for one in commits}
+        wait.gain.committed(wait.now, wanted, accepted, tokens)
+        if self.planner.verifies_all or wait.reads or not wait.remaining:
+            return
+        entries = [self._sessions[one] for one in wanted]
+        if any(entry.tree for entry in entries) and not wait.gain.pays(map(self.service.expected, entries)):
+            wait.release()
 
 
 def _with_drafts(works: Sequence[SessionWork], drafts: Drafts) -> Sequence[SessionWork]:

@@ -16,7 +16,8 @@ def test_program_writes_a_row_per_step_and_a_plot(report_folder, monkeypatch):
         asked.append((flags, texts))
         length = 3.0 if "--online" in flags else 2.0
         step = (length, 1e-5 * length, 1.0, 1.0, 2.0, 3.0, 0.5)
-        return [loop.Step(0.1 * i, *step) for i in range(args.steps)]
+        steps = [loop.Step(0.1 * i, *step) for i in range(args.steps)]
+        return rollouts.Run(steps, [{"steps": 32 * i, "kept": i} for i in range(args.steps)])
 
     monkeypatch.setattr(rollouts, "measure", measure)
     monkeypatch.setattr(rollouts, "resolve", Path)
@@ -28,8 +29,8 @@ def test_program_writes_a_row_per_step_and_a_plot(report_folder, monkeypatch):
     assert "--online" in online
     assert texts == same == ["a", "b"]
     rows = json.loads((report_folder / "rollouts.json").read_text())["rows"]
-    assert [(r["step"], r["reward"], r["online"], r["frozen"], r["gap"]) for r in rows] == [
-        (1, 0.0, 3.0, 2.0, "3.0e-05"), (2, 0.1, 3.0, 2.0, "3.0e-05"), (3, 0.2, 3.0, 2.0, "3.0e-05"),
+    assert [(r["step"], r["reward"], r["online"], r["frozen"], r["gap"], r["kept"]) for r in rows] == [
+        (1, 0.0, 3.0, 2.0, "3.0e-05", 0), (2, 0.1, 3.0, 2.0, "3.0e-05", 1), (3, 0.2, 3.0, 2.0, "3.0e-05", 2),
     ]  # fmt: skip
     assert (report_folder / "rollouts.png").exists()
     assert loop.Step.__doc__

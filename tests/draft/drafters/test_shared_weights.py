@@ -218,16 +218,16 @@ def test_a_head_that_learns_follows_its_target(tmp_path):
     target, head = write_pair(tmp_path)
     engine, later = online_engine(head, target), trained(target, tmp_path / "later")
     drafter, learner = engine.drafter, engine.drafter.learner
-    shared, first, weights = drafter.shared_weights, params_of(engine), learner.trainer._target
+    shared, first, weights = drafter.shared_weights, params_of(engine), learner.trainer.target
     arrived = sent(shared, later)
     shared.install(shared.take(arrived, "later"))
     fresh = online_engine(head, later)
     assert same(params_of(engine)["embed"], params_of(fresh)["embed"])
     assert not same(params_of(engine)["embed"], first["embed"])
     assert same(params_of(engine)["layers"], first["layers"])
-    for follower in (learner.trainer, learner._evaluator):
-        assert same(follower._target, fresh.drafter.learner.trainer._target)
-        assert not same(follower._target.head, weights.head)
-    learner._swap(learner.trainer.state.params)
+    for target_weights in (learner.trainer.target, learner.serving.target, learner.judge.first.target):
+        assert same(target_weights, fresh.drafter.learner.trainer.target)
+        assert not same(target_weights.head, weights.head)
+    learner.swap(learner.trainer.state.params)
     drafter.work()
     assert same(params_of(engine)["embed"], params_of(fresh)["embed"])

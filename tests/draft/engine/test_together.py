@@ -121,13 +121,33 @@ def test_an_explicit_tree_is_proposed_once_with_the_best_nodes_of_both(model):
         (model_only,) = [p for output in settle(alone) for p in output.proposals]
         tree = engine.running[1].tree
         assert len(proposal.tokens) == len(model_only.tokens) == 7
-        best = sorted(range(len(tree)), key=lambda i: -tree.path_score[i])[:7]
-        assert proposal.tokens.tolist() == [tree.token[i] for i in sorted(best)]
+        best = sorted(tree.best_nodes(7, max_depth=3, max_children=2))
+        assert proposal.tokens.tolist() == [tree.token[i] for i in best]
+        proposed = SpeculationTree(np.array(tokens))
+        proposed.merge(proposal)  # a target with these flags verifies all of it
+        assert max(proposed.depth) <= 3
+        assert max(len(children(proposed, node)) for node in range(-1, len(proposed))) <= 2
         assert {tree.token[i] for i in tree.root_children} > set(children(alone.running[1].tree)) or new[-1:] != [10]
-    # What n-grams know reaches deeper than the model's three levels.
-    assert max(tree.depth) > 3
     engine.close(1)
     engine.check()
+
+
+def test_commits_teach_how_far_to_trust_ngrams(model):
+    """Every text repeats the cycle once, and goes on otherwise than n-grams foretell."""
+    engine, rng = together(model, **SHAPE), np.random.default_rng(0)
+    chances = []
+    for number in range(1, 5):
+        tokens = list(PROMPT)
+        engine.open(request(number, tokens, max_tokens=500))
+        for _ in range(6):
+            settle(engine)
+            tree = engine.running[number].tree
+            chances += [tree.path_score[n] for n in tree.root_children if tree.token[n] == CYCLE[0]]
+            new = [int(rng.integers(100, VOCAB)), *CYCLE]  # behind which the cycle begins again, as n-grams know
+            engine.receive([], [commit_of(tokens, new, number)])
+            tokens += new
+        engine.close(number)
+    assert np.mean(chances[-4:]) < np.mean(chances[:2]) - 1.0
 
 
 @pytest.mark.parametrize("flags", [{}, SHAPE], ids=["adaptive", "explicit"])

@@ -18,7 +18,9 @@ from outrider.serving.messages import cache_salt_of, own_salt
 from outrider.speculation.proposal import Commit, FinishReason
 from outrider.supervisor.app import configure
 from services.draft.online.background import Background
-from services.draft.online.learner import ORIGIN, is_better, weight_writer
+from services.draft.online.setup import ORIGIN, weight_writer
+from services.draft.online.state import STATE, load_state, save_state
+from services.draft.online.swap import LearntWeights
 from services.draft.process.app import build
 from tests.support.checkpoints.perfect import write_cyclic_target
 from tests.support.draft.helpers import settle
@@ -30,6 +32,7 @@ from tests.support.system.heads import VERIFY_ALL, accepted, ask_all
 from tests.support.system.services import draft_service, target_service
 from tests.support.tiny import write_tokenizer
 
+NOTHING = LearntWeights({}, np.zeros(0, np.int64))
 FAULTS = Faults(lost=0.03, doubled=0.1, delay=2)
 
 
@@ -85,13 +88,15 @@ def test_worse_weights_are_discarded(learnt, target):
         return np.asarray(array) + rng.standard_normal(array.shape).astype(np.float32)
 
     for look in range(1, 4):
-        learner.trainer.restart(jax.tree.map(spoil, learner.serving))
+        learner.train_from(jax.tree.map(spoil, learner.serving.learnt.params))
         learner.evaluate()
         assert learner.load().rejected == before.rejected + look
         assert learner.load().accept_length_after < learner.load().accept_length_before
     assert (learner.load().kept, learner.offer.take()) == (before.kept, None)
     # After several in a row it goes on from what serves.
-    for a, b in zip(jax.tree.leaves(learner.trainer.state.params), jax.tree.leaves(learner.serving), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(learner.trainer.state.params), jax.tree.leaves(learner.serving.learnt.params), strict=True
+    ):
         np.testing.assert_array_equal(a, b)
     todo = some_requests(50)
     run = Pair(target, lambda: draft, draft_steps=8).run(todo)
@@ -103,7 +108,7 @@ def test_worse_weights_are_discarded(learnt, target):
 def test_diverged_training_restarts(learnt, caplog):
     draft, _, _ = learnt
     learner = draft.drafter.learner
-    learner.trainer.restart(jax.tree.map(lambda array: np.asarray(array) * np.nan, learner.serving))
+    learner.train_from(jax.tree.map(lambda array: np.asarray(array) * np.nan, learner.serving.learnt.params))
     learner.sampler.epochs = 1e9
     learner.postpone_evaluation()
     assert learner.run_once() > 0
@@ -113,7 +118,8 @@ def test_diverged_training_restarts(learnt, caplog):
 
 def test_swap_drops_prefixes_and_keeps_sessions(learnt, target):
     draft, _, _ = learnt
-    drafter = draft.drafter
+    drafter, learner = draft.drafter, draft.drafter.learner
+    weights = learner.serving.learnt
     prompt = list(range(40, 80)) * 2
     Pair(target, lambda: draft, draft_steps=8).run([request(900, prompt, 0.0, 8)])
     assert len(drafter.prefix) >= 5
@@ -125,11 +131,11 @@ def test_swap_drops_prefixes_and_keeps_sessions(learnt, target):
             super()._iterate(now)
             if now == 4:
                 assert drafter.prefix_kvs
-                other = jax.tree.map(lambda array: -np.asarray(array), drafter.learner.serving)
-                drafter.learner.offer.put(drafter.learner.convert(other))
+                other = jax.tree.map(lambda array: -np.asarray(array), weights.params)
+                learner.offer.put(learner.host.convert(weights._replace(params=other)))
             if now == 6:
                 assert drafter.prefix.epoch == epoch + 1
-                drafter.learner.offer.put(drafter.learner.convert(drafter.learner.serving))
+                learner.offer.put(learner.host.convert(weights))
 
     epoch = drafter.prefix.epoch
     todo = [request(901, prompt, 0.0, 60), request(902, prompt, 1.0, 60)]
@@ -156,7 +162,7 @@ def test_states_that_arrive_with_the_end_are_recorded(learnt):
     draft, _, _ = learnt
     buffer = draft.drafter.learner.sampler.buffer
     settle(draft)
-    before = buffer.learnt, len(buffer.segments(held_out=True))
+    before = buffer.learnt, len(buffer.recent(held_out=True))
     rows = np.zeros((8, draft.drafter.received_row_bytes), np.uint8)
     for session_id in (960, 961):  # one of several is held back
         draft.open(replace(request(session_id, [40, 41, 42, 43], 0.0, 5), drafting_paused=True))
@@ -168,7 +174,7 @@ def test_states_that_arrive_with_the_end_are_recorded(learnt):
         draft.receive_features([FeatureBlock(session_id, 0, rows[:5]), FeatureBlock(session_id, 5, rows[5:])])
         assert not draft.idle
         settle(draft)
-    learnt_now = buffer.learnt - before[0] + 4 * (len(buffer.segments(held_out=True)) - before[1])
+    learnt_now = buffer.learnt - before[0] + 4 * (len(buffer.recent(held_out=True)) - before[1])
     assert learnt_now == 2 * 4  # all new tokens but the first
     draft.receive_features([FeatureBlock(960, 8, rows)])  # its session is closed
     draft.check()
@@ -211,11 +217,51 @@ def test_trained_weights_are_written_and_resumed(models, learnt, target, tmp_pat
         build(DraftConfig(**{**config.__dict__, "speculative_draft_model_path": str(folder)}))
 
 
+def test_state_is_kept_over_a_restart(models, tmp_path, caplog):
+    """Weights in training, moments, vocabulary, buffer and counters; a damaged or foreign state is not used."""
+    flags = {"online_output": str(tmp_path / "out")}
+    draft = online_engine(models[1], models[0], **flags)
+    learner = draft.drafter.learner
+    for session_id in range(1, 13):
+        serve_random(draft, session_id)
+    for _ in range(5):
+        assert learner.run_once() > 0
+    draft.drafter.stop()
+    file = tmp_path / "out" / STATE
+    assert [path.name for path in file.parent.iterdir()] == [STATE]
+
+    def facts(learner):
+        buffer = learner.sampler.buffer
+        segments = [(s.number, s.version, s.key, s.record.tokens.tolist()) for kind in buffer.snapshot() for s in kind]
+        return learner.load(), learner.ids.tolist(), sorted(segments), buffer.counters(), learner.sampler.used
+
+    again = online_engine(models[1], models[0], **flags).drafter.learner
+    assert facts(again) == facts(learner)
+    assert (again.ids != learner.serving.learnt.ids).any(), "the vocabulary has followed the traffic"
+    for a, b in zip(*(jax.tree.leaves((one.trainer.state, one.averaged)) for one in (again, learner)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(again.trainer.target.draft_ids, learner.trainer.target.draft_ids)
+    assert again.run_once() > 0
+    learner.swap(learner.averaged)  # newer weights than the state
+    newer = online_engine(models[1], models[0], **flags).drafter.learner
+    assert facts(newer)[2:] == facts(learner)[2:]
+    assert newer.ids.tolist() == sorted(learner.ids.tolist())
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    fresh = online_engine(models[1], models[0], **flags).drafter.learner
+    assert (fresh.load().steps, fresh.sampler.buffer.bytes) == (0, 0)
+    assert "is damaged" in caplog.text
+    save_state(file.parent, learner, {"target": "a"})
+    assert not load_state(file.parent, fresh, {"target": "b"})
+    assert "it is of another target, 'a' instead of 'b'" in caplog.text
+
+
 def test_origin_is_written_before_weights(tmp_path):
     """Otherwise a draft that was interrupted in between would refuse its own folder."""
     seen = []
     head = SimpleNamespace(publish=lambda params, ids, folder: seen.append((folder / ORIGIN).read_text()))
-    weight_writer(head, tmp_path / "kept", "a draft")({})
+    weight_writer(head, tmp_path / "kept", "a draft")(NOTHING)
     assert seen == ["a draft\n"]
 
 
@@ -224,8 +270,8 @@ def test_training_survives_failed_writes(tmp_path, caplog, error):
     def publish(*_):
         raise error
 
-    weight_writer(SimpleNamespace(publish=lambda *_: None), tmp_path / "kept", "a draft")({})
-    weight_writer(SimpleNamespace(publish=publish), tmp_path / "kept", "a draft")({})
+    weight_writer(SimpleNamespace(publish=lambda *_: None), tmp_path / "kept", "a draft")(NOTHING)
+    weight_writer(SimpleNamespace(publish=publish), tmp_path / "kept", "a draft")(NOTHING)
     assert (tmp_path / "kept" / ORIGIN).read_text() == "a draft\n"
     assert "could not be written" in caplog.text
     assert str(error) in caplog.text
@@ -238,9 +284,9 @@ def test_training_thread_behind_a_gateway(models, learnt, tmp_path):
     slow = write_tokenizer(write_cyclic_target(tmp_path / "slow", intermediate_size=16000))
     served = target_service(slow, f"unix:{tmp_path}/target", **VERIFY_ALL).start()
     served.pause = 0.01  # more of them do
-    learner.serving = learner.objective.algorithm.params()
+    learner.serving = learner.judge.first
     learner.restart()
-    learner.offer.put(learner.convert(learner.serving))
+    learner.offer.put(learner.host.convert(learner.serving.learnt))
     kept = learner.load().kept
     draft = draft_service(f"unix:{tmp_path}/draft", drafter).start()
     gateway = Gateway(tmp_path, [served.address], [draft.address]).wait()
@@ -271,39 +317,55 @@ def test_training_thread_behind_a_gateway(models, learnt, tmp_path):
         served.stop()
 
 
-def test_recordings_are_dropped_when_the_target_is_updated(models):
-    draft = online_engine(models[1], models[0], {"epochs": 1.0})
+def serve_random(draft, session_id, update=None):
+    """A session of 4 and 80 random tokens. update: called in its middle."""
+    rng = np.random.default_rng(session_id)
+    tokens = rng.integers(40, 60, 84).astype(np.uint32)
+    draft.open(request(session_id, tokens[:4].tolist(), 0.0, 80))
+    rows = np.zeros((83, draft.drafter.received_row_bytes), np.uint8)
+    draft.receive_features([FeatureBlock(session_id, 0, rows[:4])])
+    if update is not None:
+        update()
+    draft.receive([], [Commit(session_id, 4, tokens[4:], 1, finish_reason=FinishReason.LENGTH)])
+    draft.receive_features([FeatureBlock(session_id, 4, rows[4:])])
+    draft.drafter.work()
+
+
+def test_recordings_outlive_some_updates_of_the_target(models):
+    draft = online_engine(models[1], models[0], {"epochs": 1.0, "versions": 2, "replay": 0.0})
     buffer, learner = draft.drafter.learner.sampler.buffer, draft.drafter.learner
-    rng = np.random.default_rng(0)
-
-    def serve(session_id, prompt, count, flush=False):
-        """A session with a number of further tokens; flush: in its middle."""
-        tokens = rng.integers(40, 60, prompt + count).astype(np.uint32)
-        draft.open(request(session_id, tokens[:prompt].tolist(), 0.0, count))
-        rows = np.zeros((prompt, draft.drafter.received_row_bytes), np.uint8)
-        draft.receive_features([FeatureBlock(session_id, 0, rows)])
-        if flush:
-            draft.flush(only_fed=True)
-        draft.receive([], [Commit(session_id, prompt, tokens[prompt:], 1, finish_reason=FinishReason.LENGTH)])
-        rows = np.zeros((count - 1, draft.drafter.received_row_bytes), np.uint8)
-        draft.receive_features([FeatureBlock(session_id, prompt, rows)])
-        draft.drafter.work()
-
     for session_id in range(1, 9):
-        serve(session_id, 4, 80)
+        serve_random(draft, session_id)
     assert buffer.learnt > 64
     assert learner.run_once() > 0
-    room = buffer.room
-    serve(10, 4, 80, flush=True)
-    assert (buffer.learnt, buffer.bytes, buffer.room) == (0, 0, room)
-    assert learner.run_once() == 0.0
-    for session_id in range(11, 14):
-        serve(session_id, 4, 80)
+    room, before = buffer.room, buffer.learnt
+    serve_random(draft, 10, lambda: draft.flush(only_fed=True))
+    assert (buffer.version, buffer.learnt, buffer.room) == (1, before, room), "what follows is of other weights"
+    draft.flush()  # trainers flush at each update
     assert learner.run_once() > 0
+    for session_id in range(11, 13):
+        serve_random(draft, session_id, lambda: draft.flush(only_fed=True))
+        serve_random(draft, 10 * session_id)
+    assert {segment.version for segment in buffer.recent(held_out=False)} == {2, 3}
     spent = learner.load().rows
     while learner.run_once():
         pass
-    assert learner.load().rows - spent < buffer.learnt + 64, "what was not learnt of before is no reason to learn more"
+    assert learner.load().rows - spent < buffer.recent_learnt + 64, "what was dropped is no reason to learn more"
+
+
+def test_packs_of_earlier_traffic_have_their_share(models):
+    draft = online_engine(models[1], models[0], {"replay": 0.25, "held_out": 1000})
+    sampler, chosen = draft.drafter.learner.sampler, []
+    for session_id in range(1, 13):
+        serve_random(draft, session_id)
+    pick = sampler._random_pack
+    sampler._random_pack = lambda segments: chosen.append([s.number for s in segments]) or pick(segments)
+    for _ in range(40):
+        assert sampler.training_batch() is not None
+    older = list(range(1, 7))
+    assert [numbers == older for numbers in chosen].count(True) == 10
+    assert all(numbers in (older, list(range(1, 13))) for numbers in chosen)
+    assert sampler.used == 30 * 64
 
 
 # --- how much it may take ---
@@ -345,16 +407,6 @@ def test_failed_learner_does_not_stop_the_service(caplog):
     assert "training has ended" in caplog.text
 
 
-def test_better_means_more_than_chance():
-    one = np.array([0, 1, 2, 3] * 10)
-    assert not is_better(one, one)
-    assert is_better(one, one + 1)
-    assert not is_better(one + 1, one)
-    luck = one.copy()
-    luck[:1] += 1
-    assert not is_better(one, luck)
-
-
 def test_training_pauses_without_new_rows(learnt):
     """Rows are used a limited number of times."""
     draft, _, _ = learnt
@@ -375,7 +427,7 @@ def test_training_pauses_without_new_rows(learnt):
         ({"draft_tp_size": 2}, "--draft-tp-size"), ({"draft_feature_dtype": "float8_e4m3"}, "--draft-feature-dtype"),
         ({"online_share": 0.0}, "--online-share"), ({"online_share": 0.95}, "--online-share"),
         ({"online_learning_rate": 0.0}, "--online-learning-rate"),
-        ({"online_bytes": 1 << 20}, "--online-bytes 1048576 is too small .*; set 3145728"),
+        ({"online_bytes": 1 << 20}, "--online-bytes 1048576 is too small .*; set 6291456"),
         ({"online": False, "online_output": "x"}, "needs --online"),
     ],
 )  # fmt: skip

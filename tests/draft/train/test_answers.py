@@ -247,6 +247,10 @@ def test_one_run_writes_and_many_read(tmp_path):
         entries.write(b"under way")
     with pytest.raises(ConfigError, match=r"another training writes.*--answers"):
         Store(tmp_path, {"layers": [2, 4, 5]}, 8 * HIDDEN)
+    early = Store(tmp_path, {"layers": [2, 4, 5]}, 8 * HIDDEN, enough=first.token_count)
+    same(early.read().record(1), records[1])
+    with pytest.raises(ConfigError, match="another training writes"):
+        Store(tmp_path, {"layers": [2, 4, 5]}, 8 * HIDDEN, enough=first.token_count + 1)
     assert (tmp_path / "records.bin").read_bytes().endswith(b"under way")
     first.close()
     second = Store(tmp_path, {"layers": [2, 4, 5]}, 8 * HIDDEN)

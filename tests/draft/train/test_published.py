@@ -137,7 +137,7 @@ def test_every_weight_is_trained(kind, target, tmp_path):
     served = draft.load(jnp.float32)
     weight_format = WeightFormat(jnp.float32, None, panels=False)
     assert jax.tree.structure(setup.serve(served, weight_format).params) == jax.tree.structure(served)
-    weights, rng = setup.target_weights(), np.random.default_rng(0)
+    (weights,), rng = setup.targets(setup.head.target_ids(served)), np.random.default_rng(0)
     width = setup.buffer.row_bytes // 2
     assert width == (len(setup.head.states.layers) + 1) * facts.hidden_size
     tokens = rng.choice(np.flatnonzero(weights.draft_ids >= 0), 40).astype(np.uint32)
@@ -145,7 +145,7 @@ def test_every_weight_is_trained(kind, target, tmp_path):
     batch = build_batch(Segments([Record(tokens, rows, 4, 4, 0.0, 0)], 2 * width), [[0]], PackShape(1, 64, 32, 1), rng)
     objective = Objective(setup.head, 1, 0.8, mixed_precision=True)
     gradients_of = jax.jit(jax.value_and_grad(lambda params: objective(params, weights, batch)[0]))
-    loss, gradients = gradients_of(setup.learnt)
+    loss, gradients = gradients_of(setup.head.params())
     assert np.isfinite(loss)
     chooses = "router_bias"  # which experts, not what they weigh
     assert all(
@@ -175,7 +175,8 @@ def test_a_swap_compiles_nothing(kind, layout, target, tmp_path):
     engine = feature_engine("EAGLE" if "1" in kind else "EAGLE3", folder, target, **flags)
     drafter, runner = engine.drafter, engine.drafter.runner
     learner = drafter.learner
-    learner.convert(learner.serving)  # as in the warm-up
+    served = learner.serving.learnt
+    learner.host.convert(served)  # as in the warm-up
     shape = StepShape(1, 4, 4)
     runner.warm_up([shape])
     inputs = empty_inputs(runner.layout(shape))
@@ -188,9 +189,9 @@ def test_a_swap_compiles_nothing(kind, layout, target, tmp_path):
 
     before = outputs(1)
     rng = np.random.default_rng(1)
-    other = jax.tree.map(lambda x: np.asarray(x) + rng.standard_normal(x.shape).astype(np.float32), learner.serving)
-    for params, same in ((other, False), (learner.serving, True)):
-        learner.offer.put(learner.convert(params))
+    other = jax.tree.map(lambda x: np.asarray(x) + rng.standard_normal(x.shape).astype(np.float32), served.params)
+    for params, same in ((other, False), (served.params, True)):
+        learner.offer.put(learner.host.convert(served._replace(params=params)))
         drafter.work()
         after = outputs(1)
         outputs(0)

@@ -188,7 +188,7 @@ async def test_sessions_fail_once_no_target_has_come_back_in_time():
     session = orchestrator.sessions.open(request_for(PROMPT, 5))
     assert session.target is target
     target.up = False
-    target.on_down()
+    target.events.down()
     waiting = orchestrator.sessions.open(request_for(PROMPT, 5))
     assert session.target is waiting.target is None
     for one in (session, waiting):
@@ -198,9 +198,9 @@ async def test_sessions_fail_once_no_target_has_come_back_in_time():
     with pytest.raises(Unavailable):
         orchestrator.sessions.open(request_for(PROMPT, 5))
     target.up = True
-    target.on_up()
+    target.events.up()
     assert orchestrator.sessions.open(request_for(PROMPT, 5)).target is target
-    assert target.session_count == 1
+    assert target.load.session_count == 1
 
 
 async def test_a_session_fails_after_repeated_losses():
@@ -213,9 +213,9 @@ async def test_a_session_fails_after_repeated_losses():
         assert other.target is target
         other.commit([7], 0, 0, FinishReason.RUNNING)
         target.up = False
-        target.on_down()
+        target.events.down()
         target.up = True
-        target.on_up()
+        target.events.up()
     assert other.target is target
     with pytest.raises(Unavailable, match="5 times a target was lost that had this request"):
         await poison.inbox.next()
@@ -226,7 +226,7 @@ async def test_a_session_fails_after_repeated_losses():
 async def send_commit(target, session, base, tokens, root_hash=0):
     """Receive a target's frame with one commit."""
     batch = commits_to_pb([Commit(session.id, base, np.array(tokens, np.uint32), root_hash)])
-    await target.on_frame(target_pb2.VerifyResponse(commits=batch))
+    await target.stream.on_frame(target_pb2.VerifyResponse(commits=batch))
 
 
 async def test_diverging_runs_of_a_session_are_never_mixed():
@@ -263,10 +263,10 @@ async def test_a_session_that_cannot_be_encoded_leaves_nothing_behind():
     with pytest.raises(ValueError, match="out of range"):
         orchestrator.sessions.open(request_for([1, 2], 20, sampling=SamplingParams(top_k=2**40)))
     assert not orchestrator.sessions.by_id
-    assert (target.session_count, draft.session_count) == (0, 0)
+    assert (target.load.session_count, draft.load.session_count) == (0, 0)
     for link in (target, draft):
-        link.on_down()
-        link.on_up()
+        link.events.down()
+        link.events.up()
 
 
 async def test_commits_that_overlap_are_skipped_and_gaps_open_the_session_again():
@@ -302,9 +302,9 @@ async def test_a_session_opened_twice_leaves_no_run_behind(code, targets):
     orchestrator.sessions.placement.reopen(session)
     if targets > 1:
         first.take_frame()
-        first.session_count += 9  # of others: the next one is opened elsewhere
+        first.load.session_count += 9  # of others: the next one is opened elsewhere
     error = common_pb2.SessionError(session_id=session.id, code=code, message="no")
-    await first.on_frame(target_pb2.VerifyResponse(errors=[error]))
+    await first.stream.on_frame(target_pb2.VerifyResponse(errors=[error]))
     goes_on = session.target is first
     assert goes_on == (code == 14 and targets == 1)
     frame = first.take_frame()
@@ -333,17 +333,17 @@ async def test_a_draft_opened_during_delivery_receives_the_whole_frame(lost):
     sessions = [orchestrator.sessions.open(request_for([1, 2], 9)) for _ in range(6)]
     batch = commits_to_pb([Commit(session.id, 2, np.array([3, 4], np.uint32), 0) for session in sessions])
     draft.take_frame()
-    delivery = asyncio.create_task(target.on_frame(target_pb2.VerifyResponse(commits=batch)))
+    delivery = asyncio.create_task(target.stream.on_frame(target_pb2.VerifyResponse(commits=batch)))
     while len(sessions[0].tokens) == 2:
         await asyncio.sleep(0)
     assert sessions[-1].tokens == [1, 2]
     if lost:
         draft.take_frame()
         errors = [common_pb2.SessionError(session_id=sessions[-1].id, code=14, message="lost track")]
-        await draft.on_frame(draft_pb2.ProposeResponse(errors=errors))
+        await draft.stream.on_frame(draft_pb2.ProposeResponse(errors=errors))
     else:
         draft.up = True
-        draft.on_up()
+        draft.events.up()
     await delivery
     frame = draft.take_frame()
     known = {request.session_id: open_from_pb(request).tokens.tolist() for request in frame.opens}
@@ -351,6 +351,26 @@ async def test_a_draft_opened_during_delivery_receives_the_whole_frame(lost):
         tokens = known.get(commit.session_id, [])
         tokens += commit.tokens.tolist()[len(tokens) - commit.base_length :]
     assert known == {session.id: [1, 2, 3, 4] for session in (sessions[-1:] if lost else sessions)}
+
+
+async def test_commits_go_to_the_drafts_of_their_sessions():
+    """Also once a session has moved to another draft."""
+    target = TargetLink("unix:/nowhere")
+    drafts = [DraftLink("unix:/nowhere", common_pb2.ModelInfo()) for _ in range(2)]
+    for link in (target, *drafts):
+        link.up = True
+    orchestrator = Orchestrator([target], drafts, Metrics())
+    session = orchestrator.sessions.open(request_for([1, 2], 9))
+    for length in (2, 3):
+        for draft in drafts:
+            draft.take_frame()
+        batch = commits_to_pb([Commit(session.id, length, np.array([7], np.uint32), 0)])
+        await target.on_frame(target_pb2.VerifyResponse(commits=batch))
+        assert [bool(draft.take_frame().commits.session_ids) for draft in drafts] == [
+            draft is session.draft for draft in drafts
+        ]
+        session.draft.up = False
+        session.draft.on_down()
 
 
 @pytest.mark.parametrize(("tokens", "goes_on"), [(8, False), (300, True)])
@@ -363,7 +383,7 @@ async def test_rare_failures_of_a_draft_are_forgiven(tokens, goes_on):
     error = common_pb2.SessionError(session_id=session.id, code=14, message="lost track")
     for _ in range(12):
         await send_commit(target, session, len(session.tokens), [3] * tokens)
-        await draft.on_frame(draft_pb2.ProposeResponse(errors=[error]))
+        await draft.stream.on_frame(draft_pb2.ProposeResponse(errors=[error]))
     assert (session.draft is draft) == goes_on
 
 
@@ -377,9 +397,9 @@ async def test_hidden_states_are_recomputed_only_if_the_draft_can_use_them(limit
     target.take_frame()
     draft.features = Features(common_pb2.FeatureSpec(spec_id=5), ())
     draft.info = draft_pb2.GetDraftInfoResponse(drafters=["NGRAM", "EAGLE3"], max_session_tokens=limit)
-    target.features = {5} if known else set()
+    target.features.known = {5} if known else set()
     draft.up = True
-    draft.on_up()
+    draft.events.up()
     assert session.draft is draft
     assert [request.feature_spec for request in target.take_frame().opens] == ([5] if again else [])
     assert session.reopening.active == again

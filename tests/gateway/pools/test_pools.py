@@ -1,6 +1,7 @@
 """Routing of sessions, with links without services and with services that come and go."""
 
 import itertools
+import random
 
 import pytest
 
@@ -12,7 +13,7 @@ from gateway.sessions.prefixes import CachedPrefixes, PrefixHashes
 from gateway.sessions.session import Session
 from gateway.streams.draft import DraftLink
 from gateway.streams.pool_weights import PoolWeights
-from gateway.streams.step_time import StepTime
+from gateway.streams.replica.step_time import StepTime
 from gateway.streams.target import TargetLink
 from gateway.telemetry.metrics import Metrics
 from outrider.errors import ConfigError, Unavailable
@@ -40,7 +41,7 @@ def target(slots=8, longest=1000, pages=0):
     link = TargetLink("unix:/nowhere")
     link.up = True
     link.info = target_pb2.GetTargetInfoResponse(page_size=PAGE, max_running_sessions=slots, max_session_tokens=longest)
-    link.load = common_pb2.EngineLoad(total_pages=pages)
+    link.load.report = common_pb2.EngineLoad(total_pages=pages)
     return link
 
 
@@ -60,8 +61,8 @@ def test_many_sessions_are_opened_in_frames_that_fit(link):
         link.open(common_pb2.OpenSession(session_id=i, tokens=bytes(6 << 20)))
     link.close(3)
     frames = []
-    while link.outgoing.is_set:
-        link.outgoing.clear()
+    while link.stream.outgoing.is_set:
+        link.stream.outgoing.clear()
         frames.append(link.take_frame())
     assert [[opened.session_id for opened in frame.opens] for frame in frames] == [[0, 1], [2, 3], [4]]
     assert [bool(frame.closes) for frame in frames] == [False, False, True]
@@ -108,7 +109,7 @@ def test_an_answer_counts_as_cached_after_its_end():
     one.commit(list(range(100, 164)), 0, 0, FinishReason.STOP)
     home = one.target
     pools.placement.leave(one)
-    assert home.session_count == 0
+    assert home.load.session_count == 0
     pools.open([9])  # on the first, which is idle
     assert pools.open([*one.tokens, 4, 5]).target is home
     assert pools.routed("prefix") == 1
@@ -145,7 +146,28 @@ def test_a_larger_target_gets_more_sessions():
     pools = Pools(small, large)
     for family in range(16):
         pools.open(prompt(family))
-    assert (small.session_count, large.session_count) == (4, 12)
+    assert (small.load.session_count, large.load.session_count) == (4, 12)
+
+
+@pytest.mark.parametrize(("targets", "drafts", "most"), [(4, 4, 1.1), (6, 2, 1.3), (16, 4, 1.3), (2, 6, 4.8)])
+def test_sessions_of_a_draft_go_to_the_same_targets(targets, drafts, most):
+    """Each step of a target costs a frame for each draft of its sessions. By load alone, nearly all targets and drafts
+    have sessions in common where there are more of one than of the other."""
+    links, chance = [target(slots=64) for _ in range(targets)], random.Random(1)
+    pools = Pools(*links, *(draft(slots=256) for _ in range(drafts)))
+    sessions, shared = [], []
+    for family in range(1500):
+        if len(sessions) < 15 * targets or (len(sessions) < 25 * targets and chance.random() < 0.5):
+            sessions.append(pools.open(prompt(family)))
+        else:
+            pools.placement.leave(sessions.pop(chance.randrange(len(sessions))))
+        shared += [len(pools.placement.drafts_of(link)) for link in links]
+    counts = [link.load.session_count for link in links]
+    assert max(counts) - min(counts) <= 6
+    assert sum(shared) / len(shared) <= most
+    for one in sessions:
+        pools.placement.leave(one)
+    assert not any(pools.placement.drafts_of(link) for link in links)
 
 
 def reports(link, milliseconds, count=40):
@@ -166,7 +188,7 @@ def test_targets_get_sessions_in_proportion_to_what_they_do(slots, milliseconds,
         reports(link, step)
     for family in range(24):
         pools.open(prompt(family))
-    assert tuple(link.session_count for link in links) == shares
+    assert tuple(link.load.session_count for link in links) == shares
 
 
 def test_a_slow_target_is_measured_anew_after_a_while():
@@ -174,10 +196,10 @@ def test_a_slow_target_is_measured_anew_after_a_while():
     links = [target(), target()]
     pools = Pools(*links)
     for link, step in zip(links, (40, 10), strict=True):
-        link.step_time = StepTime(lambda: now)
+        link.load.step_time = StepTime(lambda: now)
         reports(link, step)
     reports(links[0], 60_000, 1)  # one step in which it compiled, say
-    assert links[0].step_time.seconds == pytest.approx(0.04, rel=0.6)
+    assert links[0].load.step_time.seconds == pytest.approx(0.04, rel=0.6)
 
     def chosen():
         one = pools.open(prompt(next(IDS)))
@@ -286,25 +308,25 @@ async def test_a_session_waits_for_a_target_that_holds_it_and_then_fails():
     small, large = target(longest=100), target(longest=200)
     orchestrator = Orchestrator([small, large], [], Metrics(), resume_timeout=0.05)
     for link in (small, large):
-        link.on_up()
+        link.events.up()
     assert orchestrator.sessions.max_session_tokens == 200
     one = orchestrator.sessions.open(request_for([1] * 60, 60))
     assert one.target is large
     large.up = False
-    large.on_down()
+    large.events.down()
     assert one.target is None
     other = orchestrator.sessions.open(request_for([1] * 60, 10))
     assert other.target is small  # other sessions run there
     large.up = True
-    large.on_up()
+    large.events.up()
     assert one.target is large
     large.up = False
-    large.on_down()
+    large.events.down()
     with pytest.raises(Unavailable, match="no target that holds 120 tokens"):
         await one.inbox.next()
     assert list(orchestrator.sessions.by_id.values()) == [other]
     orchestrator.sessions.close(other)
-    assert (small.session_count, large.session_count, orchestrator.sessions.waiting) == (0, 0, 0)
+    assert (small.load.session_count, large.load.session_count, orchestrator.sessions.waiting) == (0, 0, 0)
 
 
 def test_the_context_is_that_of_the_largest_target_s_last_report():
@@ -313,14 +335,14 @@ def test_the_context_is_that_of_the_largest_target_s_last_report():
     orchestrator = Orchestrator([small, large], [], Metrics())
     generator = Generator(orchestrator, None, Metrics(), name="", vocab_size=9, max_session_tokens=100)
     for link in (small, large):
-        link.on_up()
+        link.events.up()
     assert generator.max_session_tokens == 200
     large.up = False
-    large.on_down()
+    large.events.down()
     assert generator.max_session_tokens == 200  # longer sessions wait for the large one
     large.info.max_session_tokens = 150
     large.up = True
-    large.on_up()
+    large.events.up()
     assert generator.max_session_tokens == 150
 
 

@@ -217,7 +217,7 @@ async def test_a_draft_that_starts_normally_is_no_warning(caplog, monkeypatch, s
     monkeypatch.setattr(waiting, "WARN_AFTER", 0.01)
     monkeypatch.setattr(waiting, "_START_UP", 0.02)
     link = DraftLink("unix:nowhere", None)
-    link._absence = Availability(state, "compiling 3/12")
+    link.absence.reason = Availability(state, "compiling 3/12")
     with caplog.at_level("INFO", "gateway.process.waiting"):
         await waiting.connect_draft(link, None)
     assert [record.levelname for record in caplog.records] == levels

@@ -37,7 +37,8 @@ from services.draft.model.weights.tensors import Tensors
 
 # Parameters of the service that are the target's, or that map to the target's tokens.
 _TARGETS = ("embed", "head", "ids")
-_WHOLE = ("d2t", "t2d")  # tensors of integers and truth values
+_OFFSETS, _MEMBERS = "d2t", "t2d"
+_WHOLE = (_OFFSETS, _MEMBERS)  # tensors of integers and truth values
 
 
 class PublishedHead(Algorithm):
@@ -54,6 +55,7 @@ class PublishedHead(Algorithm):
         """draft: read from the folder. Raises ConfigError for a head that cannot be trained further."""
         assert draft.features is not None
         self._folder, self._draft, self._width = folder, draft, target.hidden_size
+        self._vocab_size = target.vocab_size
         self.model, self.config = draft.config, load_json(folder / "config.json")
         self.states = replace(draft.features, final=True, format=FeatureFormat.BFLOAT16)
         for layer in self.model.layers:
@@ -102,15 +104,18 @@ class PublishedHead(Algorithm):
     # --- the published folder ---
 
     def publish(self, params: Mapping[str, Any], ids: NDArray[np.int64], folder: Path) -> None:
-        """Write config.json and model.safetensors, each whole or not at all."""
-        del ids
+        """Write config.json and model.safetensors, each whole or not at all. ids: empty for those of the folder."""
         arrays: dict[str, NDArray[Any]] = {}
         with Tensors(self._folder) as tensors:
             known = {self.known_as(name) for name in tensors.names}
-            learnt = self.tensors(params, known)
+            members: dict[str, NDArray[Any]] = {}
+            if len(ids) and _OFFSETS in known:
+                params, members = self._in_order(params, ids)
+            learnt = self.tensors(params, known) | {name: members[name] for name in members.keys() & known}
             for name in tensors.names:
                 if (found := learnt.get(self.known_as(name))) is not None:
-                    array = np.asarray(found).astype(ml_dtypes.bfloat16)
+                    array = np.asarray(found)
+                    array = array if name.endswith(_WHOLE) else array.astype(ml_dtypes.bfloat16)
                 else:
                     array = tensors.read(name, integers=name.endswith(_WHOLE))
                 arrays[name] = np.ascontiguousarray(array)
@@ -120,6 +125,15 @@ class PublishedHead(Algorithm):
         safetensors.numpy.save_file(arrays, part, {"format": "pt"})
         write_atomically(folder / "config.json", json.dumps(config, indent=1) + "\n")
         put_in_place(part, folder / "model.safetensors")
+
+    def _in_order(
+        self, params: Mapping[str, Any], ids: NDArray[np.int64]
+    ) -> tuple[Mapping[str, Any], dict[str, NDArray[Any]]]:
+        """Parameters whose entries are in the order of the target's ids, and the published maps of these."""
+        order = np.argsort(ids)
+        offsets = ids[order] - np.arange(len(ids))
+        there = np.isin(np.arange(self._vocab_size), ids)
+        return {**params, "head": np.asarray(params["head"])[:, order]}, {_OFFSETS: offsets, _MEMBERS: there}
 
     def known_as(self, name: str) -> str:
         """The key of `tensors` for the name of a published tensor."""

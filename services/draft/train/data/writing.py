@@ -40,7 +40,7 @@ def open_store(config: TrainConfig, target: Path, states: FeatureSpec) -> Store:
     }  # fmt: skip
     width = (len(states.layers) + states.final) * read_target(target).hidden_size
     folder = Path(config.answers or config.output.rstrip("/") + ".answers").expanduser()
-    return Store(folder, about, row_bytes(width, states.format))
+    return Store(folder, about, row_bytes(width, states.format), enough=config.tokens)
 
 
 async def write_answers(config: TrainConfig, store: Store, states: FeatureSpec, fingerprint: str) -> None:

@@ -137,6 +137,11 @@ class DraftService(DraftSource):
         del goes_on
         self.calibrations[session_id].observe(promised(draft), len(path))
 
+    def expected(self, entry: TargetSession) -> float:
+        """Draft tokens of a session that the next step can expect to accept, of those that are there."""
+        draft = self._candidates(entry, self._min_probability)
+        return min(self.calibrations[entry.session.id].ratio, 1.0) * promised(draft)
+
     def wanted(self, entry: TargetSession) -> int:
         """Draft tokens that the next step could verify with profit, judged by this one: none, one to try, or all."""
         if not self.serves(entry.session):

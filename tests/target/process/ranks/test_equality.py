@@ -12,6 +12,7 @@ from outrider.errors import ConfigError
 from outrider.serving.features import FeatureFormat, FeatureSpec
 from outrider.speculation.sampling import SamplingParams
 from services.target.engine.engine import TargetEngine
+from services.target.engine.prepare import takes_prepared_spans
 from services.target.kernels.cpu import library
 from services.target.model.cuda.graphs import GraphRunner
 from services.target.model.linear import NativeLinear
@@ -29,9 +30,10 @@ from tests.support.gateway.services import free_port
 from tests.support.system.trainer import GROUP as TRAINERS
 from tests.support.system.trainer import Trainer
 from tests.support.target.cuda.interpreter import need_interpreter
-from tests.support.target.driving import engine_of, load_model, load_modules, opening, run
+from tests.support.target.driving import engine_of, load_model, load_modules, opening, preparing_engine, run
 from tests.support.target.features import Reader, configured
 from tests.support.target.greedy_text import NEW, PROMPT, check_text, greedy, proposals_near
+from tests.support.target.proposals import Drafts
 from tests.support.target.rank_pair import SIZES, RankPair
 from tests.support.tiny import VOCAB, write_model
 
@@ -258,6 +260,22 @@ def test_roots_that_only_the_device_knows_reach_all_ranks(pair, tmp_path):
     roots = DeferredRoots(rows, rows[::-1].copy(), ids.flip(0))
     found = model.runner.forward(replace(build(works, model.device), rows=blank, roots=roots), cache).logits
     torch.testing.assert_close(found, known)
+
+
+def test_prepared_steps_give_the_text_of_one_rank(pair, tmp_path):
+    """As on CUDA: of a prepared step no host knows more than its room, and every rank chooses its draft tokens."""
+    need_interpreter()
+    folder = write_model(tmp_path / "model", num_hidden_layers=1)
+    requests = [opening(i, PROMPT[i : i + 5], SamplingParams(i / 2, seed=i), max_tokens=6) for i in range(2)]
+    expected = run(engine_of(load_modules(folder)), requests)
+    model = pair.load(folder, fused=True, attention_backend="triton")
+    assert takes_prepared_spans(model.runner)
+    engine = preparing_engine(model, page_size=4)
+    engine.speculation.planner.max_tokens = 3
+    found = run(engine, requests, Drafts("right", requests, expected.new))
+    assert found.new == expected.new
+    assert found.accepted > 2
+    assert engine.prepared > 1
 
 
 def test_batches_are_broadcast_completely():
