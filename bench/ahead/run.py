@@ -127,7 +127,7 @@ def measure(
     system: System, modes: Sequence[Mode], texts: Sequence[str], step_ms: float, delay_ms: float, args: Any
 ) -> Answers:
     """The answers of each mode, and of plain decoding, in turns. Their texts are equal."""
-    answers: dict[str, list[Answer]] = {_PLAIN: []} | {mode.value: [] for mode in modes}
+    answers: dict[str, list[Answer]] = {name: [] for name in (_PLAIN, *(mode.value for mode in modes))}
     if Mode.AUTO in modes:
         system.set(Mode.AUTO, step_ms, delay_ms)
         system.ask(texts[0], 2 * args.new_tokens)
