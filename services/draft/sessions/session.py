@@ -51,7 +51,6 @@ class DraftSession:
         self.id = request.session_id
         self.queue_order = queue_order
         self.sampling = request.sampling
-        self.prompt_length = request.prompt_length
         self.cache_salt = request.cache_salt
         self.span_start = SpanStart(request.traceparent, time.time_ns(), len(request.tokens))
         self.tree = SpeculationTree(request.tokens, limits.nodes)
@@ -67,6 +66,11 @@ class DraftSession:
         self.outbox = ProposalOutbox(self.id, self.tree)
         self._tokens = np.empty(len(request.tokens) + 256, dtype=np.uint32)
         self._tokens[: len(request.tokens)] = request.tokens
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens of the prompt."""
+        return self.grower.prompt_length
 
     @property
     def length(self) -> int:
