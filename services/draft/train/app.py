@@ -30,7 +30,7 @@ from outrider.checkpoints import checkpoint
 from outrider.config import ProcessConfig, ServiceTlsOptions, TrainConfig, check_minimum, flag_of, parse_flags
 from outrider.errors import ConfigError
 from outrider.process import process
-from services.draft.learning.disk import reporting_full_disk
+from services.draft.learning.records.disk import reporting_full_disk
 from services.draft.train.data.compact import SUFFIX
 from services.draft.train.memory import keep_freed_memory
 
