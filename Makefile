@@ -1,4 +1,4 @@
-# Targets for development: make install lint check test bench gpu serve. `make help` lists all.
+# Targets for development: make install lint check test bench gpu gpu-train serve. `make help` lists all.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -102,19 +102,11 @@ soak: install  ## an hour of mixed requests of 32 clients; memory must stay flat
 bench: install  ## benchmark the whole system (ARGS="--help" lists the options)
 	$(BIN)/python -m bench $(ARGS)
 
-gpu: install  ## tests that need a GPU, then the benchmark of it
-	@command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus || \
-		{ echo "There is no NVIDIA GPU on this machine; the GPU tests did not run." >&2; exit 1; }
-	-@$(BIN)/outrider doctor
-	@status=0; \
-	JAX_PLATFORMS= XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -m gpu $(ARGS) || status=1; \
-	$(BIN)/python -m bench gpu || status=1; \
-	if $(BIN)/python -c 'import jax; jax.devices("gpu")' 2>/dev/null; then \
-		$(BIN)/python -m bench draft --kinds plain/bfloat16 auto/bfloat16 --name draft-steps-gpu || status=1; \
-		$(BIN)/python -m bench trees --models 'head of Llama-8B' --name draft-trees-gpu || status=1; \
-		$(BIN)/python -m bench draft-kernels || status=1; \
-	else echo "JAX finds no GPU here, so the draft is neither tested nor measured; $(BIN)/outrider doctor says why."; fi; \
-	exit $$status
+gpu: install  ## tests and benchmarks that need a GPU, most of an hour (ARGS="--minutes 9 --output FOLDER", "--list")
+	$(BIN)/python -m tests.gpu $(ARGS)
+
+gpu-train:  ## train the bundled head further on a GPU (ANSWERS=answers.npz OUT=folder; ARGS="--minutes 5")
+	$(BIN)/python -m bench gpu-train $(ANSWERS) --output $(OUT) $(ARGS)
 
 serve: install  ## start the system (ARGS="--model-path ..." sets flags; ARGS="--help" lists them)
 	@exec $(BIN)/outrider serve $(ARGS)

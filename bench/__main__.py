@@ -27,8 +27,12 @@ BENCHMARKS = {
     "serve": ("bench.serve.run", "load generator for any OpenAI-style server: throughput and latency"),
     "peers": ("bench.peers.run", "Outrider beside other inference systems, on equal weights and prompts"),
     "scale": ("bench.scale.run", "speedup of speculation by context, sessions, acceptance, draft and network latency"),
+    "ahead": ("bench.ahead.run", "drafting ahead with a head against waiting for it, by network delay and step time"),
     "pools": ("bench.pools.run", "pools of replicas with simulated engines: throughput, joins and losses, gateways"),
     "accept": ("bench.end_to_end.accept", "accept length of drafters by prompt category"),
+    "drafters": ("bench.speculation.drafters", "accept length of drafters against the time of a proposal, on one core"),
+    "limits": ("bench.limits.run", "what limits the accept length of a head: ranking, states, vocabulary"),
+    "drafters-together": ("bench.together.run", "two drafters in one tree: accept length by the rule that merges them"),
     "online": ("bench.end_to_end.online", "accept length of a drafter that trains online, by round"),
     "rollouts": ("bench.end_to_end.rollouts", "a loop of rollouts and training: reward, accept length, time"),
     "target": ("bench.services.target", "target steps against their floor; draft tokens against plain decoding"),
@@ -39,6 +43,7 @@ BENCHMARKS = {
     "draft-kernels": ("bench.services.draft_kernels", "attention of the draft service on an accelerator"),
     "quality": ("bench.services.quality", "loss of quality by quantized weights and KV caches"),
     "deterministic": ("bench.services.deterministic", "cost of --deterministic"),
+    "gpu-train": ("bench.gpu.train", "a head trained further in minutes, from answers written beforehand"),
     "gpu": ("bench.gpu.run", "steps of an 8-billion-parameter target on a GPU against their floor"),
 }  # fmt: skip
 ALIASES = {"self-draft": "self-speculation"}  # earlier names
@@ -50,10 +55,15 @@ _NOT_IN_ALL = (
     "sources",
     "peers",
     "scale",
+    "ahead",
     "accept",
+    "drafters",
+    "limits",
+    "drafters-together",
     "online",
     "rollouts",
     "draft-kernels",
+    "gpu-train",
 )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import httpx
 from rich.progress import Progress, TaskID
 
-from bench.harness.flags import load_prompts, positive_int
+from bench.harness.flags import drafter_argument, load_prompts, positive_int
 from bench.harness.prompts import Prompt, first_per_category
 from bench.harness.report import Report, new_figure, rows_to_resume
 from bench.serve.outcome import Outcome
@@ -51,14 +50,6 @@ class Result(NamedTuple):
 
     seconds: float
     answers: list[list[Outcome]]
-
-
-def drafter_argument(text: str) -> tuple[str, tuple[str, ...]]:
-    """A drafter on the command line, NAME=FLAGS. Raises ArgumentTypeError."""
-    name, equals, flags = text.partition("=")
-    if not (name and equals and flags):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FLAGS")
-    return name, tuple(shlex.split(flags))
 
 
 def measure(

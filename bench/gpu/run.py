@@ -34,7 +34,7 @@ from bench.gpu.cases import GREEDY, PAGE, TINY, VERIFIED, Size, sessions
 from bench.gpu.clocks import Clocks
 from bench.gpu.system import run as system
 from bench.harness.errors import BenchError
-from bench.harness.report import Report, format_row, new_figure
+from bench.harness.report import Report, chosen_folder, format_row, new_figure
 from outrider.config import TargetConfig
 from outrider.serving.messages import OpenSession
 from outrider.speculation.proposal import Proposal
@@ -54,7 +54,7 @@ from services.target.speculation.mode_selector import SpeculationMode
 from services.target.step.batch import SessionWork, build
 
 SPARE_BYTES = 6 << 30  # reserved for activations of steps and of CUDA graphs
-PARTS = ("system", "step", "engine", "compiled", "attention")  # the system first, because it needs all of the memory
+PARTS = ("system", "engine", "step", "compiled", "attention")  # the system first, because it needs all of the memory
 
 
 def main(argv: Sequence[str]) -> None:
@@ -63,6 +63,7 @@ def main(argv: Sequence[str]) -> None:
         prog="outrider bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="measurements (default: all)")
+    parser.add_argument("--name", default="gpu", help="name of the target's report; the system's is gpu-system")
     parser.add_argument("--tiny", action="store_true", help="run a tiny model on the CPU to test this benchmark")
     system.add_flags(parser)
     flags = parser.parse_args(argv)
@@ -72,38 +73,46 @@ def main(argv: Sequence[str]) -> None:
     failure = measure_system(selection, tiny=flags.tiny) if "system" in flags.parts else None
     parts = [part for part in flags.parts if part != "system"]
     if parts:
-        measure_parts(parts, tiny=flags.tiny)
+        measure_parts(parts, flags.name, tiny=flags.tiny)
     if failure is not None:
         raise failure
 
 
-def measure_parts(parts: Sequence[str], *, tiny: bool) -> None:
-    """Measure the target alone, and write docs/benchmarks/gpu.* after each part. tiny: writes nothing."""
-    report = Report("gpu", "The target on a GPU: steps of a model of 8 billion parameters")
+def measure_parts(parts: Sequence[str], name: str, *, tiny: bool) -> None:
+    """Measure the target alone, and write docs/benchmarks/NAME.* after each part.
+
+    tiny: writes only into a folder that was named
+    """
+    report = Report(name, "The target on a GPU: steps of a model of 8 billion parameters")
     bench = Bench(TINY if tiny else Size(), torch.device("cpu" if tiny else "cuda"), report)
     for _ in bench.run(parts):
-        if not tiny:
+        if _keeps(tiny=tiny):
             plot(report)
             report.write()
 
 
 def measure_system(selection: system.Selection, *, tiny: bool) -> BenchError | None:
-    """Measure the whole system, and write docs/benchmarks/gpu-system.* after each cell. tiny: writes nothing.
+    """Measure the whole system, and write docs/benchmarks/gpu-system.* after each cell.
 
-    Returns the error that ended it, so that other parts still run.
+    tiny: writes only into a folder that was named. Returns the error that ended it, so that other parts still run.
     """
-    report = Report("gpu-system", system.TITLE)
+    report, keeps = Report("gpu-system", system.TITLE), _keeps(tiny=tiny)
     try:
-        for _ in system.measure(selection, report, tiny=tiny):
-            if not tiny:
+        for _ in system.measure(selection, report, tiny=tiny, draws=keeps):
+            if keeps:
                 report.write()
     except BenchError as error:
         report.notes.append(f"The system failed: {error}")
         print(report.notes[-1], flush=True)
-        if not tiny and report.rows:
+        if keeps and report.rows:
             report.write()
         return error
     return None
+
+
+def _keeps(*, tiny: bool) -> bool:
+    """True if reports are written: those of a tiny model do not belong to the others."""
+    return not tiny or chosen_folder() is not None
 
 
 class Bench:
@@ -125,8 +134,8 @@ class Bench:
             if {"step", "engine", "compiled"} & set(parts):
                 with self.note_failure("model"):
                     module = self.module()
-                    for part in ("step", "engine", "compiled"):
-                        if part in parts:
+                    for part in PARTS:
+                        if part in parts and part in ("step", "engine", "compiled"):
                             with self.note_failure(part):
                                 getattr(self, part)(module)
                             self.free()
@@ -289,7 +298,7 @@ class Bench:
         graphs = GraphRunner(model.runner, [count * rows], CudaCapturer() if self.device.type == "cuda" else direct)
         engine = TargetEngine(replace(model, runner=graphs), config, [SpeculationMode.DRAFT_IF_READY])
         graphs.capture(engine.cache, self.device)
-        engine.overlap, engine.prepares = overlap, overlap and engine.prepares
+        engine.overlap, engine.launcher.prepares = overlap, overlap and engine.launcher.prepares
         engine.speculation.planner.max_tokens = rows
         tokens = np.arange(1000, dtype=np.uint32) % 500
         for i in range(count):
@@ -335,7 +344,7 @@ def drafted_step(engine: TargetEngine, rows: int) -> None:
     tokens, parents = np.full(count, 7, np.uint32), np.arange(-1, count - 1, dtype=np.int32)
     scores = np.full(count, -0.1, np.float32)
     for session_id in list(engine.sessions.by_id):
-        tree = engine.draft_tree(session_id)
+        tree = engine.sessions.by_id[session_id].tree
         proposal = Proposal(session_id, tree.length, tree.root_hash, tokens, parents, scores, tree.length)
         engine.receive([proposal], ())
     engine.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,14 @@ def server_url(text: str) -> str:
     if not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"{text} starts with neither http:// nor https://")
     return text
+
+
+def drafter_argument(text: str) -> tuple[str, tuple[str, ...]]:
+    """A drafter on the command line, NAME=FLAGS. Raises ArgumentTypeError."""
+    name, equals, flags = text.partition("=")
+    if not (name and equals and flags):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FLAGS")
+    return name, tuple(shlex.split(flags))
 
 
 def load_prompts(parser: argparse.ArgumentParser, file: Path) -> list[Prompt]:

@@ -78,7 +78,7 @@ def write_reckoned(measured: Mapping[str, Any]) -> None:
         "between, nearer to merged the busier the gateway is",
         "Out: from a replica to all gateways, in: from all gateways to it; proposals go to the target, commits and "
         "hidden states to the draft. A gateway's streams: what each of the fewest gateways receives, and what it sends",
-        "Groups: parts of the pools with gateways of their own, whose sessions are spread over fewer drafts. Drafts "
+        "Groups: parts of the pools with gateways of their own, so that fewer gateways share a target. Drafts "
         "take steps of 5 ms",
     ]
     report.more = [("The formulas on the measured windows", [check_of(costs, row) for row in measured["rows"]])]

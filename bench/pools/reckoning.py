@@ -6,8 +6,9 @@ what a commit of a session costs. Frames of one step are as many as its sessions
     target ──1──► gateway ──E──► drafts        E: different drafts of the sessions that the gateway has on the target
     target ◄──E── gateway ◄──e── drafts        e: as many, or fewer where a draft's step answers several targets' steps
 
-That is the most. A gateway whose streams are busy merges what is for the same replica, down to one frame in each
-direction for a step; measured numbers lie between. Both bounds are reckoned.
+E is one where there are no more drafts than targets, because a gateway opens sessions of a draft on the same
+targets. That is the most. A gateway whose streams are busy merges what is for the same replica, down to one frame in
+each direction for a step; measured numbers lie between. Both bounds are reckoned.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def frames(plan: Plan, gateways: int, *, merged: bool) -> float:
     sessions = plan.sessions * plan.groups / gateways  # that a gateway has on a target
     targets, drafts = plan.targets / plan.groups, plan.drafts / plan.groups
     steps = targets / plan.step
-    spread = drafts * (1 - (1 - 1 / drafts) ** sessions) if drafts > 1 else min(1.0, sessions)
+    spread = min(sessions, max(1.0, drafts / targets))  # the gateway gives sessions of a draft to the same targets
     most = steps * (min(1.0, sessions) + 2 * spread) + min(steps * spread, drafts / plan.draft_step)
     if not merged:
         return most

@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections.abc import Callable
 
 import uvloop
 
 _PIECE = 1 << 18
 
 
-async def _forward(source: asyncio.StreamReader, sink: asyncio.StreamWriter, seconds: float) -> None:
-    """Forward one direction, including the end of the stream, `seconds` late."""
+async def _forward(source: asyncio.StreamReader, sink: asyncio.StreamWriter, seconds: Callable[[], float]) -> None:
+    """Forward one direction, including the end of the stream, `seconds` late, but never before what came earlier."""
     loop = asyncio.get_running_loop()
     in_transit: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 
@@ -35,14 +36,14 @@ async def _forward(source: asyncio.StreamReader, sink: asyncio.StreamWriter, sec
         piece = b"-"
         while piece:
             piece = await source.read(_PIECE)
-            in_transit.put_nowait((loop.time() + seconds, piece))
+            in_transit.put_nowait((loop.time() + seconds(), piece))
         await delivery
     finally:
         delivery.cancel()
 
 
-async def serve(listen: str, connect: str, seconds: float) -> None:
-    """Forward connections from `listen` to `connect` until cancelled."""
+async def serve(listen: str, connect: str, seconds: Callable[[], float]) -> None:
+    """Forward connections from `listen` to `connect` until cancelled. seconds: returns the present delay, one way."""
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -65,4 +66,5 @@ async def serve(listen: str, connect: str, seconds: float) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(serve(sys.argv[1], sys.argv[2], float(sys.argv[3])))
+        _seconds = float(sys.argv[3])
+        uvloop.run(serve(sys.argv[1], sys.argv[2], lambda: _seconds))

@@ -58,7 +58,7 @@ async def _relay(
         if frame.proposals.session_ids:
             target.propose(frame.proposals)
 
-    target.on_frame, draft.on_frame = from_target, from_draft
+    target.stream.on_frame, draft.stream.on_frame = from_target, from_draft
     for index in range(sessions):
         tokens = np.array([index, index + 1], np.uint32)
         stop = StopConditions(max_tokens=2 * steps, ignore_eos=True)

@@ -71,7 +71,7 @@ class Replicas:
         availability = link.availability if link is not None else _WAITING
         service = link.service if link is not None else member.service if member is not None else ""
         address = link.address if link is not None else member.address if member is not None else ""
-        load = link.load if link is not None and link.up else None
+        load = link.load.report if link is not None and link.up else None
         return {
             "id": id_of(service, address, self._model),
             "service": service,
@@ -79,11 +79,11 @@ class Replicas:
             "sources": list(member.sources) if member is not None else [],
             "state": availability.state,
             "reason": availability.reason or None,
-            "sessions": link.session_count if link is not None else 0,
+            "sessions": link.load.session_count if link is not None else 0,
             "max_sessions": link.max_sessions if link is not None else 0,
             "running_sessions": load.running_sessions if load is not None else 0,
             "waiting_sessions": load.waiting_sessions if load is not None else 0,
-            "step_seconds": round(link.step_time.seconds, 6) if link is not None else 0.0,
+            "step_seconds": round(link.load.step_time.seconds, 6) if link is not None else 0.0,
             "weights": link.weights._asdict() if isinstance(link, DraftLink) and link.weights is not None else None,
             "model": link.info.model.model_path if link is not None and link.info is not None else None,
         }

@@ -103,7 +103,7 @@ class Facts:
 def _service(link: TargetLink | DraftLink, health: Health) -> dict[str, Any]:
     info = MessageToDict(link.info, preserving_proto_field_name=True) if link.info is not None else {}
     found = health.availability(link)
-    stream = {"stream_transport": link.transport} if link.up else {}
+    stream = {"stream_transport": link.stream.transport} if link.up else {}
     state = {"state": found.state, "reason": found.reason or None}
     weights = {"weights": link.weights._asdict()} if isinstance(link, DraftLink) and link.weights is not None else {}
     return {"address": link.address, "up": link.up, **state, **stream, **weights, **info}

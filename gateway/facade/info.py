@@ -62,7 +62,7 @@ class Loads:
         generator, page_size = backend.generator, backend.facts.target.page_size
         orchestrator = generator.orchestrator
         up = [target for target in orchestrator.targets if target.up]
-        loads = [target.load for target in up if target.load is not None]
+        loads = [target.load.report for target in up if target.load.report is not None]
         running = sum(load.running_sessions for load in loads)
         sessions = orchestrator.sessions.by_id.values()
         waiting = max(0, len(sessions) - running)

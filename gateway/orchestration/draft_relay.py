@@ -45,10 +45,10 @@ class DraftRelay:
         """Add a draft."""
         self._placement.add(draft)
         self._unreadable.attach(draft)
-        draft.traffic = self._traffic
-        draft.on_up = partial(self._up, draft)
-        draft.on_down = partial(self._down, draft)
-        draft.on_frame = partial(self._receive, draft)
+        draft.stream.traffic = self._traffic
+        draft.events.up = partial(self._up, draft)
+        draft.events.down = partial(self._down, draft)
+        draft.stream.on_frame = partial(self._receive, draft)
         draft.before_up = partial(self._configure_features, draft)
 
     def detach(self, draft: DraftLink) -> None:
@@ -146,7 +146,7 @@ class DraftRelay:
         """Drop the specifications of hidden states that no draft needs any more."""
         wanted = {link.feature_spec for link in self._placement.drafts}
         for target in self._placement.targets:
-            target.drop_features(wanted)
+            target.features.keep(wanted)
 
     def _request_features(self, session: Session) -> None:
         """Make the target send all of a session's hidden states: it opens the session again and recomputes them."""

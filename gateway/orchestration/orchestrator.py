@@ -111,5 +111,5 @@ class Orchestrator:
             services.set_state(link.service, link.address, link.availability.state)
             if not link.up:
                 services.remove(link.service, link.address)
-            elif link.load is not None:
-                services.update(link.service, link.address, link.load)
+            elif link.load.report is not None:
+                services.update(link.service, link.address, link.load.report)

@@ -134,7 +134,8 @@ async def _test(generator: Generator, draft: DraftLink) -> tuple[list[Finding], 
 
 def _counts(draft: DraftLink) -> dict[str, tuple[int, int]]:
     """Chances and accepted tokens of each drafter, from the draft's last report."""
-    return {d.name: (d.chances, d.accepted) for d in draft.load.drafters} if draft.load is not None else {}
+    report = draft.load.report
+    return {d.name: (d.chances, d.accepted) for d in report.drafters} if report is not None else {}
 
 
 def _log(draft: DraftLink, findings: Sequence[Finding], answers: Answers) -> None:

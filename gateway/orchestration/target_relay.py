@@ -48,15 +48,15 @@ class TargetRelay:
         """Add a target."""
         self._table.placement.add(target)
         self._unreadable.attach(target)
-        target.traffic = self._metrics.traffic
-        target.on_up = partial(self._up, target)
-        target.on_down = partial(self._down, target)
-        target.on_absent = self._table.target_absent
-        target.on_stopping = partial(self._stopping, target)
-        target.on_frame = partial(self._receive, target)
+        target.stream.traffic = self._metrics.traffic
+        target.events.up = partial(self._up, target)
+        target.events.down = partial(self._down, target)
+        target.events.absent = self._table.target_absent
+        target.events.stopping = partial(self._stopping, target)
+        target.stream.on_frame = partial(self._receive, target)
         for draft in self._table.placement.drafts:
             if draft.features is not None:
-                target.configure_later(draft.features)
+                target.features.add(draft.features)
 
     def drain(self, target: TargetLink) -> None:
         """Open a target's sessions on others; those that no other can take stay until one can, or until they end."""
@@ -83,14 +83,14 @@ class TargetRelay:
             self._unreadable.add(target, error)
             self._frame_lost(target)
             return
-        drafts = self._table.placement.drafts
+        placement = self._table.placement
         if rows:
-            for draft in drafts:
-                if draft.up and draft.session_count:
+            for draft in placement.drafts_of(target):
+                if draft.up:
                     draft.commit(frame.commits)  # a draft ignores sessions that it does not have
         if frame.features.session_ids:
             try:
-                feature_relay.relay(frame.features, self._table.by_id, drafts, self._metrics.services)
+                feature_relay.relay(frame.features, self._table.by_id, placement.drafts, self._metrics.services)
             except InvalidRequest as error:  # drafts detect the gap; texts do not need hidden states
                 self._unreadable.add(target, error)
         if rows:
@@ -249,7 +249,7 @@ class TargetRelay:
         table = self._table
         if not any(link.open_to_sessions for link in table.placement.targets):
             log.warning("no target is left for new sessions; %d are open", len(table.by_id))
-            table.targets_down()
+            table.absence.began()
 
 
 def _logprobs_of(frame: target_pb2.VerifyResponse) -> dict[int, list[Logprobs]]:

@@ -1,13 +1,16 @@
 """Where sessions are open: chooses a target and a draft for each session, and counts sessions per replica.
 
-Any draft can serve any target: proposals follow the session, whichever target runs it. Replicas of a pool need not be
-equal. A session goes to a target whose context holds it to its end, so that no text ends early, and to a draft of the
-first kind with a free admission slot; kinds are ordered as their drafts were named.
+Any draft can serve any target: proposals follow the session, whichever target runs it. But each step of a target costs
+a frame for each draft that its sessions have, so sessions of a draft go to the same targets where loads allow it.
+
+Replicas of a pool need not be equal. A session goes to a target whose context holds it to its end, so that no text ends
+early, and to a draft of the first kind with a free admission slot; kinds are ordered as their drafts were named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter as Count
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from prometheus_client import Counter
@@ -28,6 +31,7 @@ class Placement:
         rules = routing or Routing()
         self._targets: Pool[TargetLink] = Pool(rules)
         self._drafts: Pool[DraftLink] = Pool(rules)
+        self._shared: dict[TargetLink, Count[DraftLink]] = {}  # sessions of each target by draft
         self._routed = Counter(
             "outrider_routed_sessions",
             "Sessions opened with a choice of replicas, by the deciding rule: prefix, load, or busy.",
@@ -45,6 +49,10 @@ class Placement:
     def drafts(self) -> list[DraftLink]:
         """All drafts."""
         return self._drafts.replicas
+
+    def drafts_of(self, target: TargetLink) -> Collection[DraftLink]:
+        """The drafts on which sessions of a target are open."""
+        return self._shared[target].keys() if target in self._shared else ()
 
     def add(self, link: TargetLink | DraftLink) -> None:
         """Add a replica."""
@@ -75,7 +83,9 @@ class Placement:
         fit = [link for link in self.targets if self._may_open(session, link)]
         refused, drained = session.failures.refused_by, session.drained_from
         free = [link for link in fit if link not in refused]
-        target, reason = self._targets.choose(session, [link for link in free if link is not drained] or free or fit)
+        able = [link for link in free if link is not drained] or free or fit
+        beside = {link for link in able if session.draft in self.drafts_of(link)}
+        target, reason = self._targets.choose(session, able, beside)
         self.move(session, target, session.draft)
         if target is None:
             return False
@@ -105,7 +115,7 @@ class Placement:
             return False
         self._count(draft, reason, again)
         self._drafts.add_prefix(session, draft)
-        loads = [target.load for target in self.targets if target.up]
+        loads = [target.load.report for target in self.targets if target.up]
         # While drafting is paused on all targets, a draft need not read the prompt.
         paused = bool(loads) and all(load is not None and load.drafting_paused for load in loads)
         draft.open(open_to_pb(replace(session.open_message(), drafting_paused=paused)))
@@ -115,11 +125,13 @@ class Placement:
         """Record where a session is open."""
         for old in (session.target, session.draft):
             if old is not None:
-                old.session_count -= 1
+                old.load.session_count -= 1
+        self._share(session, -1)
         session.target, session.draft = target, draft
+        self._share(session, 1)
         for new in (target, draft):
             if new is not None:
-                new.session_count += 1
+                new.load.session_count += 1
 
     def leave(self, session: Session) -> None:
         """A session has ended; its replicas keep its text in their prefix caches."""
@@ -151,10 +163,22 @@ class Placement:
         """
         up, length = [link for link in self.drafts if link.open_to_sessions], len(session.tokens)
         able = [link for link in up if link.follows(length)] or [link for link in up if link.drafts_for(length)]
-        free = [link for link in able if not link.max_sessions or link.session_count < link.max_sessions] or able
+        free = [link for link in able if not link.max_sessions or link.load.session_count < link.max_sessions] or able
         kinds = list(dict.fromkeys(link.kind for link in self.drafts))
         best = min((link.kind for link in free), key=kinds.index, default=None)
         return [link for link in free if link.kind == best]
+
+    def _share(self, session: Session, change: int) -> None:
+        """Count a session that a target and a draft share, or no longer share."""
+        target, draft = session.target, session.draft
+        if target is None or draft is None:
+            return
+        drafts = self._shared.setdefault(target, Count())
+        drafts[draft] += change
+        if not drafts[draft]:
+            del drafts[draft]
+        if not drafts:
+            del self._shared[target]
 
     def _count(self, link: TargetLink | DraftLink, reason: RoutingReason | None, again: bool) -> None:
         if reason is not None:
@@ -167,7 +191,7 @@ def open_on(session: Session, target: TargetLink) -> common_pb2.OpenSession:
     """The message that opens a session on a target, with the hidden states for its draft if the target has them."""
     draft = session.draft
     wanted = draft.feature_spec if draft is not None and draft.follows(len(session.tokens)) else 0
-    return open_to_pb(session.open_message(wanted if wanted in target.features else 0))
+    return open_to_pb(session.open_message(wanted if wanted in target.features.known else 0))
 
 
 def _holds(target: TargetLink, session: Session) -> bool:

@@ -7,13 +7,15 @@ one candidate                       that one
 a cached prefix above the threshold the replica with the longest one ...
 ... but it is busy, or full         the least loaded replica
 otherwise                           the least loaded; among equals the longest prefix, then the fewest cached pages
+
+A replica that the caller prefers counts as least loaded while its load is nearly the least.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -25,6 +27,7 @@ from outrider.errors import ConfigError
 
 Replica = TypeVar("Replica", bound=Link[Any, Any])
 
+_NEAR = 1.1  # times the least load, up to which a preferred replica counts as the least loaded one
 _LEVEL = math.log(1.25)  # of step times: within a factor of 1.25 replicas count as equally fast, and prefixes decide
 
 
@@ -96,12 +99,16 @@ class Pool(Generic[Replica]):
         """A replica was lost; if it comes back, its cache is empty."""
         self._prefixes[replica].clear()
 
-    def choose(self, session: Session, replicas: Sequence[Replica]) -> tuple[Replica | None, RoutingReason | None]:
+    def choose(
+        self, session: Session, replicas: Sequence[Replica], preferred: Collection[Replica] = ()
+    ) -> tuple[Replica | None, RoutingReason | None]:
         """The replica for a session, and the reason; None if there is none. replicas: those that can run it."""
         if len(replicas) <= 1:
             return (replicas[0] if replicas else None), None
         candidates = self._candidates(session, replicas)
         idle = min(candidates)
+        near = [one for one in candidates if one.replica in preferred and one.full == idle.full]
+        idle = min((one for one in near if one.load <= _NEAR * idle.load), default=idle)
         cached = min(candidates, key=lambda candidate: (candidate.uncached, candidate))
         length, rules = len(session.tokens), self._routing
         if length - cached.uncached <= rules.cache_threshold * length:
@@ -114,7 +121,8 @@ class Pool(Generic[Replica]):
     def add_prefix(self, session: Session, replica: Replica) -> None:
         """A replica has, or is about to compute, a session's tokens."""
         if len(self.replicas) > 1:
-            capacity = min(MAX_PAGES, (replica.load.total_pages if replica.load is not None else 0) or MAX_PAGES)
+            report = replica.load.report
+            capacity = min(MAX_PAGES, (report.total_pages if report is not None else 0) or MAX_PAGES)
             self._prefixes[replica].add(self._hashes(session, replica), capacity)
 
     def _candidates(self, session: Session, replicas: Sequence[Replica]) -> list[_Candidate[Replica]]:
@@ -122,7 +130,7 @@ class Pool(Generic[Replica]):
         largest = max(limits)
         candidates = []
         for order, (replica, limit, slowness) in enumerate(zip(replicas, limits, _slowness(replicas), strict=True)):
-            prefixes, count = self._prefixes[replica], replica.session_count
+            prefixes, count = self._prefixes[replica], replica.load.session_count
             load = count * largest / limit if limit else float(count)
             cached = prefixes.match(self._hashes(session, replica)) * _page_size(replica)
             candidates.append(
@@ -144,12 +152,12 @@ class Pool(Generic[Replica]):
 
 def _slowness(replicas: Sequence[Link[Any, Any]]) -> list[float]:
     """How much longer the steps of each replica take than those of the fastest one; 1 where that is unknown."""
-    known = [replica.step_time.seconds for replica in replicas if replica.step_time.seconds]
+    known = [replica.load.step_time.seconds for replica in replicas if replica.load.step_time.seconds]
     fastest = min(known, default=0.0)
     found = []
     for replica in replicas:
-        seconds = replica.step_time.seconds
-        levels = round(math.log(seconds / fastest) * replica.step_time.weight / _LEVEL) if seconds else 0
+        seconds = replica.load.step_time.seconds
+        levels = round(math.log(seconds / fastest) * replica.load.step_time.weight / _LEVEL) if seconds else 0
         found.append(math.exp(levels * _LEVEL))
     return found
 

@@ -105,7 +105,7 @@ class ModelRunner:
             if self._alone:
                 STARTUP.done("waiting for the target")
             try:
-                tokenizer, defaults = await self._early.of(target.tokenizer_files), _defaults(config, target)
+                tokenizer, defaults = await self._early.of(target.tokenizer.files), _defaults(config, target)
             except OutriderError as error:
                 if self._alone:
                     raise
@@ -120,7 +120,7 @@ class ModelRunner:
         if self.served.failure != reason:
             log.error("the model %s cannot be served: %s", self.served.name, reason)
         self.served.failure = reason
-        target.tokenizer_files = {}
+        target.tokenizer.files = {}
         target.reconnect()
         await asyncio.sleep(_RETRY)
 
@@ -128,7 +128,7 @@ class ModelRunner:
         config, served, info = self._config, self.served, target.info
         assert info is not None, "a link that is up has info"
         names = config.served_model_name or (info.model.model_path,)
-        facts = Facts(config, info, self._peers, target.tokenizer_files)
+        facts = Facts(config, info, self._peers, target.tokenizer.files)
         generator = Generator(
             self._orchestrator,
             tokenizer,
@@ -189,7 +189,7 @@ def _defaults(config: GatewayConfig, target: TargetLink) -> SamplingDefaults:
     """Sampling parameters for requests that omit them. Raises ConfigError."""
     if config.sampling_defaults == "openai":
         return OPENAI
-    defaults = of_model(target.tokenizer_files)
+    defaults = of_model(target.tokenizer.files)
     if defaults != OPENAI:
         log.info("default sampling parameters from the model's %s: %s", FILE, defaults)
     return defaults

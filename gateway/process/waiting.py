@@ -36,7 +36,7 @@ async def first_target(targets: Sequence[TargetLink], links: Links, seconds: flo
     if not _updated(first):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WARN_AFTER):
-                while not all(link.settled for link in targets):
+                while not all(link.absence.settled.is_set() for link in targets):
                     await _change(links)
                     first = _first_up(targets, links) or first
     return first
@@ -59,8 +59,8 @@ async def _change(links: Links) -> None:
 def _first_up(targets: Sequence[TargetLink], links: Links) -> TargetLink | None:
     """As _most_recent. Raises the ConfigError of a target that a flag names."""
     for link in targets:
-        if link.refusal is not None and links.is_named(link):
-            raise link.refusal
+        if link.absence.refusal is not None and links.is_named(link):
+            raise link.absence.refusal
     return _most_recent(targets)
 
 

@@ -10,7 +10,8 @@ import grpc
 from gateway.streams.connection import PLAIN, Connection
 from gateway.streams.features import FUSION_TIMEOUT, Backlog, Features
 from gateway.streams.frames import cut_opens, join
-from gateway.streams.link import CALL_TIMEOUT, Link
+from gateway.streams.link import CALL_TIMEOUT, Link, check_version
+from gateway.streams.replica.frame_stream import StreamType
 from outrider.checkpoints.vocabulary import Vocabulary, check_same
 from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
@@ -40,10 +41,8 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
     """
 
     service = "draft"
-    method = "/outrider.wire.v1.DraftService/Propose"
+    stream_type = StreamType("/outrider.wire.v1.DraftService/Propose", draft_pb2.ProposeResponse, "sent")
     longest_refused_wait = 15.0  # a handshake of a head transfers its fusion layer
-    frame = draft_pb2.ProposeResponse
-    features_are = "sent"
 
     def __init__(self, address: str, target_model: common_pb2.ModelInfo, connection: Connection = PLAIN) -> None:
         """target_model: the model whose vocabulary the draft must share."""
@@ -105,9 +104,9 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
 
     def _signal(self) -> None:
         if self._urgent:
-            self.outgoing.set()
+            self.stream.outgoing.set()
         else:
-            self.outgoing.set_later()
+            self.stream.outgoing.set_later()
 
     def feed(self, batch: common_pb2.FeatureBatch) -> bool:
         """Relay hidden states, behind the commits so far. False if the backlog is full."""
@@ -118,14 +117,14 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
     def close(self, session_id: int) -> None:
         """Close a session."""
         self._closes.append(session_id)
-        self.outgoing.set()
+        self.stream.outgoing.set()
 
     def take_frame(self) -> draft_pb2.ProposeRequest:
         """As in Link."""
         opens, later = cut_opens(self._opens)
         if later:  # all other messages refer to open sessions
             self._opens = later
-            self.outgoing.set()
+            self.stream.outgoing.set()
             return draft_pb2.ProposeRequest(opens=opens)
         backlog = self.backlog
         frame = draft_pb2.ProposeRequest(
@@ -137,7 +136,7 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         self.clear()
         self.backlog = backlog
         if backlog:
-            self.outgoing.set()
+            self.stream.outgoing.set()
         return frame
 
     async def handshake(self, channel: grpc.aio.Channel) -> draft_pb2.GetDraftInfoResponse:
@@ -146,7 +145,7 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         info: draft_pb2.GetDraftInfoResponse = await stub.GetDraftInfo(
             draft_pb2.GetDraftInfoRequest(), timeout=CALL_TIMEOUT
         )
-        self._check_version(info.protocol_version)
+        check_version(self.service, self.address, info.protocol_version)
         if info.HasField("model"):
             check_same(_vocabulary(info.model), _vocabulary(self._target_model))
         self.features = None

@@ -1,8 +1,6 @@
 """One replica of a service: a channel, a handshake, and a bidirectional stream that reconnects.
 
-    connect -> handshake -> stream (frames out, frames in) -> lost -> wait -> connect ...
-
-Messages that arrive while a frame is being written are sent together in the next frame.
+connect -> handshake -> stream (frames out, frames in) -> lost -> wait -> connect ...
 """
 
 from __future__ import annotations
@@ -10,89 +8,75 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
-import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import grpc
 
-from gateway.streams.availability import READY, Availability, ReplicaState, after
+from gateway.streams.availability import READY, Availability, ReplicaState
 from gateway.streams.connection import PLAIN, Connection
-from gateway.streams.frames import FrameSignal
-from gateway.streams.serving import check_serving, serving_changes, wait_serving
-from gateway.streams.step_time import StepTime
-from gateway.streams.traffic import Count, Direction, Traffic
+from gateway.streams.replica.absence import Absence
+from gateway.streams.replica.attempts import MAX_WAIT, Attempt, Attempts
+from gateway.streams.replica.frame_stream import FrameStream, StreamType
+from gateway.streams.replica.load import ReplicaLoad
+from gateway.streams.serving import check_serving, serving_changes
 from outrider import PROTOCOL_VERSION
-from outrider.errors import ConfigError, OutriderError, Unavailable
-from outrider.tls import explain_tls_failure
-from outrider.transport.frame_socket import SocketCall, connect_beside, message_of, socket_beside
-from outrider.transport.stream import PEER_METADATA
+from outrider.errors import ConfigError, Unavailable
 from outrider.wire.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
-_MIN_WAIT, _MAX_WAIT = 0.1, 2.0  # seconds between attempts
-_STARTING_WAIT = 1.0  # seconds between attempts while the replica starts up and its health says so
-_JITTER = 0.2  # of a wait, so that gateways do not reconnect all at once
-_STABLE_AFTER = 2.0  # seconds after which a stream counts as working
 CALL_TIMEOUT = 10.0  # seconds for each call of a handshake
 
 Info = TypeVar("Info")
 Frame = TypeVar("Frame")  # incoming frames
-Metadata = Sequence[tuple[str, str]]
+
+
+@dataclass
+class LinkEvents:
+    """What the owners of a link are called for.
+
+    up, down: its stream has opened, or is lost. change: after `up` or `availability` has changed
+    absent: after each attempt to use the replica that failed. stopping: after `stopping` has changed
+    """
+
+    up: Callable[[], None] = lambda: None
+    down: Callable[[], None] = lambda: None
+    change: Callable[[], None] = lambda: None
+    absent: Callable[[], None] = lambda: None
+    stopping: Callable[[], None] = lambda: None
 
 
 class Link(ABC, Generic[Info, Frame]):
     """A stream to one replica. `up` is true from handshake to loss.
 
-    session_count: sessions that are open there, counted by the placement
     draining: it was removed from its pool and gets no new sessions. stopping: it reports that it does not serve,
         although its stream is open, because it stops or its engine hangs. rank: its place in the pool, by flag order
-    load: the engine's last report on this stream. step_time: an average over the reports
-    info: facts from the handshake. refusal: why the replica does not fit
-    channel: while it is up or about to be. on_change: called after `up` or `availability` changed
-    on_absent: called after each attempt to use it that failed. on_stopping: called after `stopping` changed
-    transport: of the stream's frames, grpc or socket; empty before the first
-    traffic: counts of frames, which links share
+    info: facts from the handshake
+    channel: while it is up or about to be
     """
 
     service: str
-    method: str  # full name of the stream's method
-    longest_refused_wait = _MAX_WAIT  # seconds between attempts while the replica does not fit
-    frame: type[Any]  # message type of incoming frames
-    features_are: Direction  # in which frames hidden states travel
+    stream_type: StreamType
+    longest_refused_wait = MAX_WAIT  # seconds between attempts while the replica does not fit
 
     def __init__(self, address: str, connection: Connection = PLAIN) -> None:
         self.address = address
         self._connection = connection
-        self._peer = secrets.token_hex(16)
-        self.transport = ""
-        self.traffic = Traffic()
         self.up = False
-        self.session_count = 0
         self.draining = False
         self.stopping = False
         self.rank = 0
-        self.load: common_pb2.EngineLoad | None = None
-        self.step_time = StepTime()
         self.info: Info | None = None
-        self.refusal: ConfigError | None = None
         self.channel: grpc.aio.Channel | None = None
-        self.on_up: Callable[[], None] = lambda: None
-        self.on_down: Callable[[], None] = lambda: None
-        self.on_change: Callable[[], None] = lambda: None
-        self.on_absent: Callable[[], None] = lambda: None
-        self.on_stopping: Callable[[], None] = lambda: None
-        self.on_frame: Callable[[Frame], Awaitable[None]] = _ignore  # frames are processed one after the other
-        self.outgoing = FrameSignal()
-        self._absence = Availability(ReplicaState.UNREACHABLE, "not connected yet")
-        self._settled = asyncio.Event()  # up, or refused
-        self._last_error: str | None = None  # gRPC's last reason for a failed connection
-        self._task: asyncio.Task[None] | None = None
-        self._restart: asyncio.Task[None] | None = None
+        self.load = ReplicaLoad()
+        self.events = LinkEvents()
+        self.absence = Absence(self.service, address, connection.tls)
+        self.stream: FrameStream[Frame] = FrameStream(self.service, self.stream_type, address, connection)
+        self._attempts = Attempts(f"{self.service} {address}", self._attempt, self.open_channel)
 
     @property
     def max_sessions(self) -> int:
@@ -104,8 +88,8 @@ class Link(ABC, Generic[Info, Frame]):
         """Whether the replica is used; the reason of the last failed attempt if it is not."""
         if self.up and self.departing:
             why = "it was removed" if self.draining else "it reports that it stops or hangs"
-            return Availability(ReplicaState.DRAINING, f"{why}; {self.session_count} sessions end here")
-        return READY if self.up else self._absence
+            return Availability(ReplicaState.DRAINING, f"{why}; {self.load.session_count} sessions end here")
+        return READY if self.up else self.absence.reason
 
     @property
     def departing(self) -> bool:
@@ -117,10 +101,9 @@ class Link(ABC, Generic[Info, Frame]):
         """True if new sessions may be opened there."""
         return self.up and not self.departing
 
-    def update_load(self, load: common_pb2.EngineLoad) -> None:
+    def update_load(self, report: common_pb2.EngineLoad) -> None:
         """Take the engine's report."""
-        self.load = load
-        self.step_time.add(load)
+        self.load.update(report)
 
     # --- parts that differ by service ---
 
@@ -144,164 +127,84 @@ class Link(ABC, Generic[Info, Frame]):
     def clear(self) -> None:
         """Drop the waiting messages."""
 
-    def _check_version(self, version: int) -> None:
-        """Raise ConfigError for a replica that speaks another version of the protocol."""
-        if version != PROTOCOL_VERSION:
-            raise ConfigError(
-                f"the {self.service} at {self.address} speaks protocol version {version}, this gateway "
-                f"{PROTOCOL_VERSION}; run the same release everywhere"
-            )
-
     # --- life ---
 
     def start(self) -> None:
         """Connect, and stay connected."""
-        self._task = asyncio.create_task(self._run(), name=f"{self.service} {self.address}")
+        self._attempts.start()
 
     def reconnect(self) -> None:
-        """End the stream and repeat the handshake; `on_down` moves the sessions."""
-        if self._restart is None or self._restart.done():  # otherwise a restart is under way
-            self._restart = asyncio.create_task(self._start_again())
-
-    async def _start_again(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
-            self.start()
+        """End the stream and repeat the handshake; `events.down` moves the sessions."""
+        self._attempts.restart()
 
     async def stop(self) -> None:
-        """End the stream without calling `on_down`."""
-        if self._restart is not None:
-            self._restart.cancel()
+        """End the stream without calling `events.down`."""
         self.up = False
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
-
-    @property
-    def settled(self) -> bool:
-        """True once its first handshake has succeeded, or was refused."""
-        return self._settled.is_set()
+        await self._attempts.stop()
 
     async def wait_up(self, seconds: float) -> None:
         """Wait for the first handshake. Raises ConfigError if it was refused, Unavailable after `seconds`."""
         try:
-            await asyncio.wait_for(self._settled.wait(), seconds)
+            await asyncio.wait_for(self.absence.settled.wait(), seconds)
         except TimeoutError:
             raise Unavailable(f"the {self.service} at {self.address} did not answer in {seconds:.0f} s") from None
-        if self.refusal is not None:
-            raise self.refusal
+        if self.absence.refusal is not None:
+            raise self.absence.refusal
 
     def open_channel(self) -> grpc.aio.Channel:
         """A channel to the replica."""
         return self._connection.open(self.address)
 
-    async def _checked_handshake(self, channel: grpc.aio.Channel) -> Info:
+    async def _attempt(self) -> Attempt:
+        """Connect, and process frames until the stream is lost."""
+        opened, longest = math.inf, MAX_WAIT
         try:
-            return await self.handshake(channel)
-        except grpc.aio.AioRpcError as error:
-            # One probe per message, because the probe opens a connection of its own.
-            if error.code() is grpc.StatusCode.UNAVAILABLE and error.details() != self._last_error:
-                self._last_error = error.details()
-                if trouble := await explain_tls_failure(self.address, self._connection.tls):
-                    raise ConfigError(f"the {self.service} at {self.address} {trouble}") from None
-            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                raise ConfigError(
-                    f"the {self.service} at {self.address} refuses this gateway: {error.details()}"
-                ) from None
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise ConfigError(
-                    f"the service at {self.address} is no {self.service} of this release ({error.details()}); name it "
-                    "as what it is, or start the same release there"
-                ) from None
-            raise
-
-    async def _run(self) -> None:
-        wait = _MIN_WAIT
-        while True:
-            opened, longest = math.inf, _MAX_WAIT
-            try:
-                async with self.open_channel() as channel:
-                    self.channel = channel
-                    self.info = await self._checked_handshake(channel)
-                    await check_serving(channel, CALL_TIMEOUT)
-                    await self.prepare(channel)
-                    self.refusal = None
-                    opened = time.monotonic()
-                    await self._stream(channel)
-            except ConfigError as error:
-                if self.refusal is None or self.refusal.message != error.message:
-                    log.error("%s", error.message)
-                self.refusal = error
-                self._settled.set()
-                longest = self.longest_refused_wait
-                self._absent(Availability(self.state_after(error), error.message))
-            except grpc.aio.AioRpcError as error:
-                self._absent(after(error))
-            except Unavailable as error:
-                self._absent(Availability(ReplicaState.STARTING, error.message))
-            except OutriderError as error:
-                log.warning("%s at %s: %s", self.service, self.address, error.message)
-                self._absent(Availability(ReplicaState.FAILED, error.message))
-            except Exception as error:  # a bug must not end the link
-                log.exception("a frame of the %s at %s could not be processed", self.service, self.address)
-                self._absent(Availability(ReplicaState.FAILED, f"{type(error).__name__}: {error}"))
-            else:
-                self._absent(Availability(ReplicaState.UNREACHABLE, "its stream was lost"))
-            finally:
-                self._lost()
-            if self._absence.state is ReplicaState.STARTING:
-                longest = _STARTING_WAIT
-            # Attempts slow down while streams end soon after they open.
-            wait = _MIN_WAIT if time.monotonic() - opened > _STABLE_AFTER else min(2 * wait, longest)
-            await self._between_attempts(wait * random.uniform(1 - _JITTER, 1 + _JITTER))
-
-    async def _between_attempts(self, seconds: float) -> None:
-        """Wait before the next attempt; a replica that starts up is used as soon as it serves."""
-        if self._absence.state is ReplicaState.STARTING:
             async with self.open_channel() as channel:
-                await wait_serving(channel, seconds)
+                self.channel = channel
+                self.info = await self.absence.explained(self.handshake(channel))
+                await check_serving(channel, CALL_TIMEOUT)
+                await self.prepare(channel)
+                self.absence.refusal = None
+                opened = time.monotonic()
+                await self._stream(channel)
+        except ConfigError as error:
+            longest = self.longest_refused_wait
+            self.absence.refused(error, self.state_after(error))
+        except Exception as error:  # a bug must not end the link
+            self.absence.failed(error)
         else:
-            await asyncio.sleep(seconds)
-
-    def _absent(self, absence: Availability) -> None:
-        """The replica is not used, for this reason."""
-        if absence != self._absence:
-            level = logging.WARNING if absence.state is ReplicaState.FAILED else logging.DEBUG
-            log.log(level, "the %s at %s: %s", self.service, self.address, absence.reason)
-        self._absence = absence
+            self.absence.set(Availability(ReplicaState.UNREACHABLE, "its stream was lost"))
+        finally:
+            self._lost()
+        return Attempt(opened, longest, starting=self.absence.reason.state is ReplicaState.STARTING)
 
     def _lost(self) -> None:
         self.clear()
         self.channel = None
         lost, self.up, self.stopping = self.up, False, False
-        self.step_time, self.load = StepTime(), None  # another process may come, or its sessions end meanwhile
+        self.load.forget()
         if lost:
             log.warning("the stream to the %s at %s is lost", self.service, self.address)
         try:
             if lost:
-                self.on_down()
-            self.on_absent()
+                self.events.down()
+            self.events.absent()
         except Exception:  # a bug here must not end the link either
             log.exception("some sessions of the %s at %s could not be moved", self.service, self.address)
-        self.on_change()
+        self.events.change()
 
     async def _stream(self, channel: grpc.aio.Channel) -> None:
-        call = await self.start_call(channel)
-        self._features = self.traffic.count("features", self.features_are, self.transport)
-        received = self.traffic.count(self.service, "received", self.transport)
+        call = await self.stream.start_call(channel)
         self.clear()
         self.up = True
         log.info("connected to the %s at %s", self.service, self.address)
-        self._settled.set()
-        self.on_up()
-        self.on_change()
-        tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._watch_health(channel))]
+        self.absence.settled.set()
+        self.events.up()
+        self.events.change()
+        work = self.stream.write(call, self.take_frame), self._watch_health(channel)
+        tasks = [asyncio.create_task(one) for one in work]
         try:
-            while (content := await call.read()) is not grpc.aio.EOF:
-                frame = message_of(self.frame, content)
-                self._count(received, frame, len(content))
-                await self.on_frame(frame)
+            await self.stream.read(call)
         finally:
             for task in tasks:
                 task.cancel()
@@ -318,58 +221,16 @@ class Link(ABC, Generic[Info, Frame]):
                 self.stopping = not serves
                 change = "serves again" if serves else "does not serve any more; its sessions move"
                 log.info("the %s at %s %s", self.service, self.address, change)
-                self.on_stopping()
-                self.on_change()
+                self.events.stopping()
+                self.events.change()
         except grpc.aio.AioRpcError as error:  # its sessions move when its stream ends
             log.debug("the health of the %s at %s is not watched: %s", self.service, self.address, error.details())
 
-    async def start_call(self, channel: grpc.aio.Channel) -> Any:
-        """Open the stream, whose frames are bytes. Raises ConfigError if they must use a socket and there is none."""
-        allowed = self._connection.transport
-        key = None if allowed == "grpc" else await connect_beside(self.address)
-        if key is not None:
-            self.transport = "socket"
-            return SocketCall(self.open_stream(channel, key.metadata), key.connection)
-        if allowed == "socket":
-            beside = socket_beside(self.address)
-            where = "its address is no Unix domain socket" if beside is None else f"no process listens at {beside}"
-            raise ConfigError(
-                f"--stream-transport socket: the {self.service} at {self.address} cannot be reached that way, because "
-                f"{where}; choose grpc or auto, or let the service listen on unix:/PATH of this machine"
-            )
-        self.transport = "grpc"
-        return self.open_stream(channel, ())
 
-    def open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
-        """The stream call; it reads and writes bytes."""
-        return channel.stream_stream(self.method)(metadata=(*metadata, (PEER_METADATA, self._peer)))
-
-    async def _write(self, call: Any) -> None:
-        outgoing, sent = self.outgoing, self.traffic.count(self.service, "sent", self.transport)
-        while True:
-            await outgoing.wait()
-            outgoing.clear()
-            frame = self.take_frame()
-            content = frame.SerializeToString()
-            try:
-                await call.write(content)
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the reader receives the reason
-            self._count(sent, frame, len(content))
-
-    def _count(self, count: Count, frame: Any, size: int) -> None:
-        count.add(size)
-        if self.features_are == ("received" if isinstance(frame, self.frame) else "sent") and frame.features.rows:
-            self._features.add(len(frame.features.rows))
-
-
-async def _ignore(_: Any) -> None:
-    """The default handler of frames."""
-
-
-async def collect_files(parts: AsyncIterator[Any]) -> dict[str, bytes]:
-    """Files that arrive in parts, by name."""
-    files: dict[str, bytearray] = {}
-    async for part in parts:
-        files.setdefault(part.file_name, bytearray()).extend(part.content)
-    return {name: bytes(content) for name, content in files.items()}
+def check_version(service: str, address: str, version: int) -> None:
+    """Raise ConfigError for a replica that speaks another version of the protocol."""
+    if version != PROTOCOL_VERSION:
+        raise ConfigError(
+            f"the {service} at {address} speaks protocol version {version}, this gateway {PROTOCOL_VERSION}; run the "
+            "same release everywhere"
+        )

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
 from gateway.streams.availability import Availability, ReplicaState
 from gateway.streams.connection import PLAIN, Connection
-from gateway.streams.features import FUSION_TIMEOUT, Features
+from gateway.streams.features import Features
 from gateway.streams.frames import cut_opens, join
-from gateway.streams.link import CALL_TIMEOUT, Link, collect_files
+from gateway.streams.link import CALL_TIMEOUT, Link, check_version
 from gateway.streams.pool_weights import OtherWeights, PoolWeights
+from gateway.streams.replica.frame_stream import StreamType
+from gateway.streams.replica.target_features import TargetFeatures
+from gateway.streams.replica.tokenizer_files import TokenizerFiles
 from outrider.errors import ConfigError
 from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
@@ -30,27 +33,22 @@ _LOAD_TIMEOUT = 3600.0  # seconds for a target to read all weights
 class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyResponse]):
     """Sends opens, proposals and closes; receives commits. Replicas of a pool must serve the same checkpoint.
 
-    features: ids of the FeatureSpecs that the target knows
     update_lock: excludes updates of weights
     paused: what the target must be set to before it is used again: True to pause, False to continue, None for nothing.
         It may have restarted, or have lost no more than its stream.
     flush_due: its cached prefixes are dropped before it is used
     model_path: the checkpoint that it must serve; empty for any
-    on_early_files: called with the tokenizer's files of a target that still loads its model
     """
 
     service = "target"
-    method = "/outrider.wire.v1.TargetService/Verify"
-    frame = target_pb2.VerifyResponse
-    features_are = "received"
+    stream_type = StreamType(
+        "/outrider.wire.v1.TargetService/Verify", target_pb2.VerifyResponse, features_are="received"
+    )
 
     def __init__(self, address: str, connection: Connection = PLAIN) -> None:
         super().__init__(address, connection)
-        self.tokenizer_files: dict[str, bytes] = {}
-        self._early_files: dict[str, bytes] = {}
-        self.on_early_files: Callable[[dict[str, bytes]], None] = lambda _: None
-        self.features: set[int] = set()
-        self._wanted: dict[int, Features] = {}  # that drafts need, by id
+        self.tokenizer = TokenizerFiles()
+        self.features = TargetFeatures(address)
         self._pool: PoolWeights | None = None
         self._load_error = ""  # of the last weights that the target could not load
         self.update_lock: UpdateLock = contextlib.nullcontext
@@ -110,13 +108,13 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         """Set whether the target is paused before it is used again, because a client asked for it."""
         self.paused, self._pause_reported = paused, False
 
-    def update_load(self, load: common_pb2.EngineLoad) -> None:
+    def update_load(self, report: common_pb2.EngineLoad) -> None:
         """Take the engine's report. Its pause holds even if another gateway asked for it.
 
         A report that is older than the pause does not end it: until one shows the pause, it is kept.
         """
-        super().update_load(load)
-        if load.paused:
+        super().update_load(report)
+        if report.paused:
             self.paused = self._pause_reported = True
         elif self._pause_reported or not self.paused:
             self.paused = None
@@ -126,24 +124,24 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         if request.session_id in self._closes:
             self._closes.remove(request.session_id)
         self._opens.append(request)
-        self.outgoing.set()
+        self.stream.outgoing.set()
 
     def propose(self, batch: common_pb2.ProposalBatch) -> None:
         """Relay proposals."""
         self._proposals.append(batch)
-        self.outgoing.set()
+        self.stream.outgoing.set()
 
     def close(self, session_id: int) -> None:
         """Close a session."""
         self._closes.append(session_id)
-        self.outgoing.set()
+        self.stream.outgoing.set()
 
     def take_frame(self) -> target_pb2.VerifyRequest:
         """As in Link."""
         opens, later = cut_opens(self._opens)
         if later:  # all other messages refer to open sessions
             self._opens = later
-            self.outgoing.set()
+            self.stream.outgoing.set()
             return target_pb2.VerifyRequest(opens=opens)
         frame = target_pb2.VerifyRequest(opens=opens, proposals=join(self._proposals), closes=pack(self._closes, U64))
         self.clear()
@@ -157,38 +155,22 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
                 target_pb2.GetTargetInfoRequest(), timeout=CALL_TIMEOUT
             )
         except grpc.aio.AioRpcError:
-            await self._take_early_files(stub)
+            await self.tokenizer.fetch_early(stub)
             raise
-        self._check_version(info.protocol_version)
+        check_version(self.service, self.address, info.protocol_version)
         if self.model_path not in ("", info.model.model_path):
             raise ConfigError(
                 f"the target at {self.address} serves {info.model.model_path}; its pool is for {self.model_path} "
                 "(--model-path); is it the address of another model's target?"
             )
-        if not self.tokenizer_files:
-            self.tokenizer_files = await self._files_of(stub)
-            self._early_files = {}
+        await self.tokenizer.fetch(stub)
         if self._pool is not None:
             try:
                 self._pool.check(self.address, info)
             except OtherWeights:
                 info = await self._load_weights(stub, self._pool)
-        await self._configure_all(channel)
+        await self.features.configure_all(channel)
         return info
-
-    async def _files_of(self, stub: Any) -> dict[str, bytes]:
-        return await collect_files(stub.GetTokenizer(target_pb2.GetTokenizerRequest(), timeout=CALL_TIMEOUT))
-
-    async def _take_early_files(self, stub: Any) -> None:
-        """Fetch the tokenizer's files of a target that still loads its model, so that they can be read meanwhile.
-
-        The handshake fetches them again: another process, with other files, may answer it.
-        """
-        if self.tokenizer_files or self._early_files:
-            return
-        with contextlib.suppress(grpc.aio.AioRpcError):  # it does not know its folder yet, or nothing answers
-            self._early_files = await self._files_of(stub)
-            self.on_early_files(self._early_files)
 
     async def _load_weights(self, stub: Any, pool: PoolWeights) -> target_pb2.GetTargetInfoResponse:
         """Let a target load the weights that it lacks. Returns its facts. Raises OtherWeights if it cannot."""
@@ -216,7 +198,7 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
     ) -> None:
         if not self._load_error:
             loading = f'it loads the weights "{pool.version}" of the last update'
-            self._absent(Availability(ReplicaState.STARTING, loading))
+            self.absence.set(Availability(ReplicaState.STARTING, loading))
         try:
             await stub.UpdateWeightsFromDisk(request, timeout=_LOAD_TIMEOUT)
         except grpc.aio.AioRpcError as error:
@@ -258,45 +240,11 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
 
     async def configure(self, features: Features) -> None:
         """Register hidden states that a draft needs, now or at the next handshake. Raises ConfigError if refused."""
-        self.configure_later(features)
+        self.features.add(features)
         if self.channel is None:
             return
         try:
-            await self._configure(self.channel, features)
+            await self.features.configure(self.channel, features)
         except grpc.aio.AioRpcError:
             if self.up:
                 raise  # otherwise the next handshake does it
-
-    def configure_later(self, features: Features) -> None:
-        """Register hidden states that a draft needs at the next handshake."""
-        self._wanted[features.spec.spec_id] = features
-
-    def drop_features(self, wanted: Collection[int]) -> None:
-        """Drop the specifications that no draft needs any more. wanted: ids of the needed ones."""
-        for spec_id in self._wanted.keys() - wanted:
-            del self._wanted[spec_id]
-            self.features.discard(spec_id)
-
-    async def _configure_all(self, channel: grpc.aio.Channel) -> None:
-        self.features.clear()  # the target may have restarted
-        for features in list(self._wanted.values()):  # a copy: a draft that connects meanwhile registers its own
-            try:
-                await self._configure(channel, features)
-            except ConfigError as error:
-                log.warning("%s; its sessions get no hidden states", error.message)
-
-    async def _configure(self, channel: grpc.aio.Channel, features: Features) -> None:
-        stub: Any = target_pb2_grpc.TargetServiceStub(channel)
-
-        async def parts() -> AsyncIterator[target_pb2.ConfigureFeaturesRequest]:
-            yield target_pb2.ConfigureFeaturesRequest(spec=features.spec)
-            for part in features.fusion:
-                yield target_pb2.ConfigureFeaturesRequest(fusion=part)
-
-        try:
-            await stub.ConfigureFeatures(parts(), timeout=FUSION_TIMEOUT)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.FAILED_PRECONDITION:
-                raise
-            raise ConfigError(f"the target at {self.address} cannot serve the drafter: {error.details()}") from None
-        self.features.add(features.spec.spec_id)

@@ -47,8 +47,9 @@ class DrafterOptions:
     speculative_ngram_beside: bool = False
     """Run NGRAM beside a model-based drafter and merge both proposals into one tree."""
     speculative_token_map: str | None = None
-    """File of the only token ids that are proposed (FR-Spec), a list written by torch.save, or REPOSITORY/FILE on the
-    Hugging Face hub; not for EAGLE3 and NGRAM. Default: the whole vocabulary."""
+    """File of the only token ids that are proposed (FR-Spec), a list written by torch.save or in JSON, or
+    REPOSITORY/FILE on the Hugging Face hub; not for EAGLE3 and NGRAM. Default: token_map.json beside the draft's
+    weights, else the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,9 @@ class DraftModelOptions:
     """Kernels of the draft model: plain (XLA operations), cpu (compiled C++, matrix products included), pallas
     (attention on GPUs and TPUs). auto: the fastest available."""
     draft_ahead: DraftAhead = "auto"
-    """STANDALONE: whether adaptive trees grow while the target verifies (on), or once after each commit, by as much as
-    pays (off). auto: on; with `serve` off where the draft computes on the target's cores."""
+    """STANDALONE and heads (EAGLE, EAGLE3, NEXTN): whether adaptive trees grow while the target verifies (on), or once
+    after each commit (off). A head grows on its own states until the target's arrive, and then anew. auto: on; with
+    `serve` off for STANDALONE where the draft computes on the target's cores."""
     draft_feature_dtype: FeatureDType = "auto"
     """Number format in which the target sends hidden states to a feature-based drafter. auto: bfloat16."""
     enable_multi_layer_eagle: bool = False

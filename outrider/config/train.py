@@ -39,12 +39,15 @@ class DataOptions:
     topic: ClassVar[str] = "training data"
 
     data: tuple[str, ...] = ()
-    """Files of JSON lines: prompts ("prompt", "text", "turns" or "messages"), or rollouts with token ids. Default: the
-    target writes prompts."""
+    """Files of JSON lines: prompts ("prompt", "text", "turns" or "messages"), or rollouts with token ids; or files of
+    --export-answers. Default: the target writes prompts."""
     data_limit: int | None = None
     """Prompts read from each file. Default: all."""
     answers: str | None = None
     """Folder of the target's answers, which several trainings may share. Default: OUTPUT.answers."""
+    export_answers: str | None = None
+    """Write the answers as token ids into this .npz file for a training on another machine, and train nothing. An
+    interrupted run continues from --answers."""
     tokens: int = 1_000_000
     """Tokens that the target generates."""
     free_prompts: int | None = None
@@ -76,6 +79,9 @@ class OptimizerOptions:
     """Passes over all answers."""
     steps: int | None = None
     """Optimizer steps. Default: as many as --epochs needs."""
+    minutes: float | None = None
+    """Time of the optimizer steps, in minutes: if it is too short for all steps, the schedule has as many as fit,
+    measured before the first one. Default: no limit."""
     batch_tokens: int = 4096
     """Answer tokens per optimizer step, approximately."""
     learning_rate: float = 5e-4
@@ -89,7 +95,10 @@ class OptimizerOptions:
     unroll_decay: float = 0.8
     """Fraction of the tokens at each depth that are trained at the next depth."""
     train_device: str = "auto"
-    """Device of the training: auto, cpu, cuda, cuda:1, tpu, ..."""
+    """Device of the training: auto, cpu, cuda, cuda:1, tpu, ..., or a list: cuda:0,cuda:2."""
+    train_dp_size: int | None = None
+    """Devices that share each optimizer step (data parallelism). Default: all GPUs or TPUs of the machine, or those
+    that --train-device lists; 1 on a CPU."""
     train_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of matrix products. auto: bfloat16. Weights and sums are float32."""
     checkpoint_seconds: float = 120.0

@@ -85,14 +85,16 @@ def device_numbers(devices: str) -> list[int]:
     return [int(name.partition(":")[2]) for name in devices.split(",")]
 
 
-def check_draft_devices(device: str, count: int, flag: str = "--draft-device") -> None:
-    """Raise ConfigError for a list of devices that a draft with --draft-tp-size `count` cannot use."""
+def check_draft_devices(
+    device: str, count: int, flag: str = "--draft-device", count_flag: str = "--draft-tp-size"
+) -> None:
+    """Raise ConfigError for a list of devices that a draft cannot use. count: value of `count_flag`."""
     names = [name.strip().partition(":") for name in device.split(",")]
     if len(names) == 1:
         return
     if len(names) != count:
         raise ConfigError(
-            f"{flag} {device} names {len(names)} devices for --draft-tp-size {count}; name one for each part"
+            f"{flag} {device} names {len(names)} devices for {count_flag} {count}; name one for each part"
         )
     if len({kind for kind, _, _ in names}) > 1 or not all(index.isdigit() for _, _, index in names):
         raise ConfigError(f"{flag} {device}: a list names devices of one kind with their numbers: cuda:2,cuda:3")

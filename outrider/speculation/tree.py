@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from outrider.speculation.proposal import Proposal, extend_hash, path_hashes
 
 ROOT = -1
 _DEAD = -2
+_MANY = 4  # changed scores, beyond which all path scores behind them are computed again
 _MIN_LOG_SCORE = -1e4  # of an edge, so that sums along a path stay precise
 
 
@@ -59,7 +60,7 @@ class SpeculationTree:
 
     token, parent: ints; hash: 64-bit path hash; log_score: of the edge, at most 0; path_score: sum of log_scores from
     the root; depth: 1 for the root's children. Parents precede their children. rescored: number of times that scores of
-    present nodes have risen
+    present nodes have changed
     """
 
     def __init__(self, committed: NDArray[np.integer], capacity: int = 256) -> None:
@@ -120,7 +121,7 @@ class SpeculationTree:
         node = self._index.get(path)
         if node is not None:
             if log_score > self.log_score[node]:
-                self._rescore(node, log_score)
+                self.rescore({node: log_score})
             return node
         if len(self.token) >= self.capacity:
             return None
@@ -158,15 +159,25 @@ class SpeculationTree:
         self._index.update(zip(hashes, added, strict=True))
         return added
 
-    def _rescore(self, node: int, log_score: float) -> None:
-        gain = log_score - self.log_score[node]
-        self.log_score[node] = log_score
-        self.rescored += 1
-        pending = [node]
-        while pending:
-            node = pending.pop()
-            self.path_score[node] += gain
-            pending.extend(self.children[node])
+    def rescore(self, scores: Mapping[int, float]) -> None:
+        """Change the scores of some nodes, which may also fall."""
+        gains = {node: score - self.log_score[node] for node, score in scores.items() if score != self.log_score[node]}
+        if not gains:
+            return
+        self.rescored += len(gains)
+        for node in gains:
+            self.log_score[node] = scores[node]
+        if len(gains) > _MANY:
+            for node in range(min(gains), len(self)):
+                parent = self.parent[node]
+                self.path_score[node] = self.log_score[node] + (0.0 if parent == ROOT else self.path_score[parent])
+            return
+        for node, gain in gains.items():
+            pending = [node]
+            while pending:
+                below = pending.pop()
+                self.path_score[below] += gain
+                pending.extend(self.children[below])
 
     def merge(self, proposal: Proposal) -> int:
         """Merge a proposal. Returns the number of its nodes that are in the tree now.
@@ -263,9 +274,30 @@ class SpeculationTree:
         natural-log path probability. admits: returns False for nodes that must not be selected; called for nodes whose
         parent is selected
         """
-        if max_nodes <= 0 or not self.token:
+        chosen = self.best_nodes(max_nodes, max_depth, max_children, least_score, admits)
+        if not chosen:
             return EMPTY_SLICE
+        row = {node: i for i, node in enumerate(chosen)}
+        row[ROOT] = ROOT
+        return TreeSlice(
+            np.array([self.token[i] for i in chosen], dtype=np.uint32),
+            np.array([row[self.parent[i]] for i in chosen], dtype=np.int32),
+            np.array([self.depth[i] for i in chosen], dtype=np.int32),
+            np.array([self.path_score[i] for i in chosen], dtype=np.float32),
+        )
+
+    def best_nodes(
+        self,
+        max_nodes: int,
+        max_depth: int | None = None,
+        max_children: int | None = None,
+        least_score: float = -math.inf,
+        admits: Callable[[int], bool] | None = None,
+    ) -> list[int]:
+        """The nodes of `select`."""
         chosen: list[int] = []
+        if max_nodes <= 0 or not self.token:
+            return chosen
         frontier: list[tuple[float, int]] = []
         self._push_children(frontier, ROOT, max_children)
         while frontier and len(chosen) < max_nodes:
@@ -277,16 +309,7 @@ class SpeculationTree:
             chosen.append(node)
             if max_depth is None or self.depth[node] < max_depth:
                 self._push_children(frontier, node, max_children)
-        if not chosen:
-            return EMPTY_SLICE
-        row = {node: i for i, node in enumerate(chosen)}
-        row[ROOT] = ROOT
-        return TreeSlice(
-            np.array([self.token[i] for i in chosen], dtype=np.uint32),
-            np.array([row[self.parent[i]] for i in chosen], dtype=np.int32),
-            np.array([self.depth[i] for i in chosen], dtype=np.int32),
-            np.array([self.path_score[i] for i in chosen], dtype=np.float32),
-        )
+        return chosen
 
     def _push_children(self, frontier: list[tuple[float, int]], node: int, max_children: int | None) -> None:
         children = self.children_of(node)

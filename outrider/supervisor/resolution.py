@@ -15,7 +15,14 @@ import os
 from dataclasses import fields, replace
 from pathlib import Path
 
-from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, MODEL_ALGORITHMS, ServeConfig, flag_of
+from outrider.config import (
+    BUILT_IN_ALGORITHMS,
+    FED_ALGORITHMS,
+    MODEL_ALGORITHMS,
+    ONLINE_ALGORITHMS,
+    ServeConfig,
+    flag_of,
+)
 from outrider.config.compatibility.environment import environment_notes
 from outrider.drafts import has_bundled_head
 from outrider.placement.devices import has_gpu
@@ -43,7 +50,7 @@ _USED_BY = {
     "draft_device": MODEL_ALGORITHMS,
     "draft_tp_size": MODEL_ALGORITHMS,
     "draft_attention_backend": MODEL_ALGORITHMS,
-    "draft_ahead": ("STANDALONE",),
+    "draft_ahead": ("STANDALONE", *ONLINE_ALGORITHMS),
     "draft_feature_dtype": FED_ALGORITHMS,
     "draft_page_size": MODEL_ALGORITHMS,
     "draft_max_total_tokens": MODEL_ALGORITHMS,

@@ -100,8 +100,9 @@ print(json.dumps({"devices": len(jax.devices()), "limit": stats["bytes_limit"], 
 """
 
 
-def test_a_draft_keeps_to_its_share(folder, tmp_path):
+def test_a_draft_keeps_to_its_share(folder, free, tmp_path):
     """The draft's own process, beside this one: what JAX has taken at its peak, and how much it may take."""
+    assert free > 2 * GIB
     if not memory.jax_uses_gpus():
         pytest.skip("JAX has no CUDA plugin here")
     draft = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(folder)]

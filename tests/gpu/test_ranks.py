@@ -24,7 +24,9 @@ from services.target.process.ranks import group
 from services.target.process.ranks.leading import LeadingRunner
 from services.target.process.ranks.processes import load_split
 from services.target.process.warmup import warm_up
+from services.target.speculation.mode_selector import SpeculationMode
 from tests.support.target.driving import chain, counting, opening, run
+from tests.support.target.proposals import Drafts
 from tests.support.tiny import write_model
 
 # What libraries warn of on a GPU is theirs.
@@ -44,7 +46,7 @@ def engine_of(model, folder, **flags):
     config = TargetConfig(model_path=str(folder), max_total_tokens=4096, speculative_num_draft_tokens=6, **flags)
     engine = TargetEngine(model, config)
     warm_up(engine)
-    return counting(engine, "_launch_behind", "behind")
+    return counting(engine, "launch_behind", "behind")
 
 
 def alone(folder):
@@ -90,6 +92,13 @@ def test_what_rank_0_broadcasts_does_not_change_a_text(one_rank, folders):
     drafted = run(engine, requests(), near(expected.new))
     assert drafted.new == expected.new
     assert drafted.accepted > 0
+    ready = TargetEngine(engine.model, TargetConfig(max_total_tokens=4096), [SpeculationMode.DRAFT_IF_READY])
+    warm_up(ready)
+    counting(ready, "_launch_prepared", "prepared")
+    drafted = run(ready, requests(), Drafts("mixed", requests(), expected.new))
+    assert drafted.new == expected.new
+    assert drafted.accepted > 0
+    assert ready.prepared > 2
 
 
 @pytest.fixture(params=[False, True], ids=["captured", "eager"])

@@ -1,7 +1,12 @@
 """Feature-based drafters: a perfect head is accepted only if each token is paired with the right features."""
 
+import random
+
 import pytest
 
+from bench.ahead.control import Mode
+from bench.ahead.recorded import record
+from bench.ahead.virtual import Times, run_virtually
 from tests.support.checkpoints.blocks import write_perfect_dflash
 from tests.support.checkpoints.heads import eagle3, write_head
 from tests.support.checkpoints.perfect import (
@@ -12,7 +17,7 @@ from tests.support.checkpoints.perfect import (
     write_perfect_eagle3,
 )
 from tests.support.invariance.engines import as_on_cuda, draft_engine, target_engine
-from tests.support.invariance.pair import Pair, request
+from tests.support.invariance.pair import Faults, Pair, request
 
 LENGTH = 60
 PROMPTS = [[45], [40, 41, 42], [50, 5, 9, 60, 61], CYCLE[3:].tolist() * 3, [70, 71, 72, 73, 74]]
@@ -54,16 +59,65 @@ def test_a_perfect_head_is_accepted(models, drafts, head, chunk, temperature):
     assert run.accepted > 0.7 * LENGTH * len(PROMPTS)
 
 
-@pytest.mark.parametrize("head", ["feature", "eagle 3"])
+@pytest.mark.parametrize("head", ["token", "feature", "eagle 3", "dflash"])
 def test_a_perfect_head_is_accepted_where_the_device_prepares_steps(models, drafts, head):
-    """It drafts ahead on its own states, and its tree reaches beyond the step in flight."""
+    """It drafts ahead, a head on its own states, and its tree reaches beyond the step in flight."""
     target = as_on_cuda(target_engine(models[0]), prepares=True)
-    requests = [request(i, prompt, 1.0, LENGTH) for i, prompt in enumerate(PROMPTS)]
-    plain = Pair(target_engine(models[0])).run(requests)
-    run = Pair(target, lambda: drafts[head], draft_steps=8).run(requests)
-    assert run.tokens == plain.tokens
-    assert run.accepted > 0.9 * run.verified
-    assert run.accepted > 0.4 * LENGTH * len(PROMPTS)
+    for temperature, faults in ((1.0, Faults()), (0.0, Faults(lost=0.1, doubled=0.2, delay=2))):
+        requests = [request(i, prompt, temperature, LENGTH) for i, prompt in enumerate(PROMPTS)]
+        plain = Pair(target_engine(models[0])).run(requests)
+        run = Pair(target, lambda: drafts[head], faults, draft_steps=8).run(requests)
+        assert run.tokens == plain.tokens
+        if head != "dflash" and not faults.lost:  # a block reaches hardly further than the step in flight
+            assert run.accepted > 0.9 * run.verified
+            assert run.accepted > 0.4 * LENGTH * len(PROMPTS)
+
+
+class InOrder(random.Random):
+    """Every frame takes the longest time, and none is lost, doubled or overtaken."""
+
+    def randint(self, a, b):
+        return b
+
+    def random(self):
+        return 1.0
+
+    def shuffle(self, x):
+        pass
+
+
+@pytest.mark.parametrize("head", ["feature", "eagle 3"])
+def test_trees_that_grow_ahead_reach_over_a_delay(models, drafts, head, monkeypatch):
+    """Frames take two steps of the target each way. A tree that is made once after each commit is used up by then."""
+    target, one = target_engine(models[0]), [request(0, [45], 0.0, LENGTH)]
+    plain, delay, depth = Pair(target).run(one), 2, 5
+
+    def steps(*, ahead):
+        monkeypatch.setattr(drafts[head].drafter, "drafts_ahead", ahead)
+        pair = Pair(target, lambda: drafts[head], Faults(delay=delay), draft_steps=8)
+        pair.random = pair.proposals.random = pair.commits.random = InOrder()
+        run = pair.run(one)
+        assert run.tokens == plain.tokens
+        return run.steps
+
+    waiting = (1 + 2 * delay) * LENGTH / (depth + 1)  # of a target that waits for each tree, in steps' time
+    assert steps(ahead=True) < 0.6 * min(waiting, steps(ahead=False))
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.005, 0.02])
+def test_a_target_that_waits_where_it_pays_is_as_fast_as_the_better_of_both(models, drafts, delay):
+    """In virtual time: a perfect head, whose trees hold the next ones, leaves no reason to wait at any distance."""
+    engine, times = drafts["eagle 3"], Times(0.02, delay, tree=0.003, level=0.001)
+    recordings = list(record(str(models[0]), None, engine.drafter, [[45], [50, 5, 9, 60, 61]], LENGTH, 0.0))
+    rates = {}
+    for mode in (Mode.WAITING, Mode.TIERS, Mode.AUTO):
+        totals = run_virtually(engine, recordings, times, mode)
+        assert totals.tokens == 2 * (LENGTH - 1)
+        assert (totals.held == 0) is (mode is Mode.TIERS)
+        rates[mode] = totals.tokens / totals.seconds
+    assert rates[Mode.TIERS] > rates[Mode.WAITING]
+    assert rates[Mode.AUTO] > 0.8 * rates[Mode.TIERS], "it measures first"
+    assert rates[Mode.AUTO] > rates[Mode.WAITING]
 
 
 TREE = (3, 4, 12)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.serving.messages import Grammar, GrammarKind
 from tests.support.checkpoints.blocks import SECOND, dflash
-from tests.support.checkpoints.heads import eagle, eagle3, write_head
+from tests.support.checkpoints.heads import eagle, eagle3, parallel, write_head
 from tests.support.invariance.engines import draft_engine, target_engine
 from tests.support.invariance.pair import Faults, GarbageDraft, Pair, request
 from tests.support.tiny import EOS, VOCAB, write_model, write_tokenizer
@@ -30,15 +30,17 @@ LENGTH = 36
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """Folders of a target, of an unrelated draft of the same vocabulary, of an EAGLE and an EAGLE-3 head, of two block
-    drafters."""
+    drafters, and of a P-EAGLE head."""
     base = tmp_path_factory.mktemp("models")
     target = write_tokenizer(write_model(base / "target", "llama", seed=1))
     write_head(base / "eagle", *eagle(target))
-    write_head(base / "eagle3", *eagle3(target, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1]}, states=2))
+    states = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}, "states": 2}
+    write_head(base / "eagle3", *eagle3(target, **states))
+    write_head(base / "parallel", *parallel(target, **states))
     write_head(base / "dflash", *dflash(target))
     write_head(base / "dflash2", *dflash(target, **SECOND))
     other = write_model(base / "other", "qwen3", seed=2)
-    return target, other, base / "eagle", base / "eagle3", base / "dflash", base / "dflash2"
+    return target, other, base / "eagle", base / "eagle3", base / "dflash", base / "dflash2", base / "parallel"
 
 
 @pytest.fixture(scope="session")
@@ -100,11 +102,15 @@ DRAFTERS = {
     ),
     "eagle": lambda models: draft_engine("EAGLE", models[2], models[0]),
     "eagle 3": lambda models: draft_engine("EAGLE3", models[3], models[0], max_running=4),
+    "eagle 3, waiting for features": lambda models: draft_engine(
+        "EAGLE3", models[3], models[0], max_running=4, draft_ahead="off"
+    ),
     "ngram beside eagle 3": lambda models: draft_engine("EAGLE3", models[3], models[0], beside=True, max_running=4),
     "ngram beside eagle 3, explicit tree": lambda models: draft_engine(
         "EAGLE3", models[3], models[0], beside=True, tree=(3, 4, 9), max_running=4
     ),
     "dflash": lambda models: draft_engine("DFLASH", models[4], models[0], max_running=4),
+    "p-eagle": lambda models: draft_engine("EAGLE3", models[6], models[0], max_running=4),
     "ngram beside dflash 2, explicit tree": lambda models: draft_engine(
         "DFLASH", models[5], models[0], beside=True, tree=(3, 4, 9), max_running=4
     ),
@@ -153,6 +159,7 @@ def test_any_drafter(target, drafters, plain, drafter, temperature, batch):
             assert max(run.steps for run in runs) <= LENGTH / 8 * 1.5 + 2
 
 
+FAULTY = ["ngram", "self", "ngram beside self", "eagle", "eagle 3", "eagle 3, waiting for features"]
 FAULTS = {
     "lost": Faults(lost=0.3),
     "doubled": Faults(doubled=0.5),
@@ -163,7 +170,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("drafter", ["ngram", "self", "ngram beside self", "garbage", "eagle", "eagle 3"])
+@pytest.mark.parametrize("drafter", [*FAULTY, "garbage"])
 def test_transport_faults(target, drafters, plain, drafter, fault, temperature):
     seed = zlib.crc32(f"{drafter} {fault} {temperature}".encode())  # other faults for each
     run = Pair(target, drafters[drafter], FAULTS[fault], seed=seed).run(requests(temperature))

@@ -46,6 +46,14 @@ class ModelSizes(Dimensions):
     dtype: str = "bfloat16"
 
     @property
+    def file_bytes(self) -> int:
+        """About what both checkpoints take on a disk."""
+        layer = self.hidden * (2 * self.hidden + 2 * self.kv_heads * (self.hidden // self.heads) + 3 * self.inner)
+        numbers = (self.layers + 1) * layer + self.hidden * (2 * self.vocab + self.own_vocab + 5 * self.hidden)
+        itemsize: int = getattr(torch, self.dtype).itemsize
+        return numbers * itemsize
+
+    @property
     def continuation(self) -> Continuation:
         """The text of the target: tokens that the head can propose."""
         return Continuation(FIRST_TEXT_TOKEN, self.own_vocab - FIRST_TEXT_TOKEN)

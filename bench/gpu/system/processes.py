@@ -19,17 +19,18 @@ from bench.harness.errors import BenchError
 from bench.harness.processes import free_port, running, wait_until
 from outrider.supervisor.health import is_healthy
 
-_STARTUP_TIMEOUT = 400.0  # seconds; compiling the draft's programs takes most of it
+_STARTUP_TIMEOUT = 120.0  # seconds of a gateway
 _LOG_BYTES = 3000  # of a service that does not start, quoted in the error
 
 
 @contextlib.contextmanager
 def services(
-    folder: Path, target: Sequence[str], draft: Sequence[str], simulated: dict[str, Any] | None
+    folder: Path, target: Sequence[str], draft: Sequence[str], simulated: dict[str, Any] | None, seconds: float
 ) -> Iterator[None]:
     """Target and draft service, with sockets and recordings in a folder. They start at the same time.
 
-    target, draft: their flags. simulated: options of simulated acceptance, or None
+    target, draft: their flags. simulated: options of simulated acceptance, or None. seconds: for each to start;
+    compiling the draft's programs takes most of it
     """
     options = json.dumps({"folder": str(folder), "simulated": simulated})
     commands = {
@@ -40,7 +41,7 @@ def services(
         started = {name: stack.enter_context(_module(folder, name, *command)) for name, command in commands.items()}
         for name, process in started.items():
             address = f"unix:{folder}/{name}.sock"
-            wait_until(process, partial(_healthy, address), _STARTUP_TIMEOUT, _log_of(folder, name))
+            wait_until(process, partial(_healthy, address), seconds, _log_of(folder, name))
         yield
 
 
@@ -55,6 +56,15 @@ def gateway(folder: Path, transport: str) -> Iterator[str]:
     with _module(folder, "gateway", "outrider", "gateway", *flags) as process:
         wait_until(process, lambda: _ready(url), _STARTUP_TIMEOUT, _log_of(folder, "gateway"))
         yield url
+
+
+def ask_once(url: str, prompt: Sequence[int]) -> None:
+    """Let the whole system answer a prompt with a few tokens. Raises BenchError if it does not."""
+    body = {"model": "default", "prompt": list(prompt), "max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+    try:
+        httpx.post(f"{url}/v1/completions", json=body, timeout=_STARTUP_TIMEOUT).raise_for_status()
+    except httpx.HTTPError as error:
+        raise BenchError(f"the system does not answer: {error}") from None
 
 
 def write_checkpoints(folder: Path, sizes: ModelSizes, device: str) -> tuple[Path, Path]:

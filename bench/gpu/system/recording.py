@@ -23,7 +23,7 @@ Rows = Mapping[str, NDArray[np.float64]]
 # Columns of the rows of each kind; times in seconds.
 COLUMNS = {
     "step": 2,  # start and end of an engine's step
-    "launch": 5,  # start and end on the host; the device's seconds, its idle seconds before; draft tokens
+    "launch": 5,  # start and end on the host, and on the device; draft tokens
     "read": 2,  # start and end of waiting for samples
     "run": 3,  # start and end of a program of the draft, and what its dispatch takes of that
     "commits": 2,  # time and key
@@ -103,12 +103,15 @@ class Recordings:
     def __init__(self, folder: Path, role: str) -> None:
         self._folder, self._role, self._read = folder, role, 0
 
-    def next(self, seconds: float = 5.0) -> Rows:
-        """All rows since the last call; waits for a file of an engine that is idle now, `seconds` at most."""
-        asked, deadline = time.time(), time.monotonic() + seconds
+    def next(self, since: float, seconds: float = 5.0) -> Rows:
+        """All rows since the last call; waits for a file of an engine that became idle, `seconds` at most.
+
+        since: when, or a little before, by the clock of files
+        """
+        deadline = time.monotonic() + seconds
         while True:
             files = sorted(self._folder.glob(f"{self._role}-*.npz"))[self._read :]
-            if (files and files[-1].stat().st_mtime >= asked) or time.monotonic() > deadline:
+            if (files and files[-1].stat().st_mtime >= since) or time.monotonic() > deadline:
                 break
             time.sleep(0.02)
         self._read += len(files)

@@ -1,13 +1,16 @@
 """Cells of the system's measurement, and their report.
 
-Every cell is a transport, a context and a number of sessions. In it, plain decoding and speculation at each accept
-length take turns over the same prompts, whose beginnings are cached: a turn is one answer of every session. The first
-turn of each kind is for warm-up. Cells that do not fit into the device's memory, or into the given time, become notes.
+Every cell is a transport, a context and a number of sessions; small ones come first. In it, plain decoding and
+speculation at each accept length take turns over the same prompts, whose beginnings are cached: a turn is one answer of
+every session. The first turn of each kind is for warm-up. Cells that do not fit into the device's memory, or into the
+given time, become notes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import shutil
 import statistics
 import tempfile
 import time
@@ -34,6 +37,8 @@ _DEPTH = 16  # of adaptive trees
 _SPARE_BYTES = 10 << 30  # of the device: graphs and activations of the target, the draft's programs
 _SPARE_TOKENS = 80  # of a session's cache, beside context and answer: its draft tree
 _REAL = "as drafted"  # in place of a simulated accept length
+_CAPTURE_SECONDS = 120.0  # in which an idle target has captured its steps with hidden states
+_MEMORY_FILES = Path("/dev/shm")  # where the random pair is written if there is room, because disks are slow
 
 TITLE = "The whole system on a GPU: target, draft service and gateway as processes, over REST"
 
@@ -42,7 +47,7 @@ TITLE = "The whole system on a GPU: target, draft service and gateway as process
 class Selection:
     """What is measured.
 
-    accept_lengths: simulated ones. seconds: in which new cells begin, start-up excluded. model, head: folders of a real
+    accept_lengths: simulated ones. seconds: in which cells begin, start-up included. model, head: folders of a real
     pair, or None. tree: steps, topk and draft tokens of explicit trees; None for adaptive ones. always: steps wait for
     the draft, whether that pays or not
     """
@@ -51,9 +56,9 @@ class Selection:
     contexts: tuple[int, ...] = (1024, 8192)
     sessions: tuple[int, ...] = (1, 4, 16, 64)
     accept_lengths: tuple[float, ...] = (2.0, 3.0, 4.0)
-    new_tokens: int = 128
+    new_tokens: int = 256
     rounds: int = 2
-    seconds: float = 400.0
+    seconds: float = 500.0
     tree: tuple[int, int, int] | None = None
     model: str | None = None
     head: str | None = None
@@ -85,7 +90,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--new-tokens", type=positive_int, default=usual.new_tokens, help="tokens of an answer")
     group.add_argument("--rounds", type=positive_int, default=usual.rounds, help="turns of each kind")
     group.add_argument("--seconds", type=positive_float, default=usual.seconds,
-                       help="no cell begins later than this after start-up")  # fmt: skip
+                       help="no cell begins later than this, start-up included")  # fmt: skip
     group.add_argument("--tree", nargs=3, type=positive_int, metavar=("STEPS", "TOPK", "TOKENS"),
                        help="explicit trees, as of --speculative-num-steps etc.; default: adaptive")  # fmt: skip
     group.add_argument("--model-path", help="a real target; needs --speculative-draft-model-path")
@@ -111,30 +116,42 @@ def selection_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> S
     return Selection(**lists, new_tokens=args.new_tokens, rounds=args.rounds, **chosen)
 
 
-def measure(selection: Selection, report: Report, *, tiny: bool) -> Iterator[None]:
-    """Measure all cells; yields after each. tiny: a tiny random model on the CPU."""
+def measure(selection: Selection, report: Report, *, tiny: bool, draws: bool) -> Iterator[None]:
+    """Measure all cells; yields after each. tiny: a tiny random model on the CPU. draws: saves the timeline."""
     on_cuda = not tiny
+    deadline = time.monotonic() + selection.seconds
     device = torch.device("cuda" if on_cuda else "cpu")
     bandwidth = Clocks(device, 1).read_bandwidth()
     if on_cuda:
         torch.cuda.empty_cache()
     report.notes += _notes(selection, bandwidth)
-    with tempfile.TemporaryDirectory(prefix="outrider-gpu-") as where:
-        system = System(Path(where), selection, report, bandwidth, on_cuda=on_cuda)
-        yield from system.measure(TINY_MODEL if tiny else ModelSizes())
+    sizes = TINY_MODEL if tiny else ModelSizes()
+    with tempfile.TemporaryDirectory(prefix="outrider-gpu-", dir=_folder_for(sizes)) as where:
+        system = System(Path(where), selection, report, bandwidth, deadline, on_cuda=on_cuda, draws=draws)
+        yield from system.measure(sizes)
+
+
+def _folder_for(sizes: ModelSizes) -> Path | None:
+    """A folder in memory that has room for a random pair twice; None for the usual one."""
+    room = shutil.disk_usage(_MEMORY_FILES).free if _MEMORY_FILES.is_dir() else 0
+    return _MEMORY_FILES if room > 2 * sizes.file_bytes else None
 
 
 class System:
     """One run of the three processes, for a report."""
 
     def __init__(
-        self, folder: Path, selection: Selection, report: Report, bandwidth: float, *, on_cuda: bool
+        self, folder: Path, selection: Selection, report: Report, bandwidth: float, deadline: float, *, on_cuda: bool,
+        draws: bool,
     ) -> None:  # fmt: skip
-        """folder: for checkpoints, sockets and recordings. bandwidth: of the target's device, in bytes/s."""
+        """folder: for checkpoints, sockets and recordings. bandwidth: of the target's device, in bytes/s.
+
+        deadline: after which no cell begins, by the monotonic clock. draws: saves the timeline of the first cell
+        """
         self.folder, self.selection, self.report = folder, selection, report
-        self.bandwidth, self.on_cuda = bandwidth, on_cuda
+        self.bandwidth, self.deadline, self.on_cuda = bandwidth, deadline, on_cuda
         self.recordings = [Recordings(folder, role) for role in ("target", "draft")]
-        self._drawn = False
+        self._draws = draws
 
     def measure(self, sizes: ModelSizes) -> Iterator[None]:
         """Start the services and measure all cells. sizes: of the random pair, if no real one was named."""
@@ -162,6 +179,7 @@ class System:
         """Contexts and sessions whose KV cache fits into the device's memory; the others become notes."""
         chosen = self.selection
         cells = [(context, count) for context in chosen.contexts for count in chosen.sessions]
+        cells.sort(key=lambda cell: cell[0] * cell[1])
         total = gpu_memory() if self.on_cuda else None
         if total is None:
             return cells
@@ -182,19 +200,23 @@ class System:
         prompts: Mapping[int, Sequence[Sequence[int]]],
     ) -> Iterator[None]:  # fmt: skip
         flags = self._flags(model, head, cells)
-        start = time.monotonic()
-        with processes.services(self.folder, *flags, simulated):
-            self.report.notes.append(f"Both services were ready after {time.monotonic() - start:.0f} s.")
-            start = time.monotonic()
-            for transport in self.selection.transports:
-                with processes.gateway(self.folder, transport) as url:
-                    for context, count in cells:
-                        if time.monotonic() - start > self.selection.seconds:
-                            cell = f"{transport}, {count} sessions of {context} tokens"
-                            self.report.notes.append(f"{cell}: not measured, because the time was over (--seconds).")
-                            continue
-                        self._cell(url, transport, prompts[context][:count], context)
-                        yield
+        transports, start = self.selection.transports, time.monotonic()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(processes.services(self.folder, *flags, simulated, self.deadline - start))
+            urls = {one: stack.enter_context(processes.gateway(self.folder, one)) for one in transports}
+            processes.ask_once(urls[transports[0]], prompts[cells[0][0]][0])
+            since = time.time()
+            for recording in self.recordings:  # of an idle service: the target has captured its steps by then
+                recording.next(since, _CAPTURE_SECONDS)
+            self.report.notes.append(f"All processes were ready after {time.monotonic() - start:.0f} s.")
+            for context, count in cells:
+                for transport in transports:
+                    if time.monotonic() > self.deadline:
+                        cell = f"{transport}, {count} sessions of {context} tokens"
+                        self.report.notes.append(f"{cell}: not measured, because the time was over (--seconds).")
+                        continue
+                    self._cell(urls[transport], transport, prompts[context][:count], context)
+                    yield
 
     def _flags(
         self, model: Path, head: Path, cells: Sequence[tuple[int, int]]
@@ -221,21 +243,22 @@ class System:
         kinds += [Kind(_REAL)] if chosen.head else [Kind(one, i) for i, one in enumerate(chosen.accept_lengths)]
         turns: dict[Kind, list[load.Turn]] = {kind: [] for kind in kinds}
         for number in range(chosen.rounds + 1):
-            for kind in kinds if number % 2 else kinds[::-1]:
+            for kind in kinds[::-1] if (chosen.rounds - number) % 2 else kinds:  # last, one with a draft
                 speculates = kind.accept_length is not None
                 turn = load.generate(url, prompts, chosen.new_tokens, speculation=speculates, seed=kind.seed)
                 if number:
                     turns[kind].append(turn)
-        rows = [recording.next() for recording in self.recordings]
+        since = time.time()
+        rows = [recording.next(since) for recording in self.recordings]
         plain = load.median_rate(turns[kinds[0]])
         expected = turns[kinds[0]][0].texts
         for kind, own in turns.items():
             same = sum(a == b for turn in own for a, b in zip(turn.texts, expected, strict=True))
             row = self._row(kind, own, rows, plain) | {"same text": f"{same}/{len(own) * len(prompts)}"}
             self.report.add(transport=transport, context=context, sessions=len(prompts), **row)
-        if transport == chosen.transports[0] and len(prompts) == min(chosen.sessions) and not self._drawn:
+        if self._draws:
             self._draw(turns[kinds[-1]][-1], rows)
-            self._drawn = True
+            self._draws = False
 
     def _row(self, kind: Kind, turns: Sequence[load.Turn], rows: Sequence[Rows], plain: float) -> dict[str, Any]:
         """The figures of one kind's turns. plain: tokens/s of plain decoding."""
@@ -258,7 +281,7 @@ class System:
     def _draw(self, turn: load.Turn, rows: Sequence[Rows]) -> None:
         """The timeline of some speculative steps of one session."""
         figure = new_figure(9, 3)
-        split.draw(figure.subplots(), turn.start, turn.end, *rows, on_cuda=self.on_cuda)
+        split.draw(figure.subplots(), turn.start, turn.end, *rows)
         self.report.save(figure)
 
 
@@ -280,7 +303,8 @@ def _notes(selection: Selection, bandwidth: float) -> list[str]:
         "its idle time add up to it; all other parts overlap with them. target host: its engine without waiting for "
         "the device. draft device and draft host: per step of the target; the former without the dispatch of its "
         "programs. wire: a commit's way to the draft and a proposal's way back, through the gateway",
-        "draft tokens: verified per step, of all sessions together. same text: answers equal to plain decoding's",
+        "draft tokens: verified per step, of all sessions together, filler included. same text: answers equal to plain "
+        "decoding's",
     ]
     if selection.model is not None:
         return [*notes, f"{selection.model} with {selection.head}; acceptance is the head's own."]

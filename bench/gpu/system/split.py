@@ -48,7 +48,7 @@ def split_of(start: float, end: float, target: Rows, draft: Rows, *, on_cuda: bo
     if not count:
         return None
     period = (end - start) / count
-    device = _seconds(_device_bars(target, on_cuda=on_cuda), start, end) / count
+    device = _seconds(_device_bars(target), start, end) / count
     waiting = target["read" if on_cuda else "launch"]  # on a CPU the device is the host, and computes in the launch
     target_host = _seconds(target["step"], start, end) - _seconds(waiting, start, end)
     computing = _seconds(_program_bars(draft), start, end)
@@ -91,14 +91,14 @@ def _hop(sent: NDArray[np.float64], receiver: Rows, kind: str, start: float, end
     return float(np.median(seconds)) if seconds else None
 
 
-def draw(axes: Axes, start: float, end: float, target: Rows, draft: Rows, *, on_cuda: bool, steps: int = 4) -> None:
+def draw(axes: Axes, start: float, end: float, target: Rows, draft: Rows, *, steps: int = 4) -> None:
     """Draw the timeline of some steps in the middle of a window: bars of both services, arrows of frames between."""
     launches = _inside(target["launch"], start, end)
     middle = launches[max(len(launches) // 2 - steps // 2, 0) :][: steps + 1]
     if not len(middle):
         return
     first, last = middle[0, _START], middle[-1, _START]
-    lanes = [_device_bars(target, on_cuda=on_cuda), target["step"], draft["step"], _program_bars(draft)]
+    lanes = [_device_bars(target), target["step"], draft["step"], _program_bars(draft)]
     for lane, (bars, color) in enumerate(zip(lanes, _LANES.values(), strict=True)):
         shown = bars[(bars[:, _END] > first) & (bars[:, _START] < last)]
         spans = [(1e3 * (bar[_START] - first), 1e3 * (bar[_END] - bar[_START])) for bar in shown]
@@ -113,16 +113,9 @@ def draw(axes: Axes, start: float, end: float, target: Rows, draft: Rows, *, on_
     axes.invert_yaxis()
 
 
-def _device_bars(target: Rows, *, on_cuda: bool) -> NDArray[np.float64]:
-    """When the target's device computes. On CUDA it is known to be done when the host has read the samples."""
-    launches = target["launch"]
-    if not on_cuda:
-        return launches[:, :2]
-    reads = target["read"][:, _END]
-    index = np.searchsorted(reads, launches[:, _END])
-    known = index < len(reads)
-    ends = reads[index[known]]
-    return np.stack([ends - launches[known, 2], ends], axis=1)
+def _device_bars(target: Rows) -> NDArray[np.float64]:
+    """When the target's device computes."""
+    return target["launch"][:, 2:4]
 
 
 def _program_bars(draft: Rows) -> NDArray[np.float64]:

@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 class LaunchClock:
     """Times the launches of steps, forward pass and sampling together: on the host's clock and on the device's.
 
-    On CUDA, the device's time lies between two events around a launch. It includes pauses inside the launch, in which
-    the device waits for the host's next kernel; a captured step has few. On a CPU, a launch computes.
+    On CUDA, the device's time lies between two events around a launch, and is brought to the host's clock by one more
+    event while the engine is idle. It includes pauses inside the launch, in which the device waits for the host's next
+    kernel; a captured step has few. On a CPU, a launch computes.
     """
 
     def __init__(self, engine: TargetEngine, recorder: Recorder) -> None:
         self._recorder = recorder
         self._on_cuda = engine.model.device.type == "cuda"
-        self._launch = engine.sampler.launch
-        self._pending: list[tuple[float, float, Any, Any, Any, int]] = []
-        self._last: Any = None  # the event, or the time, at which the device finished the launch before
-        vars(engine.sampler)["launch"] = self.launch
+        self._launch = engine.launcher.sampler.launch
+        self._pending: list[tuple[float, float, Any, Any, int]] = []
+        vars(engine.launcher.sampler)["launch"] = self.launch
         recorder.flush = self.flush
 
     def launch(
@@ -50,8 +50,7 @@ class LaunchClock:
         begin, start = self._event(), time.perf_counter()
         step = self._launch(batch, works, entries, prepared, ahead=ahead)
         end, done = self._event(), time.perf_counter()
-        self._pending.append((start, done, self._last, begin, end, sum(len(work.draft) for work in works)))
-        self._last = end
+        self._pending.append((start, done, begin, end, sum(len(work.draft) for work in works)))
         self._recorder.span("read", step, "read")
         return step
 
@@ -63,16 +62,15 @@ class LaunchClock:
         return event
 
     def flush(self) -> None:
-        """Turn the launches of the device into rows. The engine is idle, so the device has finished them."""
+        """Turn the launches into rows. The engine is idle, so the device has finished them."""
+        now = self._event()
         if self._on_cuda:
-            torch.cuda.synchronize()
-        for start, done, last, begin, end, drafts in self._pending:
-            idle = 0.0 if last is None else self._seconds(last, begin)
-            self._recorder.rows["launch"].append((start, done, self._seconds(begin, end), idle, drafts))
+            now.synchronize()
+        reached = time.perf_counter()
+        for start, done, *device, drafts in self._pending:
+            bar = [reached - event.elapsed_time(now) / 1e3 for event in device] if self._on_cuda else device
+            self._recorder.rows["launch"].append((start, done, *bar, drafts))
         self._pending = []
-
-    def _seconds(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end) / 1e3 if self._on_cuda else end - begin)
 
 
 def main(folder: str, flags: Sequence[str]) -> int:

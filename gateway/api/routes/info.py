@@ -57,7 +57,8 @@ def install(app: FastAPI, models: Models) -> None:
             others = await serving.facts.peers.ask("running")
             count = serving.generator.running + sum(others.values())
             links = serving.generator.orchestrator.targets
-            in_batch = sum(link.load.running_sessions for link in links if link.up and link.load is not None)
+            reports = [link.load.report for link in links if link.up]
+            in_batch = sum(report.running_sessions for report in reports if report is not None)
             total, running = total + count, running + min(count, in_batch)
         counts = {"num_running_reqs": running, "num_waiting_reqs": total - running, "num_total_reqs": total}
         return json_response({"dp_rank_count": 1, "loads": [{"dp_rank": 0, **counts}]})

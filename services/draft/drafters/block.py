@@ -1,9 +1,9 @@
-"""DFLASH: a block drafter predicts several positions in one pass, from the target's hidden states.
+"""DFLASH and P-EAGLE: a block drafter predicts several positions in one pass, from the target's hidden states.
 
-Row j of the prefix KV is made from the target's feature j alone, so a row is final once it is computed, and no node of
-a tree has a row. After each commit, when the features of its tokens have arrived, one program computes their rows and
-the block behind the root; the tree of the block's candidates (block_tree.py) is one proposal. Nothing is drafted ahead:
-the next block needs the next features.
+Row j of the prefix KV is made from the target's feature j, of a P-EAGLE head also from token j + 1 and the rows before.
+It is final once it is computed, and no node of a tree has a row. After each commit, when the features of its tokens
+have arrived, one program computes their rows and the block behind the root; the tree of the block's candidates
+(block_tree.py) is one proposal. Nothing is drafted ahead: the next block needs the next features.
 
 Features of a prompt are computed as they arrive, in chunks without a block.
 """
@@ -18,7 +18,7 @@ from outrider.serving.features import FeatureSpec
 from outrider.speculation.shape import TreeShape
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.drafters.model import PendingWork
-from services.draft.model.layers.heads import BlockHead
+from services.draft.model.layers.heads import BlockHead, ParallelHead
 from services.draft.model.programs.runner import ModelRunner
 from services.draft.sessions.batch import Block, SessionWork, StepShape
 from services.draft.sessions.session import DraftSession
@@ -38,7 +38,7 @@ class BlockDrafter(FeatureDrafter):
         """As of FeatureDrafter."""
         super().__init__(name, runner, prefix, max_running, chunk, features, fusion)
         head = runner.config.head
-        assert isinstance(head, BlockHead)
+        assert isinstance(head, BlockHead | ParallelHead)
         self._size = head.size
         self._set_blocks()
 

@@ -63,8 +63,8 @@ class StepExecutor:
     ) -> list[Expansion]:
         """The trees of blocks. ids, log_scores: results of the program."""
         head, expansions = self.runner.config.head, list[Expansion]()
-        assert isinstance(head, BlockHead)
-        for work, found in zip(works, candidates_of(ids, log_scores, head.selector), strict=False):
+        selector = head.selector if isinstance(head, BlockHead) else 0
+        for work, found in zip(works, candidates_of(ids, log_scores, selector), strict=False):
             if self._reaches_root(work):
                 session, grower = work.session, work.session.grower
                 shape = grower.limits.shape

@@ -6,8 +6,10 @@ length - 2, and are known only after the feature of the token before the root ha
     own features    until the target's features arrive, the tree grows on the states that the head passes on. Rows of
                     accepted nodes move into the prefix KV, where they are provisional.
     true features   after those of all committed rows have arrived, the provisional rows are computed again from them,
-                    and a new tree grows, on accelerators several levels in one program. Nodes that the target knows are
+                    and a new tree grows, the first levels in one program. Nodes that the target knows are
                     not sent again.
+
+Without drafting ahead (`wait_for_features`) there is the second tier alone.
 
 The head processes a prompt while the target computes it: features arrive chunk by chunk, and each row's token is known.
 A session is blocked until its features arrive; the gateway opens a session that has lost some again, and requests all
@@ -89,6 +91,15 @@ class FeatureDrafter(ModelDrafter):
             if fits and isinstance(shape.tree, Growth) and shape.tree.width <= self.runner.children:
                 self._tree_shapes.append(shape)
 
+    @property
+    def grows_in_programs(self) -> bool:
+        """True if one program grows several levels of a tree."""
+        return bool(self._tree_shapes)
+
+    def wait_for_features(self) -> None:
+        """Grow a tree once after each commit, when the target's features have arrived."""
+        self.drafts_ahead = False
+
     def grow_by_levels(self) -> None:
         """Never grow several levels in one program."""
         self._tree_shapes = []
@@ -104,14 +115,19 @@ class FeatureDrafter(ModelDrafter):
 
     def will_commit(self, session: DraftSession, count: int, path: list[int]) -> bool:
         """Move the rows of accepted nodes, provisionally. Their children serve until the true features arrive."""
-        prefix_kv = self.accept(session, count, path)
-        return prefix_kv.computed == session.length + count - _SHIFT
+        prefix_kv = self.accept(session, count, path if self.drafts_ahead else [])
+        return self.drafts_ahead and prefix_kv.computed == session.length + count - _SHIFT
 
     def did_commit(self, session: DraftSession, kept: list[int]) -> None:
-        """Free scratch slots. Without children of the root, provisional rows are useless."""
+        """Free scratch slots. Without children of the root, provisional rows are useless.
+
+        Without drafting ahead what survives of the tree is dropped; the target keeps it until the next tree comes.
+        """
         super().did_commit(session, kept)
         if not session.root_expanded:
             self._forget_provisional(session)
+        if not self.drafts_ahead and len(session.tree):
+            session.regrow()
 
     def features_changed(self, session: DraftSession) -> None:
         """Regrow the tree if the root can be computed from the target's features; otherwise update `blocked`.
@@ -155,7 +171,8 @@ class FeatureDrafter(ModelDrafter):
         if not costs:
             return shape, chosen
         cost, best = min(costs)
-        if not self.fits_level(works[0]):  # only a whole tree can serve the session that has waited longest
+        # Only a whole tree can serve the session that has waited longest, or the root's children would be all it gets.
+        if not self.fits_level(works[0]) or not self.drafts_ahead:
             return trees[best]
         return (shape, chosen) if cost > self._level_cost(shape, chosen) else trees[best]
 
@@ -190,6 +207,8 @@ class FeatureDrafter(ModelDrafter):
         """As of ModelDrafter; rows of the prefix KV come with their features."""
         if not work.pending:
             return super().session_work(work, rows)
+        if not self.drafts_ahead and not self.fits_round(work):  # the tree grows from the last row of a prompt
+            rows = min(rows, work.pending - 1)
         feed, held = min(work.pending, rows), work.session.features
         features = self.features_of(held.take(feed))
         work.session.set_urgent(self._exceeds_share(work.session))

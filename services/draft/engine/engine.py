@@ -26,6 +26,7 @@ from services.draft.engine.beam import BeamFrontier
 from services.draft.engine.draft_stats import DraftStats, count_commit
 from services.draft.engine.expansion import ExpansionScheduler, expand
 from services.draft.engine.session_slots import QueueOrders, SessionSlots
+from services.draft.sessions.claims import ClaimModels
 from services.draft.sessions.frontier import BlockFrontier, Frontier, RootFrontier, TreeLimits
 from services.draft.sessions.session import DraftSession
 
@@ -51,6 +52,8 @@ class DraftEngine(Engine):
         self._scheduler = ExpansionScheduler(self._slots)
         self._failures: list[SessionFailure] = []
         self._queue_orders = QueueOrders()
+        # What commits teach of the drafters' claims, in greedy sessions and in those that sample.
+        self._claim_models = [ClaimModels(len(self.drafters)) for _ in range(2)] if beside is not None else None
 
     # --- sessions ---
 
@@ -75,8 +78,9 @@ class DraftEngine(Engine):
         self._leave(request.session_id, reopens=True)
         frontiers = [self._frontier(drafter) for drafter in self.drafters]
         order = self._queue_orders.take(request.session_id)
-        session = DraftSession(request, self.limits, self.drafter.eos_token_ids, frontiers, order)
-        if not self.drafter.drafts_ahead:
+        models = self._claim_models[not request.sampling.greedy] if self._claim_models is not None else None
+        session = DraftSession(request, self.limits, self.drafter.eos_token_ids, frontiers, order, models)
+        if not self.drafter.drafts_ahead and self.drafter.features is None:
             session.draft_budget = 0  # until the first commit: the target is reading the prompt
         for slots in self._slots:
             slots.enter(session)
@@ -189,6 +193,8 @@ class DraftEngine(Engine):
         session.draft_budget = commit.draft_budget
         path = session.path_of(tokens.tolist())
         count_commit(self.stats, session, tokens.tolist(), path)
+        if session.grower.claims is not None:
+            session.grower.claims.learn(tokens.tolist(), path)
         ready = [slots.will_commit(session, len(tokens), path) for slots in self._slots]
         kept = session.commit(tokens, ready[-1])
         for slots in self._slots:

@@ -65,7 +65,7 @@ def load_params(folder: Path, config: ModelConfig, dtype: Any, load_format: Load
     """Load a checkpoint's weights onto the device. Raises ConfigError with the tensor that does not fit."""
     put, shapes = putter(dtype), expected_shapes(config)
     offset = 1.0 if config.architecture.startswith("Gemma") else 0.0  # Gemma's norms multiply by 1 + weight
-    with open_tensors(folder, _plain, load_format) as tensors:
+    with open_tensors(folder, plain_name, load_format) as tensors:
         # Files with a tied head may store the head again.
         tensors.check(f"a {config.architecture}", shapes, [_NOT_READ, *([_HEAD] if config.tied_head else [])])
         embed = tensors.read(_EMBED, shapes[_EMBED])
@@ -82,7 +82,7 @@ def load_params(folder: Path, config: ModelConfig, dtype: Any, load_format: Load
     return params
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     if name.removeprefix("model.").startswith(_IMAGES):
         return name + _NOT_READ
     for prefix in ("language_model.model.", "model.language_model."):

@@ -4,11 +4,16 @@
 [norm(embedding); norm(feature)]. The head has a small vocabulary of its own; `d2t` holds for each of its entries the
 offset to the target's id.
 
+P-EAGLE heads have `mask_hidden` as well, states in place of the target's at positions to predict in the same pass, and
+an embedding of their own. config.json names the token there (pard_token, ptd_token_id or mask_token_id), and that of
+speculators the number of tokens that a pass predicts.
+
 Keys of config.json and names of tensors: outrider/checkpoints/eagle3.py.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +27,13 @@ from outrider.checkpoints.config_json import load_config, values_of
 from outrider.checkpoints.eagle3 import DEFAULT_STATES, flat, is_speculators, layer_ids, plain_name, target_ids
 from outrider.config import LoadFormat
 from outrider.errors import ConfigError
+from outrider.placement.memory import SCRATCH_SLOTS
 from outrider.serving.features import FeatureSpec
 from services.draft.formats.base import DraftCheckpoint
 from services.draft.formats.target import TargetCheckpoint, check_fit
+from services.draft.model.fusion import Fusion, read_fusion
 from services.draft.model.layers.config import Layer, Mlp, ModelConfig, attention_of, check_activation
-from services.draft.model.layers.heads import Eagle3Head
+from services.draft.model.layers.heads import Eagle3Head, ParallelHead
 from services.draft.model.params import Params
 from services.draft.model.weights.arrays import layer_params, layer_shapes, putter
 from services.draft.model.weights.dummy import open_tensors
@@ -34,6 +41,8 @@ from services.draft.model.weights.tensors import Tensors
 
 _WHAT = "an EAGLE-3 head"
 _EMBED, _NORM, _HEAD, _OFFSETS, _MEMBERS = "embed_tokens.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"
+_MASK, _MASK_TOKENS = "mask_hidden", ("pard_token", "ptd_token_id", "mask_token_id")
+_PARALLEL_TOKENS = 8  # that a pass of a P-EAGLE head predicts, where config.json has no number
 _NOT_READ = (_EMBED, _MEMBERS, _OFFSETS, "verifier_norm.weight", "verifier_lm_head.weight")
 _Shapes = dict[str, tuple[int, ...]]
 
@@ -98,9 +107,24 @@ class _Reader:
             hidden_size=hidden,
             layers=layers,
             context=int(raw.get("max_position_embeddings", 2048)),
-            head=Eagle3Head(epsilon, norm_output=bool(raw.get("norm_output", False))),
+            head=self._head(epsilon),
             eos_token_ids=self.target.eos_token_ids,
         )
+
+    def _head(self, epsilon: float) -> Eagle3Head:
+        raw = self.raw
+        normed = bool(raw.get("norm_output", False))
+        if _MASK not in self.tensors:
+            return Eagle3Head(epsilon, normed)
+        token = next((int(raw[key]) for key in _MASK_TOKENS if key in raw), -1)
+        if not 0 <= token < self.target.vocab_size:
+            raise ConfigError(
+                f"{self.folder / 'config.json'} of a P-EAGLE head must name its mask token among the "
+                f"{self.target.vocab_size} of the target, in one of {', '.join(_MASK_TOKENS)}"
+            )
+        methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        count = int(methods[0].get("speculative_tokens") or raw.get("para_num") or _PARALLEL_TOKENS)
+        return ParallelHead(epsilon, normed, min(count, SCRATCH_SLOTS) + 1, token)
 
     @property
     def _aux(self) -> bool:
@@ -139,12 +163,23 @@ class _Reader:
         shapes: _Shapes = {_NORM: (hidden,)}
         if self._own_head:
             shapes[_HEAD] = (config.vocab_size, hidden)
-        if hidden != self.target.hidden_size:
+        if _MASK in self.tensors:
+            shapes[_MASK] = self.tensors.shape(_MASK)
+            self._check_mask(shapes[_MASK])
+        if hidden != self.target.hidden_size or (_MASK in shapes and _EMBED in self.tensors):
             shapes[_EMBED] = (self.target.vocab_size, hidden)
         for i, layer in enumerate(config.layers):
             own = layer_shapes(layer, hidden, self._input_norm(i))
             shapes |= {f"layers.{i}.{name}": shape for name, shape in own.items()}
         return shapes
+
+    def _check_mask(self, shape: tuple[int, ...]) -> None:
+        width = self._states() * self.target.hidden_size
+        if math.prod(shape) != width:
+            raise ConfigError(
+                f"tensor {_MASK} of {self.folder} has {math.prod(shape)} numbers, not the {width} of {self._states()} "
+                "states of the target"
+            )
 
     @property
     def _own_head(self) -> bool:
@@ -234,4 +269,9 @@ class _Reader:
             params["head"] = put(tensors.read(_HEAD, shapes[_HEAD]).T)
         if ids is not None:
             params["ids"] = jnp.asarray(ids)
+        if _MASK in shapes:
+            fusion = Fusion(self._states(), math.prod(shapes[_MASK]), self.raw.get("rms_norm_eps", 1e-6))
+            states = jnp.asarray(tensors.read(_MASK, shapes[_MASK]).reshape(-1).astype(np.float32))
+            own = {name: jnp.asarray(array, jnp.float32) for name, array in read_fusion(tensors, fusion.states).items()}
+            params["mask"] = fusion(own, states).astype(dtype)
         return params

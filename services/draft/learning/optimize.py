@@ -6,29 +6,34 @@ checkpoint takes the same steps as an uninterrupted one: the number of steps det
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from outrider.checkpoints.disk import put_in_place
 from outrider.errors import ConfigError
-from services.draft.learning.batches import Batch
-from services.draft.learning.objective import Objective, TargetWeights
+from services.draft.learning.data_parallel import DataParallel
+from services.draft.learning.objective import LossSums, Objective, TargetWeights
+from services.draft.learning.records.batches import Batch
 from services.draft.model.params import Params
 
 CHECKPOINT = "state.safetensors"  # in a folder of checkpoints
 _CLIP = 1.0  # largest global norm of the gradients
 _BETAS = 0.9, 0.95
 _FLOOR = 0.02  # final learning rate over the highest one
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -78,22 +83,43 @@ class TrainState(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """Results of a step. losses: mean cross entropy by unroll step; rows: trained rows."""
+    """Results of a step. Reading them waits for the device: read those of the step before, and it never rests."""
 
-    losses: np.ndarray[Any, Any]
-    rows: int
+    sums: LossSums
+
+    @property
+    def losses(self) -> NDArray[np.float32]:
+        """Mean cross entropy by unroll step."""
+        means: NDArray[np.float32] = np.asarray(self.sums.losses) / np.maximum(np.asarray(self.sums.counts), 1)
+        return means
+
+    @property
+    def rows(self) -> int:
+        """Trained rows."""
+        return int(self.sums.counts[0])
 
 
 class Trainer:
     """Takes optimizer steps. `step` counts them."""
 
-    def __init__(self, objective: Objective, schedule: Schedule, target: TargetWeights, params: Params) -> None:
-        """params: initial ones."""
-        self._objective, self._schedule, self._target = objective, schedule, target
+    state: TrainState
+
+    def __init__(
+        self,
+        objective: Objective,
+        schedule: Schedule,
+        target: TargetWeights,
+        params: Params,
+        parallel: DataParallel | None = None,
+    ) -> None:
+        """params: initial ones; parallel: devices that share the batches, of one device by default."""
+        self._objective, self._schedule, self._parallel = objective, schedule, parallel
         self._optimizer = schedule.optimizer()
-        self.state = TrainState(params, self._optimizer.init(params))
+        self.follow(target)
+        self.restart(params)
         self.step = 0
-        self._gradients = jax.jit(jax.value_and_grad(objective, has_aux=True))
+        gradients = jax.value_and_grad(objective, has_aux=True)
+        self._gradients = jax.jit(gradients if parallel is None else parallel.summed(gradients))
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
         self._apply = jax.jit(self._applied, donate_argnums=0)
 
@@ -115,22 +141,33 @@ class Trainer:
     def take_step(self, batches: Iterator[Batch]) -> StepResult:
         """One step of the optimizer."""
         total: Any = None
-        for _ in range(self._schedule.batches):
-            (_, sums), gradients = self._gradients(self.state.params, self._target, next(batches))
+        own = itertools.islice(batches, self._schedule.batches)
+        for batch in own if self._parallel is None else self._parallel.split(own):
+            (_, sums), gradients = self._gradients(self.state.params, self._target, batch)
             total = (gradients, sums) if total is None else self._add(total, (gradients, sums))
         gradients, sums = total
         self.state = self._apply(self.state, gradients, sums.counts[0])
         self.step += 1
-        counts = np.asarray(sums.counts)
-        return StepResult(np.asarray(sums.losses) / np.maximum(counts, 1), int(counts[0]))
+        return StepResult(sums)
+
+    def begin(self, params: Params, schedule: Schedule) -> None:
+        """Begin anew at step 0 with another schedule, of as many batches a step."""
+        self._schedule, self._optimizer = schedule, schedule.optimizer()
+        self._apply = jax.jit(self._applied, donate_argnums=0)
+        self.restart(params)
+        self.step = 0
 
     def restart(self, params: Params) -> None:
         """Go on from other parameters, without momentum. The trainer owns them from now on."""
-        self.state = TrainState(params, self._optimizer.init(params))
+        self.state = self._placed(TrainState(params, self._optimizer.init(params)))
 
     def follow(self, target: TargetWeights) -> None:
         """Train for other weights of the target from the next step on. Any thread may call."""
-        self._target = target
+        self._target = self._placed(target)
+
+    def _placed(self, tree: _T) -> _T:
+        """Arrays where the steps need them."""
+        return tree if self._parallel is None else self._parallel.replicated(tree)
 
     # --- checkpoints ---
 
@@ -156,7 +193,7 @@ class Trainer:
         for array, leaf in zip(arrays, leaves, strict=True):
             if array is None or array.shape != leaf.shape:
                 raise ConfigError(f"{file} is a checkpoint of another head; remove it to begin anew")
-        self.state = jax.tree.unflatten(structure, [jnp.asarray(array) for array in arrays])
+        self.state = self._placed(jax.tree.unflatten(structure, [jnp.asarray(array) for array in arrays]))
         self.step = int(facts["step"])
         return facts
 

@@ -21,7 +21,7 @@ from services.draft.formats.eagle import read_eagle
 from services.draft.formats.eagle3 import read_eagle3
 from services.draft.formats.mtp import holds_mtp, read_mtp
 from services.draft.formats.target import TargetCheckpoint, read_target
-from services.draft.formats.token_map import read_token_map, with_token_map
+from services.draft.formats.token_map import OWN_MAP, read_token_map, with_token_map
 from services.draft.model.layers.config import ModelConfig
 from services.draft.model.weights.dummy import has_weights
 
@@ -91,15 +91,20 @@ def _check_steps(config: DraftConfig, draft: DraftCheckpoint) -> None:
         )
 
 
-def with_map_of(config: DraftConfig, draft: DraftCheckpoint) -> DraftCheckpoint:
-    """The draft model with the token map of --speculative-token-map, if there is one. Raises ConfigError."""
-    if config.speculative_token_map is None:
+def with_map_of(config: DraftConfig, draft: DraftCheckpoint, folder: Path) -> DraftCheckpoint:
+    """The draft model with the token map of --speculative-token-map, or else of its folder, if there is one.
+
+    Raises ConfigError.
+    """
+    own = folder / OWN_MAP
+    path = config.speculative_token_map or (str(own) if own.is_file() else None)
+    if path is None:
         return draft
     if config.speculative_algorithm == "EAGLE3":
         log.warning("--speculative-token-map is ignored: an EAGLE-3 head has a vocabulary of its own")
         return draft
     vocab_size = draft.config.vocab_size
-    ids = read_token_map(config.speculative_token_map, vocab_size)
+    ids = read_token_map(path, vocab_size)
     log.info("the draft proposes %d of %d tokens", len(ids), vocab_size)
     return with_token_map(draft, ids)
 

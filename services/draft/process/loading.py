@@ -19,7 +19,7 @@ from outrider.serving.features import FeatureFormat
 from outrider.speculation.shape import TreeShape
 from outrider.wire.v1 import common_pb2
 from services.draft.drafters.block import BlockDrafter
-from services.draft.drafters.feature import FeatureDrafter
+from services.draft.drafters.feature import GROWTHS, FeatureDrafter
 from services.draft.drafters.model import ModelDrafter
 from services.draft.drafters.on_demand import OnDemandDrafter
 from services.draft.drafters.shared_weights import Arrays, Install, Shapes, SharedWeights
@@ -29,7 +29,7 @@ from services.draft.formats.base import DraftCheckpoint
 from services.draft.formats.target import read_target
 from services.draft.kernels.base import Paging
 from services.draft.kernels.cpu.panels import PanelMaker
-from services.draft.model.layers.heads import BlockHead
+from services.draft.model.layers.heads import BlockHead, ParallelHead
 from services.draft.model.layers.pallas_backend import with_cache_for
 from services.draft.model.matrices.packed import pack_params
 from services.draft.model.matrices.quantized import INT4
@@ -55,6 +55,9 @@ _FEATURES = {
 # Prompt tokens of a step: on CPUs its cost grows with every token, and short steps let other sessions wait less.
 _CHUNK = {"cpu": 64}
 _DEFAULT_CHUNK = 256
+# Adaptive trees that one program grows on CPUs: those of a single session. A target that waits goes on with the first
+# answer, which would be the root's children alone.
+_CPU_GROWTHS = GROWTHS[:1]
 # Sessions whose explicit trees one program grows on an accelerator.
 _TREE_SESSIONS = (1, 4, 16)
 
@@ -71,17 +74,15 @@ def load_model_drafter(
     origin = draft_folder(config)
     folder, draft, vocabulary, online = _read(origin, config)
     facts = describe_model(folder, vocabulary, config, draft.config, dtype_of(config, devices[0])[1])
-    draft = with_map_of(config, draft)
+    draft = with_map_of(config, draft, origin)
     runner, prefix = _runner(draft, vocabulary, config, devices, shape.topk if shape else children, online)
     drafter = _drafter(draft, config, runner, prefix, _CHUNK.get(devices[0].platform, _DEFAULT_CHUNK), online)
     if shapes := draft.shared if online is None else online.shared:
         drafter.shared_weights = _shared_weights(drafter, shapes, origin, config, devices, online)
     if config.precompile_bs_paddings is not None:
         drafter.set_batch_sizes(config.precompile_bs_paddings)
-    if isinstance(drafter, FeatureDrafter) and devices[0].platform != "cpu":
-        drafter.tree_sessions = _TREE_SESSIONS
-        if shape is None:
-            drafter.set_growth()
+    if isinstance(drafter, FeatureDrafter):
+        _set_growth(drafter, config, shape, on_cpu=devices[0].platform == "cpu")
     if shape is not None:
         drafter.set_tree_shape(shape)
     allocator = prefix.allocator
@@ -90,6 +91,19 @@ def load_model_drafter(
         allocator.total_pages, allocator.page_size,
     )  # fmt: skip
     return drafter, facts
+
+
+def _set_growth(drafter: FeatureDrafter, config: DraftConfig, shape: TreeShape | None, *, on_cpu: bool) -> None:
+    """How a head grows trees: in which programs, and whether ahead of the target's features."""
+    if not on_cpu:
+        drafter.tree_sessions = _TREE_SESSIONS
+    if shape is not None:
+        return
+    drafter.set_growth(_CPU_GROWTHS if on_cpu else GROWTHS)
+    if config.draft_ahead == "off" and drafter.grows_in_programs:
+        drafter.wait_for_features()
+    elif config.draft_ahead == "off" and not drafter.one_pass:
+        log.warning("--draft-ahead off has no effect: several MTP layers draft from the target's features alone")
 
 
 def _read(origin: Path, config: DraftConfig) -> tuple[Path, DraftCheckpoint, Path, OnlineSetup | None]:
@@ -126,7 +140,7 @@ def _drafter(
         features = online.head.states.in_format(number_format)
         share = online.options.share
         return OnlineDrafter(name, runner, prefix, max_running, chunk, features, online.learner(), online.buffer, share)
-    block = isinstance(draft.config.head, BlockHead)
+    block = isinstance(draft.config.head, BlockHead | ParallelHead)
     kind = BlockDrafter if block else StackedDrafter if draft.config.stacked else FeatureDrafter
     features = draft.features.in_format(number_format)
     return kind(name, runner, prefix, max_running, chunk, features, draft.fusion)
@@ -148,7 +162,7 @@ def _shared_weights(
 
     def read(folder: Path, replaced: Arrays) -> Install:
         draft, _ = read_draft(origin, config, folder, replaced)
-        _, placed, _ = place_weights(with_map_of(config, draft), dtype, quantization, devices)
+        _, placed, _ = place_weights(with_map_of(config, draft, origin), dtype, quantization, devices)
         if online is not None:
             placed = online.untrained(placed)
         params = pack_params(placed, PanelMaker(int4=quantization == INT4)) if backend == "cpu" else placed

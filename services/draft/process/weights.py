@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from outrider.config import DraftConfig
+from outrider.config import FED_ALGORITHMS, DraftConfig
 from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError
 from services.draft.formats.base import DraftCheckpoint
@@ -34,7 +34,8 @@ def chosen_quantization(config: DraftConfig, backend: Backend) -> str | None:
     if chosen == INT4 and backend != "cpu":
         log.warning("the draft model is quantized to int8: only the compiled CPU kernels compute in int4")
         return "int8"
-    if chosen is None and backend == "cpu" and config.draft_ahead == "off":
+    waited_for = config.speculative_algorithm not in FED_ALGORITHMS and config.draft_ahead == "off"
+    if chosen is None and backend == "cpu" and waited_for:
         return INT4
     bundled = config.speculative_draft_model_path == str(DEFAULT_HEAD)
     return "int8" if chosen is None and bundled and backend == "cpu" else chosen

@@ -11,6 +11,7 @@ from collections.abc import Container, Sequence
 from outrider.speculation.sampling import StopConditions
 from outrider.speculation.shape import TreeShape
 from outrider.speculation.tree import ROOT, SpeculationTree
+from services.draft.sessions.claims import ClaimModels, Claims
 from services.draft.sessions.frontier import Frontier, TreeLimits
 
 
@@ -29,20 +30,23 @@ class TreeGrower:
         stop: StopConditions,
         eos_token_ids: tuple[int, ...],
         prompt_length: int,
+        models: ClaimModels | None = None,
     ) -> None:
+        """models: of the drafters' claims, where several drafters grow the tree."""
         self.limits = limits
+        self.claims = None if models is None else Claims(tree, models)
         self.origin: list[int] = []
         self._tree = tree
         self._frontiers = frontiers
         self._stop = stop
         self._stop_ids = stop.stop_ids(eos_token_ids)
-        self._prompt_length = prompt_length
+        self.prompt_length = prompt_length
         self.max_depth = self._useful_depth()
 
     @property
     def _new_tokens(self) -> int:
         """Tokens committed after the prompt."""
-        return self._tree.length - self._prompt_length
+        return self._tree.length - self.prompt_length
 
     @property
     def stop_ids(self) -> Container[int]:
@@ -62,7 +66,7 @@ class TreeGrower:
         The node and all inner nodes of the expansion count as expanded by the drafter.
         """
         self._mark_expanded(node, drafter)
-        if max(parents, default=-1) < 0 and not self._tree.children_of(node):
+        if self.claims is None and max(parents, default=-1) < 0 and not self._tree.children_of(node):
             self._add_leaves(node, tokens, log_scores, drafter)
             self._refresh()
             return
@@ -134,7 +138,16 @@ class TreeGrower:
                 added.append(None)
             else:
                 added.append(self._add_child(above, token, min(log_score, 0.0), drafter))
+        if self.claims is not None:
+            self._claim(added, log_scores, drafter)
         return added
+
+    def _claim(self, added: Sequence[int | None], log_scores: Sequence[float], drafter: int) -> None:
+        """Score the nodes of an expansion, and their siblings, by all drafters' claims."""
+        assert self.claims is not None
+        known = [(child, i) for i, child in enumerate(added) if child is not None]
+        above = [self._tree.parent[child] for child, _ in known]
+        self.claims.added(above, [child for child, _ in known], [log_scores[i] for _, i in known], drafter)
 
     def _add_leaves(self, node: int, tokens: Sequence[int], log_scores: Sequence[float], drafter: int) -> None:
         """Add the first children of a node, without further levels: the common case, made fast."""
@@ -191,6 +204,8 @@ class TreeGrower:
         """The root has moved down. kept: old index of each surviving node; root_expanded: for the main drafter."""
         self.max_depth = self._useful_depth()
         self.origin = [self.origin[old] for old in kept]
+        if self.claims is not None:
+            self.claims.renumber(kept)
         for frontier in self._frontiers:
             frontier.renumber(kept, root_expanded=root_expanded and frontier is self._frontiers[-1])
 
@@ -200,6 +215,8 @@ class TreeGrower:
         needed = self._frontiers[-1].needed(self._tree)
         if needed is not None:
             self._tree.retain(needed)
+            if self.claims is not None:
+                self.claims.renumber(needed)
             for frontier in self._frontiers:
                 frontier.renumber(needed, root_expanded=frontier.root_expanded)
             self._refresh()
@@ -211,5 +228,7 @@ class TreeGrower:
     def clear(self) -> None:
         """The tree was emptied."""
         self.origin = []
+        if self.claims is not None:
+            self.claims.clear()
         for frontier in self._frontiers:
             frontier.reset()

@@ -30,7 +30,8 @@ from outrider.checkpoints import checkpoint
 from outrider.config import ProcessConfig, ServiceTlsOptions, TrainConfig, check_minimum, flag_of, parse_flags
 from outrider.errors import ConfigError
 from outrider.process import process
-from services.draft.learning.disk import reporting_full_disk
+from services.draft.learning.records.disk import reporting_full_disk
+from services.draft.train.data.compact import SUFFIX
 from services.draft.train.memory import keep_freed_memory
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 # Flags whose values may differ when a run resumes.
 _FREE_FLAGS = {field.name for options in (ProcessConfig, ServiceTlsOptions) for field in fields(options)} | {
     "output", "answers", "initial", "target", "data", "free_openings", "checkpoint_seconds", "evaluate", "train_device",
-    "max_running_requests", "max_bytes",
+    "train_dp_size", "max_running_requests", "max_bytes", "export_answers", "minutes",
 }  # fmt: skip
 
 
@@ -54,13 +55,15 @@ def train(config: TrainConfig) -> int:
     keep_freed_memory()
     with reporting_full_disk(f"--output {config.output} or of its answers"):
         _train(config)
-    print(f"the draft is in {Path(config.output).expanduser()}")  # noqa: T201
+    made = "the draft is" if config.export_answers is None else "the answers are"
+    print(f"{made} in {Path(config.export_answers or config.output).expanduser()}")  # noqa: T201
     return 0
 
 
 def _train(config: TrainConfig) -> None:
     # JAX reads its number of threads at import, so it is imported after the process was pinned to its cores.
-    from services.draft.learning.optimize import CHECKPOINT
+    from services.draft.learning.optimize import CHECKPOINT, saved_facts
+    from services.draft.train.data.compact import write_compact
     from services.draft.train.data.writing import open_store, write_answers
     from services.draft.train.run import TrainingRun
 
@@ -72,7 +75,17 @@ def _train(config: TrainConfig) -> None:
     target = checkpoint.resolve(config.model_path)
     training = TrainingRun(config, target)
     store = open_store(config, target, training.algorithm.states)
+    saved = saved_facts(output / "checkpoint")
+    if saved is not None and len(store) < saved["records"]:  # before the target writes others
+        raise ConfigError(
+            f"the checkpoint in {output} learnt from {saved['records']} answers, and {store.folder} holds "
+            f"{len(store)}; copy all of them there, or remove the checkpoint to start again"
+        )
     uvloop.run(write_answers(config, store, training.algorithm.states, checkpoint.fingerprint(target)))
+    if config.export_answers is not None:
+        store.close()
+        write_compact(store.read(), Path(config.export_answers).expanduser())
+        return
     store.close()  # other training runs may write to it while this one trains
     began = time.monotonic()
     training.run(store, output / "checkpoint", settings(config))
@@ -93,12 +106,17 @@ def check(config: TrainConfig) -> None:
         "max_bytes",
     )  # fmt: skip
     check_minimum(config, dict.fromkeys(positive, 1))
-    check_minimum(config, dict.fromkeys(("data_limit", "steps", "intermediate_size", "num_layers", "hidden_size"), 1))
+    optional = ("data_limit", "steps", "intermediate_size", "num_layers", "hidden_size", "train_dp_size")
+    check_minimum(config, dict.fromkeys(optional, 1))
     check_minimum(config, dict.fromkeys(("free_prompts", "seed", "evaluate"), 0))
     for name, low, high in (("warmup", 0.0, 1.0), ("held_out", 0.0, 0.5), ("unroll_decay", 0.0, 1.0)):
         value = getattr(config, name)
         if not low <= value <= high:
             raise ConfigError(f"{flag_of(name)} must lie between {low:g} and {high:g}, not {value:g}")
+    if config.minutes is not None and not config.minutes > 0:
+        raise ConfigError("--minutes must be greater than 0")
+    if config.export_answers is not None and not config.export_answers.endswith(SUFFIX):
+        raise ConfigError(f"--export-answers {config.export_answers} must end in {SUFFIX}")
     if not config.epochs > 0 or not config.learning_rate > 0:
         raise ConfigError("--epochs and --learning-rate must be greater than 0")
     if not config.temperature or not all(0 <= value <= 100 and math.isfinite(value) for value in config.temperature):

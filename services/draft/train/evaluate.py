@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 from outrider.checkpoints.eagle3 import plain_name
 from outrider.config import Algorithm, DraftConfig
 from outrider.serving.features import FeatureBlock, FeatureFormat, decode
-from outrider.serving.messages import OpenSession
-from outrider.speculation.proposal import Commit, FinishReason
+from outrider.serving.messages import OpenSession, StepOutput
+from outrider.speculation.proposal import Commit, FinishReason, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.speculation.shape import TreeShape
 from outrider.speculation.tree import ROOT, SpeculationTree
 from services.draft.drafters.base import Drafter
-from services.draft.engine.engine import DraftEngine
-from services.draft.learning.store import Record
+from services.draft.learning.records.store import Record
 from services.draft.model.fusion import Fusion, read_fusion
 from services.draft.model.weights.tensors import Tensors
 from services.draft.sessions.prefix_kv import SCRATCH_SLOTS
@@ -46,6 +45,26 @@ def shapes_for(depth: int | None) -> dict[str, TreeShape]:
 
 
 FeatureFunction = Callable[[NDArray[np.float32]], NDArray[np.float32]]
+
+
+class ReplayEngine(Protocol):
+    """What a replay calls of a draft engine, which benchmarks time."""
+
+    @property
+    def idle(self) -> bool:
+        """As of DraftEngine."""
+
+    def open(self, request: OpenSession) -> None:
+        """As of DraftEngine."""
+
+    def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
+        """As of DraftEngine."""
+
+    def receive_features(self, blocks: Sequence[FeatureBlock]) -> None:
+        """As of DraftEngine."""
+
+    def step(self) -> StepOutput:
+        """As of DraftEngine."""
 
 
 @dataclass
@@ -100,12 +119,18 @@ def replay(
         speculative_num_steps=shape.steps, speculative_eagle_topk=shape.topk, speculative_num_draft_tokens=shape.rows,
     )  # fmt: skip
     engine = build(config)[0]
-    feed = feature_function(engine.drafter, folder)
+    return replay_through(engine, feature_function(engine.drafter, folder), records, shape)
+
+
+def replay_through(
+    engine: ReplayEngine, feed: FeatureFunction | None, records: Sequence[Record], shape: TreeShape, batch: int = _BATCH
+) -> dict[float, Score]:
+    """Scores of an engine by temperature. feed: makes its features; batch: answers that are replayed together."""
     scores: dict[float, Score] = {}
     waiting = [_Replay(number, record, engine, feed) for number, record in enumerate(records, start=1)]
     running: list[_Replay] = []
     while waiting or running:
-        while waiting and len(running) < _BATCH:
+        while waiting and len(running) < batch:
             running.append(waiting.pop(0))
             running[-1].open()
         _grow(engine, {replayed.number: replayed for replayed in running})
@@ -115,7 +140,7 @@ def replay(
     return scores
 
 
-def _grow(engine: DraftEngine, running: dict[int, _Replay]) -> None:
+def _grow(engine: ReplayEngine, running: dict[int, _Replay]) -> None:
     """Step the engine until no tree can grow further."""
     while not engine.idle:
         output = engine.step()
@@ -128,7 +153,7 @@ def _grow(engine: DraftEngine, running: dict[int, _Replay]) -> None:
 class _Replay:
     """One answer that is being replayed."""
 
-    def __init__(self, number: int, record: Record, engine: DraftEngine, feed: FeatureFunction | None) -> None:
+    def __init__(self, number: int, record: Record, engine: ReplayEngine, feed: FeatureFunction | None) -> None:
         self.number, self.record, self._engine, self._feed = number, record, engine, feed
         self._tokens = record.tokens.astype(np.uint32)
         self._length = record.prompt

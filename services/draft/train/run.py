@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,17 @@ from outrider.speculation.shape import TreeShape
 from services.draft.formats.target import read_target, target_logits
 from services.draft.learning.algorithms import Algorithm, DraftShape, algorithm_of
 from services.draft.learning.algorithms.initial import initial_head
-from services.draft.learning.batches import Batch, Batches, learnt_rows
+from services.draft.learning.data_parallel import DataParallel
 from services.draft.learning.evaluation import ChainEvaluator
 from services.draft.learning.objective import Objective, TargetWeights
-from services.draft.learning.optimize import Schedule, Trainer, saved_facts
-from services.draft.learning.store import Reader, Record, Store
-from services.draft.learning.vocabulary import check_count, coverage, draft_ids, frequent_tokens
-from services.draft.model.parallel.devices import choose_devices
+from services.draft.learning.optimize import Schedule, StepResult, Trainer, saved_facts
+from services.draft.learning.pace import fitted
+from services.draft.learning.records.ahead import AheadOfTime
+from services.draft.learning.records.batches import Batch, Batches, learnt_rows
+from services.draft.learning.records.resident import resident_states
+from services.draft.learning.records.store import Reader, Record, Store
+from services.draft.learning.records.vocabulary import check_count, coverage, draft_ids, frequent_tokens
+from services.draft.model.parallel.devices import choose_devices, devices_named
 from services.draft.model.params import Params
 from services.draft.train import report
 from services.draft.train.evaluate import replay, shapes_for
@@ -52,7 +55,8 @@ class TrainingRun:
     def __init__(self, config: TrainConfig, target: Path) -> None:
         """target: folder of its checkpoint. Raises ConfigError for flags that do not fit it."""
         self.config, self.target = config, read_target(target)
-        choose_devices(config.train_device, 1, "--train-device")
+        self._parallel = _shared_devices(config)
+        self._device = config.train_device.partition(",")[0]  # of the evaluation
         self.algorithm = self._algorithm()
         if self.algorithm.vocabulary() is None and not self.algorithm.whole_vocabulary:
             check_count(config.draft_vocab_size, self.target.vocab_size)  # before any answer is generated
@@ -93,8 +97,13 @@ class TrainingRun:
         schedule = self._schedule(batches)
         params = self.algorithm.first_params(self.target, self._ids, self._scales(reader, learnt), self.config.seed)
         weights = self.target_weights()
-        trainer = Trainer(objective, schedule, weights, params)
-        facts = {"settings": settings, "records": len(reader), "steps": schedule.steps}
+        trainer = Trainer(objective, schedule, weights, params, self._parallel)
+        evaluation = _HeldOutEvaluation(ChainEvaluator(objective, weights), self._evaluation_batches(reader))
+        batches.resident = resident_states(reader, learnt)
+        if self.config.minutes is not None:
+            schedule = self._fitted(trainer, schedule, batches, evaluation, saved)
+        target = checkpoint.fingerprint(self.target.folder)
+        facts = {"settings": settings, "target": target, "records": len(reader), "steps": schedule.steps}
         self._resume(trainer, folder, facts)
         log.info(
             "%d answers, %d trained tokens; batches of %s; %d steps of %d batches, %.1f M parameters",
@@ -102,7 +111,6 @@ class TrainingRun:
             " or ".join(f"{shape.packs} x {shape.learnt} rows in {shape.length} places" for shape, _ in batches.shapes),
             schedule.steps, schedule.batches, sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e6,
         )  # fmt: skip
-        evaluation = _HeldOutEvaluation(ChainEvaluator(objective, weights), self._evaluation_batches(reader))
         self._take_steps(trainer, schedule, batches, evaluation, folder, facts)
         self._params = trainer.state.params
         self.facts |= {"learnt_tokens": batches.learnt, "answers": len(learnt), "steps": schedule.steps}
@@ -131,6 +139,18 @@ class TrainingRun:
         steps = config.steps or max(1, round(config.epochs * batches.epoch / together))
         return Schedule(steps, config.learning_rate, config.warmup, config.weight_decay, together)
 
+    def _fitted(
+        self, trainer: Trainer, schedule: Schedule, batches: Batches, evaluation: _HeldOutEvaluation,
+        saved: dict[str, Any] | None,
+    ) -> Schedule:  # fmt: skip
+        """The schedule within --minutes; that of the checkpoint, if there is one."""
+        if saved is not None:
+            schedule = replace(schedule, steps=saved["steps"])
+            trainer.begin(trainer.state.params, schedule)
+            return schedule
+        assert self.config.minutes is not None
+        return fitted(trainer, schedule, batches, 60 * self.config.minutes, _EVALUATIONS, evaluation)
+
     def _scales(self, reader: Reader, learnt: list[int]) -> NDArray[np.float32]:
         """Root mean square of each state of the target. The first token's are often far larger."""
         sample = np.random.default_rng(self.config.seed).permutation(learnt)[:_SCALE_RECORDS]
@@ -156,8 +176,10 @@ class TrainingRun:
         saved = trainer.load(folder)
         if saved is None:
             return
-        wrong = [name for name, value in facts["settings"].items() if saved["settings"].get(name) != _json(value)]
-        wrong += [name for name in ("records", "steps") if saved[name] != facts[name]]
+        # The target's fingerprint stands for its path, which is another one on another machine.
+        settings = {name: value for name, value in facts["settings"].items() if name != "model_path"}
+        wrong = [name for name, value in settings.items() if saved["settings"].get(name) != _json(value)]
+        wrong += [name for name in ("target", "records", "steps") if saved.get(name) != facts[name]]
         if wrong:
             raise ConfigError(
                 f"the checkpoint in {folder} is of a run with other {', '.join(wrong)}; remove it to start again, "
@@ -184,30 +206,49 @@ class TrainingRun:
     ) -> None:
         every, between = max(1, schedule.steps // _EVALUATIONS), max(1, schedule.steps // _POINTS)
         saved = began = time.monotonic()
-        stream: Iterator[Batch] = batches.since(trainer.batches_taken)
         rows = 0
-        with Bar("training, in steps", schedule.steps, trainer.step) as bar:
+        if trainer.step == 0:
+            self.curve.seen.append((0, *evaluation(trainer.state.params)))
+        with (
+            AheadOfTime(batches.since(trainer.batches_taken)) as stream,
+            Bar("training, in steps", schedule.steps, trainer.step) as bar,
+        ):
+            last: StepResult | None = None
             while trainer.step < schedule.steps:
                 result = trainer.take_step(stream)
-                rows += result.rows
-                if not np.isfinite(result.losses).all():
-                    raise EngineFault(
-                        f"training diverged in step {trainer.step} (losses {result.losses}); choose a lower "
-                        "--learning-rate, with another --output and the same --answers"
-                    )
-                if trainer.step % between == 0:
-                    self.curve.steps.append(trainer.step)
-                    self.curve.losses.append([round(float(loss), 4) for loss in result.losses])
+                if last is not None:
+                    rows += self._note(trainer.step - 1, last, between)
+                last = result
                 if trainer.step % every == 0 or trainer.step == schedule.steps:
                     self.curve.seen.append((trainer.step, *evaluation(trainer.state.params)))
-                speed = rows / (time.monotonic() - began)
-                seen = self.curve.seen[-1] if self.curve.seen else (0, 0.0, 0.0)
-                losses = " ".join(f"{loss:.2f}" for loss in result.losses)
-                bar.at(trainer.step, f"{speed:.0f} tokens/s, loss {losses}, chains {seen[1]:.2f} {seen[2]:.2f}")
+                self._show(bar, trainer.step, rows / (time.monotonic() - began))
                 if time.monotonic() - saved > self.config.checkpoint_seconds:
+                    rows, last = rows + self._note(trainer.step, last, between), None
                     trainer.save(folder, facts | {"curve": asdict(self.curve)})
                     saved = time.monotonic()
+            if last is not None:
+                self._note(trainer.step, last, between)
+        seconds = time.monotonic() - began
+        self.facts |= {"step_seconds": round(seconds, 1), "waited_for_batches": round(stream.waited, 1)}
         trainer.save(folder, facts | {"curve": asdict(self.curve)})
+
+    def _note(self, step: int, result: StepResult, between: int) -> int:
+        """Add a step to the curve every `between` steps. Returns its trained rows. Raises EngineFault."""
+        losses = result.losses
+        if not np.isfinite(losses).all():
+            raise EngineFault(
+                f"training diverged in step {step} (losses {losses}); choose a lower "
+                "--learning-rate, with another --output and the same --answers"
+            )
+        if step % between == 0:
+            self.curve.steps.append(step)
+            self.curve.losses.append([round(float(loss), 4) for loss in losses])
+        return result.rows
+
+    def _show(self, bar: Bar, step: int, speed: float) -> None:
+        seen = self.curve.seen[-1] if self.curve.seen else (0, 0.0, 0.0)
+        losses = " ".join(f"{loss:.2f}" for loss in self.curve.losses[-1]) if self.curve.losses else "-"
+        bar.at(step, f"{speed:.0f} tokens/s, loss {losses}, chains {seen[1]:.2f} {seen[2]:.2f}")
 
     # --- results ---
 
@@ -228,7 +269,7 @@ class TrainingRun:
                 self.target.folder,
                 records,
                 self._shapes()["tree"],
-                self.config.train_device,
+                self._device,
             )
             self.facts["sharpness"] = {"factor": factor, "gains": gains}
         write(factor, folder)
@@ -238,7 +279,7 @@ class TrainingRun:
         records = self._records(self._held_out[: self.config.evaluate])
         evaluation: dict[str, Any] = {}
         for name, shape in self._shapes().items() if records else ():
-            scores = replay(self.config.algorithm, folder, self.target.folder, records, shape, self.config.train_device)
+            scores = replay(self.config.algorithm, folder, self.target.folder, records, shape, self._device)
             evaluation[name] = {"shape": asdict(shape)} | {f"temperature {t:g}": s.facts() for t, s in scores.items()}
             for temperature, score in sorted(scores.items()):
                 log.info(
@@ -257,6 +298,13 @@ class TrainingRun:
 
     def _records(self, indices: list[int]) -> list[Record]:
         return [self.reader.record(i) for i in indices]
+
+
+def _shared_devices(config: TrainConfig) -> DataParallel | None:
+    """The devices that share the training; None for one. Raises ConfigError."""
+    count = config.train_dp_size or devices_named(config.train_device)
+    devices = choose_devices(config.train_device, count, "--train-device", count_flag="--train-dp-size")
+    return DataParallel(devices) if len(devices) > 1 else None
 
 
 class _HeldOutEvaluation:

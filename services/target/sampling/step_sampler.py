@@ -67,7 +67,7 @@ class StepSampler:
     @property
     def exact(self) -> bool:
         """True if a walk along the samples is the verification, so that the device can go on with it."""
-        return self._walks and self._thresholds.exact and self._cache.on_move is None
+        return self._walks and self._thresholds.exact
 
     @torch.inference_mode()
     def launch(

@@ -1,5 +1,6 @@
 """How long a step is held for proposals: until every session with a drafter has an answer to its last commit, within a
-bound. A drafter further away than the bound hardly pays, and finding out costs more.
+bound. A drafter further away than the bound hardly pays, and finding out costs more. A few sessions that have draft
+tokens left are not waited for where their answers add less than the time costs (estimates/wait_gain.py).
 
 The first answer to a session takes longer, because the drafter reads the prompt first: on the target's cores it can do
 so only while the target waits. So a step may be held for it once, for as long as the target itself took to read that
@@ -9,6 +10,8 @@ drafter may leave out sessions of this kind."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+
+from services.target.speculation.estimates.wait_gain import WaitGain
 
 _MAX_WAIT = 0.3  # seconds that a step is held at most, and no longer than ...
 _MAX_WAIT_STEPS = 2  # ... this many steps take
@@ -28,6 +31,7 @@ class DraftWait:
 
     has_drafter: a drafter has answered since the start
     reads_ahead: a drafter has answered a session before its first token: it reads prompts while the target does
+    gain: whether waiting pays for sessions that have draft tokens left
     longest: seconds for which the present step may be held in all
     reads: the present step is held for first answers
     """
@@ -37,6 +41,7 @@ class DraftWait:
         the time of two steps."""
         self._clock = clock
         self._longest = longest
+        self.gain = WaitGain()
         self.longest, self.reads = 0.0, False
         self.has_drafter = self.reads_ahead = False
         self._unanswered = False  # a step was held for the longest time before any drafter had ever answered
@@ -45,6 +50,11 @@ class DraftWait:
         self._drafted: set[int] = set()
         self._vain = 0  # consecutive waits for first answers that had none
         self._deadline = clock()
+
+    @property
+    def now(self) -> float:
+        """The time by this wait's clock."""
+        return self._clock()
 
     @property
     def remaining(self) -> float:
@@ -76,8 +86,13 @@ class DraftWait:
             self._drafted.add(session_id)
             self._vain = 0
         if fresh:
+            self.gain.answered(session_id, self._clock())
             self._awaited.discard(session_id)
             self._misses.pop(session_id, None)
+
+    def release(self) -> None:
+        """Hold the next step no longer; its sessions do not count as waited for in vain."""
+        self._awaited.clear()
 
     def drafts_for(self, session_id: int) -> bool:
         """True if a drafter answers for the session."""

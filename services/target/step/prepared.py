@@ -159,12 +159,13 @@ class RowMaps:
 class PreparedSpans:
     """The spans of a prepared step on the device, and their places in its batch.
 
-    tables, maps: of the host. First of all, `put` must be called, once the samples are being computed.
+    taken: samples of the step in flight. tables, maps: of the host. First of all, `put` must be called, once the
+    samples are being computed.
     """
 
     def __init__(self, samples: Tensor, tables: TreeTables, maps: RowMaps, page_size: int) -> None:
         """samples: [R] int64, of the step in flight, on its device. Waits for nothing."""
-        self.tables, self.maps, self.page_size, self._taken = tables, maps, page_size, samples
+        self.tables, self.maps, self.page_size, self.taken = tables, maps, page_size, samples
         arrays = [tables.nodes, tables.sessions, maps.firsts, maps.rows, maps.nodes, maps.pages, maps.keys]
         placed = upload(arrays, samples.device)
         self._tree, self._sessions, self._firsts, self._rows, self._nodes, self._pages, self._keys = placed
@@ -179,7 +180,7 @@ class PreparedSpans:
 
     def put(self, ids: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Choose the draft tokens, and write the spans into the inputs of the batch, [T] int64 each, in place."""
-        self.spans = spans = walk(self._taken, self._tree, self._sessions, self.width)
+        self.spans = spans = walk(self.taken, self._tree, self._sessions, self.width)
         root = torch.zeros_like(spans.bonus)[:, None]
         self._tokens = torch.cat([spans.bonus[:, None], spans.tokens], 1)  # [S, K + 1] each
         self._depths = torch.cat([root, spans.depths], 1)
@@ -254,7 +255,7 @@ class PreparedSpans:
 
     def _roots(self, samples: int) -> Tensor:
         """The columns of a step without draft tokens."""
-        columns = self._taken.new_zeros(5, samples)
+        columns = self.taken.new_zeros(5, samples)
         if samples > self.maps.rows.shape[1]:  # roots of other sessions
             columns[0] = torch.arange(samples, device=columns.device)
             columns[2] = len(self) * self.width

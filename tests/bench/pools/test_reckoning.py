@@ -23,8 +23,10 @@ PLAN = Plan(targets=100, drafts=100, sessions=64, step=0.025, accept_length=4)
         (FREE_FRAMES, Plan(1, 1, 1, 0.025, 4), 1, 1),
         # 4,000 steps/s of two sessions on different drafts: 28,000 frames/s in one gateway, 32,000 / n in each of more.
         (ONLY_FRAMES, Plan(100, 10**6, 2, 0.025, 4), 5, 5),
-        # 400 steps/s, each on up to 20 drafts: 19,800 frames/s in one gateway, or 1,600.
-        (ONLY_FRAMES, Plan(20, 20, 64, 0.05, 4), 1, 11),
+        # 200 steps/s, each on four drafts of its own: 2,600 frames/s in one gateway, or 2,000; with 0.26 cores.
+        (ONLY_FRAMES, Plan(10, 40, 64, 0.05, 4), 1, 1),
+        # 4,000 steps/s with a draft each: 16,000 frames/s in each of up to 64 gateways; beyond, 1,024,000 / n.
+        (ONLY_FRAMES, PLAN, 147, 147),
         # In groups of one target and one draft a step has four frames: 160/s in each gateway, which is 0.016 cores.
         (ONLY_FRAMES, Plan(100, 100, 64, 0.025, 4, groups=100), 100, 100),
         (Costs(frame=0.0, commit=1.0), PLAN, None, None),
@@ -44,7 +46,8 @@ def test_gateways_are_as_many_as_needed(costs, plan, fewest, most):
         (Plan(1, 1, 8, 0.05, 4), 1, 80, 80),  # a commit, one to the draft, a proposal, one to the target
         (Plan(1, 1, 1, 0.05, 4), 2, 40, 40),  # the session is on one of two gateways
         (Plan(1, 2, 1000, 0.05, 4), 1, 20 * 6, 20 * 7),  # two drafts, and what comes from both merges to the target
-        (Plan(1, 2, 2, 0.05, 4), 1, 20 * (1 + 3 * 1.5), 20 * (1 + 3 * 1.5)),  # half of the time on one draft
+        (Plan(1, 2, 1, 0.05, 4), 1, 20 * 4, 20 * 4),  # one session has one draft
+        (Plan(8, 8, 32, 0.05, 4), 1, 160 * 4, 160 * 4),  # sessions of a draft are on one target
         (Plan(8, 1, 32, 0.05, 4, draft_step=0.01), 1, 360, 160 * 3 + 100),  # a draft's step answers several targets'
         (Plan(10, 10, 64, 0.05, 4, groups=10), 10, 80, 80),
         (Plan(10, 10, 64, 0.05, 4, groups=10), 20, 80, 80),  # both gateways of a group have sessions on its target

@@ -18,7 +18,7 @@ def test_bytes_arrive_in_order_and_delayed(tmp_path):
 
     async def talk():
         server = await asyncio.start_unix_server(echo, far)
-        network = asyncio.create_task(serve(near, far, delay))
+        network = asyncio.create_task(serve(near, far, lambda: delay))
         await asyncio.sleep(0.05)
         reader, writer = await asyncio.open_unix_connection(near)
         sent = np.random.default_rng(0).bytes(1 << 20)

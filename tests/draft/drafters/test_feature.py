@@ -9,7 +9,7 @@ from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureBlock
 from outrider.speculation.proposal import extend_hash
-from outrider.speculation.tree import ROOT
+from outrider.speculation.tree import ROOT, SpeculationTree
 from services.draft.drafters import feature
 from tests.support.checkpoints.heads import write_pair
 from tests.support.draft.features import FEATURES, PROMPT, RNG, feed, start
@@ -86,6 +86,67 @@ def test_trees_grow_from_true_features_and_from_their_own(head):
     settle(engine)
     assert session.replied
     check_tree(engine, twin, len(tokens) - 1)
+    engine.close(1)
+    engine.check()
+
+
+def proposed(outputs):
+    return [proposal for output in outputs for proposal in output.proposals]
+
+
+def test_a_corrected_tree_replaces_that_of_the_first_tier(head):
+    """What survives a commit is proposed until the features arrive; then all scores are those of the true ones."""
+    make, twin = head
+    engine = make()
+    engine.open(request(1, PROMPT, max_tokens=100))
+    at_target = SpeculationTree(np.array(PROMPT))
+    feed(engine, 0, 20)
+    for proposal in proposed(settle(engine)):
+        at_target.merge(proposal)
+    session, tree = engine.running[1], engine.running[1].tree
+    new = tree.path_tokens(next(i for i in range(len(tree)) if tree.depth[i] == 2 and tree.children[i]))
+    engine.receive([], [commit_of(PROMPT, new)])
+    at_target.commit(np.array(new))
+    assert len(at_target) > 0, "the target has draft tokens at once"
+    for proposal in proposed(settle(engine)):  # it answers, although the features are missing
+        at_target.merge(proposal)
+    first = dict(zip(tree.hash, tree.log_score, strict=True))
+    feed(engine, 20, 22)
+    assert not session.root_expanded
+    for proposal in proposed(settle(engine)):
+        at_target.merge(proposal)
+    check_tree(engine, twin, 22)
+    corrected = dict(zip(tree.hash, tree.log_score, strict=True))
+    assert corrected != first
+    known = dict(zip(at_target.hash, at_target.log_score, strict=True))
+    likely = {tree.hash[i] for i in range(len(tree)) if tree.path_score[i] >= engine.limits.log_floor}
+    assert likely
+    assert likely <= known.keys()
+    assert all(known[path] > corrected[path] - 0.11 for path in likely)  # smaller rises are not sent
+
+
+def test_without_drafting_ahead_there_is_one_tree_for_each_commit(head):
+    """Nothing grows while the target verifies, and nothing survives a commit whose features are missing."""
+    make, twin = head
+    engine = make()
+    engine.drafter.wait_for_features()
+    tokens, held = list(PROMPT), 0
+    engine.open(request(1, PROMPT, max_tokens=100))
+    for new in ([], None, [5]):  # at first, along the tree, and beside it
+        session = engine.running[1]
+        tree = session.tree
+        if new is None:
+            new = tree.path_tokens(next(i for i in range(len(tree)) if tree.depth[i] == 2 and tree.children[i]))
+        if new:
+            engine.receive([], [commit_of(tokens, new)])
+            assert not session.root_expanded
+            assert engine.idle
+        tokens += new
+        feed(engine, held, len(tokens) - 1)
+        held = len(tokens) - 1
+        outputs = settle(engine)
+        assert len(outputs) <= 2, "the rows of a prompt, and a tree"
+        assert max(check_tree(engine, twin, held).depth) >= 2
     engine.close(1)
     engine.check()
 

@@ -51,6 +51,26 @@ def test_ngram_proposals_are_sent_before_the_model_runs(model):
     assert {11, 77} <= set(proposal.tokens.tolist())
 
 
+@pytest.mark.parametrize("flags", [{}, SHAPE], ids=["adaptive", "explicit"])
+def test_a_commit_is_replied_to_once_both_have_expanded_the_root(model, flags):
+    """A target that waits for a reply waits for the model, too; what n-grams know is sent at once all the same."""
+    engine = together(model, **flags)
+    engine.open(request(1, PROMPT))
+    settle(engine)
+    engine.receive([], [commit_of(PROMPT, [77])])  # behind it the model must expand the root again
+    engine.receive([], [commit_of([*PROMPT, 77], [10])])
+    length, session = len(PROMPT) + 2, engine.sessions[1]
+    replies = []
+    for _ in range(100):
+        if engine.idle:
+            break
+        proposals = engine.step().proposals
+        replies += [(proposal.committed_length == length, session.root_expanded) for proposal in proposals]
+    assert (True, True) in replies
+    assert (True, False) not in replies
+    assert flags or (False, False) in replies
+
+
 def test_trees_merge(model):
     """The tree is the union of both drafters', each token below a parent once, and no node is sent twice."""
     engine, alone = together(model), standalone(model)
@@ -120,14 +140,35 @@ def test_an_explicit_tree_is_proposed_once_with_the_best_nodes_of_both(model):
         (proposal,) = [p for output in settle(engine) for p in output.proposals]
         (model_only,) = [p for output in settle(alone) for p in output.proposals]
         tree = engine.running[1].tree
-        assert len(proposal.tokens) == len(model_only.tokens) == 7
-        best = sorted(range(len(tree)), key=lambda i: -tree.path_score[i])[:7]
-        assert proposal.tokens.tolist() == [tree.token[i] for i in sorted(best)]
+        assert len(model_only.tokens) == 7
+        proposed = SpeculationTree(np.array(tokens))
+        proposed.merge(proposal)
+        for limits in ((), (3, 2)):  # of targets without the flags, and with them
+            best = sorted(tree.path_tokens(i) for i in tree.best_nodes(7, *limits))
+            assert len(best) == 7
+            assert best == sorted(proposed.path_tokens(i) for i in proposed.best_nodes(7, *limits))
+        assert len(proposal.tokens) <= 14
         assert {tree.token[i] for i in tree.root_children} > set(children(alone.running[1].tree)) or new[-1:] != [10]
-    # What n-grams know reaches deeper than the model's three levels.
-    assert max(tree.depth) > 3
     engine.close(1)
     engine.check()
+
+
+def test_commits_teach_how_far_to_trust_ngrams(model):
+    """Every text repeats the cycle once, and goes on otherwise than n-grams foretell."""
+    engine, rng = together(model, **SHAPE), np.random.default_rng(0)
+    chances = []
+    for number in range(1, 5):
+        tokens = list(PROMPT)
+        engine.open(request(number, tokens, max_tokens=500))
+        for _ in range(6):
+            settle(engine)
+            tree = engine.running[number].tree
+            chances += [tree.path_score[n] for n in tree.root_children if tree.token[n] == CYCLE[0]]
+            new = [int(rng.integers(100, VOCAB)), *CYCLE]  # behind which the cycle begins again, as n-grams know
+            engine.receive([], [commit_of(tokens, new, number)])
+            tokens += new
+        engine.close(number)
+    assert np.mean(chances[-4:]) < np.mean(chances[:2]) - 1.0
 
 
 @pytest.mark.parametrize("flags", [{}, SHAPE], ids=["adaptive", "explicit"])

@@ -41,6 +41,18 @@ def test_invalid_files_are_refused(tmp_path, content, message):
         read_token_map(write_map(tmp_path, content), VOCAB)
 
 
+def test_a_map_beside_the_weights_is_read(tmp_path):
+    """In JSON; a flag overrides it. A broken one is refused."""
+    model = write_model(tmp_path / "llama")
+    (model / "token_map.json").write_text(str(IDS))
+    assert standalone(model).drafter.runner.config.vocab_size == len(IDS)
+    flag = write_map(tmp_path, IDS[:9])
+    assert standalone(model, speculative_token_map=flag).drafter.runner.config.vocab_size == 9
+    (model / "token_map.json").write_text("[1, 2")
+    with pytest.raises(ConfigError, match="is no JSON"):
+        standalone(model)
+
+
 def test_missing_file_is_refused():
     with pytest.raises(ConfigError, match="there is no file"):
         read_token_map("/no/such/freq.pt", VOCAB)

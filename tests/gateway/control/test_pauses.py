@@ -98,7 +98,7 @@ async def test_a_target_s_reported_pause_is_kept(sent):
     Orchestrator([link], [], Metrics())
     for paused, expected in ((True, ["pause"]), (False, [])):
         sent.clear()
-        await link.on_frame(target_pb2.VerifyResponse(load=common_pb2.EngineLoad(paused=paused)))
+        await link.stream.on_frame(target_pb2.VerifyResponse(load=common_pb2.EngineLoad(paused=paused)))
         await link.prepare(None)
         assert sent == expected
 

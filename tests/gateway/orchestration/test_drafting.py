@@ -48,8 +48,8 @@ async def test_unreadable_proposals_of_a_draft_do_not_affect_other_drafts(bad, t
 
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            await drafts[0].on_frame(draft_pb2.ProposeResponse(proposals=bad))
-            await drafts[1].on_frame(draft_pb2.ProposeResponse(proposals=good))
+            await drafts[0].stream.on_frame(draft_pb2.ProposeResponse(proposals=bad))
+            await drafts[1].stream.on_frame(draft_pb2.ProposeResponse(proposals=good))
     message, _ = codec.verify_request_from_pb(session.target.take_frame())
     assert [p.session_id for p in message.proposals] == [session.id] * 2
     assert [unreadable(draft) for draft in drafts] == [2, 0]

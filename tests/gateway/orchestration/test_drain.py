@@ -55,12 +55,12 @@ async def commit(target, session, tokens, base=None, finish=FinishReason.RUNNING
     text = session.tokens[:base]
     root = path_hash(np.array([*text, *tokens], np.uint32))
     batch = commits_to_pb([Commit(session.id, len(text), np.array(tokens, np.uint32), root, finish_reason=finish)])
-    await target.on_frame(target_pb2.VerifyResponse(commits=batch))
+    await target.stream.on_frame(target_pb2.VerifyResponse(commits=batch))
 
 
 async def refuse(target, session):
     error = common_pb2.SessionError(session_id=session.id, code=FULL, message="no room")
-    await target.on_frame(target_pb2.VerifyResponse(errors=[error]))
+    await target.stream.on_frame(target_pb2.VerifyResponse(errors=[error]))
 
 
 def sent(link):
@@ -134,7 +134,7 @@ async def test_the_last_target_drains_until_its_sessions_end_or_another_comes():
     late = TargetLink("unix:/late")
     pools.orchestrator.attach(late)
     late.up = True
-    late.on_up()
+    late.events.up()
     assert session.target is late
     assert sent(late) == ([[1, 2, 3]], [])
     await commit(late, session, [4])
@@ -150,19 +150,19 @@ async def test_sessions_of_a_target_that_stops_go_on_elsewhere_and_come_back_if_
     await commit(stops, session, [3])
     sent(stops)
     stops.stopping = True
-    stops.on_stopping()
+    stops.events.stopping()
     assert session.target is stays
     assert sent(stops) == ([], [session.id])
     await commit(stays, session, [4])
     assert (stops.availability.state, pools.open().target) == (ReplicaState.DRAINING, stays)
     assert session.failures.losses == 0
     stays.stopping = True
-    stays.on_stopping()
+    stays.events.stopping()
     assert session.target is stays  # no other target serves
     late = pools.open()  # the pool is not empty, so requests wait
     assert late.target is None
     stops.stopping = False
-    stops.on_stopping()
+    stops.events.stopping()
     assert session.target is late.target is stops
 
 
@@ -179,7 +179,7 @@ async def test_a_target_may_leave_at_once_and_its_sessions_wait():
     late = TargetLink("unix:/late")
     pools.orchestrator.attach(late)
     late.up = True
-    late.on_up()
+    late.events.up()
     assert sent(late) == ([[1, 2, 3]], [])
     await commit(late, session, [4])
     assert session.tokens == [1, 2, 3, 4]
@@ -214,7 +214,7 @@ async def test_an_empty_draft_pool_costs_speed_only():
     late = DraftLink("unix:/late", common_pb2.ModelInfo())
     pools.orchestrator.attach(late)
     late.up = True
-    late.on_up()
+    late.events.up()
     assert session.draft is late  # one draft for the sessions of all targets
 
 
@@ -223,9 +223,9 @@ async def test_a_late_target_sends_hidden_states_too():
     pools.drafts[0].features = Features(common_pb2.FeatureSpec(spec_id=7), [])
     late = TargetLink("unix:/late")
     pools.orchestrator.attach(late)
-    assert list(late._wanted) == [7]
+    assert list(late.features.wanted) == [7]
     await pools.orchestrator.detach(pools.drafts[0])
-    assert not late._wanted
+    assert not late.features.wanted
 
 
 def facts_of(fingerprint, version="0", first="f1"):
@@ -265,7 +265,7 @@ async def test_a_late_target_must_have_the_weights_of_the_last_update(served):
     )
     late = served.decide("unix:/nowhere/late", added=True)
     assert late.expects("f2")
-    late._absent(late.availability)
+    late.absence.set(late.availability)
     with pytest.raises(ConfigError, match='awaits the weights "2"'):
         late._pool.check(late.address, facts_of("f1"))
     with pytest.raises(ConfigError, match="fingerprint other; the model that this gateway serves is m"):

@@ -1,6 +1,7 @@
-"""Routing of sessions, with links without services and with services that come and go."""
+"""Routing of sessions, with links without services."""
 
 import itertools
+import random
 
 import pytest
 
@@ -12,16 +13,13 @@ from gateway.sessions.prefixes import CachedPrefixes, PrefixHashes
 from gateway.sessions.session import Session
 from gateway.streams.draft import DraftLink
 from gateway.streams.pool_weights import PoolWeights
-from gateway.streams.step_time import StepTime
+from gateway.streams.replica.step_time import StepTime
 from gateway.streams.target import TargetLink
 from gateway.telemetry.metrics import Metrics
 from outrider.errors import ConfigError, Unavailable
 from outrider.speculation.proposal import FinishReason
 from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
-from tests.support.gateway.engines import common
 from tests.support.gateway.requests import request_for
-from tests.support.gateway.services import Draft, Gateway, Service, Target, until
-from tests.support.gateway.streaming import Stream, started, system
 
 PAGE = 16
 IDS = itertools.count(1)
@@ -40,7 +38,7 @@ def target(slots=8, longest=1000, pages=0):
     link = TargetLink("unix:/nowhere")
     link.up = True
     link.info = target_pb2.GetTargetInfoResponse(page_size=PAGE, max_running_sessions=slots, max_session_tokens=longest)
-    link.load = common_pb2.EngineLoad(total_pages=pages)
+    link.load.report = common_pb2.EngineLoad(total_pages=pages)
     return link
 
 
@@ -60,8 +58,8 @@ def test_many_sessions_are_opened_in_frames_that_fit(link):
         link.open(common_pb2.OpenSession(session_id=i, tokens=bytes(6 << 20)))
     link.close(3)
     frames = []
-    while link.outgoing.is_set:
-        link.outgoing.clear()
+    while link.stream.outgoing.is_set:
+        link.stream.outgoing.clear()
         frames.append(link.take_frame())
     assert [[opened.session_id for opened in frame.opens] for frame in frames] == [[0, 1], [2, 3], [4]]
     assert [bool(frame.closes) for frame in frames] == [False, False, True]
@@ -108,7 +106,7 @@ def test_an_answer_counts_as_cached_after_its_end():
     one.commit(list(range(100, 164)), 0, 0, FinishReason.STOP)
     home = one.target
     pools.placement.leave(one)
-    assert home.session_count == 0
+    assert home.load.session_count == 0
     pools.open([9])  # on the first, which is idle
     assert pools.open([*one.tokens, 4, 5]).target is home
     assert pools.routed("prefix") == 1
@@ -145,7 +143,28 @@ def test_a_larger_target_gets_more_sessions():
     pools = Pools(small, large)
     for family in range(16):
         pools.open(prompt(family))
-    assert (small.session_count, large.session_count) == (4, 12)
+    assert (small.load.session_count, large.load.session_count) == (4, 12)
+
+
+@pytest.mark.parametrize(("targets", "drafts", "most"), [(4, 4, 1.1), (6, 2, 1.3), (16, 4, 1.3), (2, 6, 4.8)])
+def test_sessions_of_a_draft_go_to_the_same_targets(targets, drafts, most):
+    """Each step of a target costs a frame for each draft of its sessions. By load alone, nearly all targets and drafts
+    have sessions in common where there are more of one than of the other."""
+    links, chance = [target(slots=64) for _ in range(targets)], random.Random(1)
+    pools = Pools(*links, *(draft(slots=256) for _ in range(drafts)))
+    sessions, shared = [], []
+    for family in range(1500):
+        if len(sessions) < 15 * targets or (len(sessions) < 25 * targets and chance.random() < 0.5):
+            sessions.append(pools.open(prompt(family)))
+        else:
+            pools.placement.leave(sessions.pop(chance.randrange(len(sessions))))
+        shared += [len(pools.placement.drafts_of(link)) for link in links]
+    counts = [link.load.session_count for link in links]
+    assert max(counts) - min(counts) <= 6
+    assert sum(shared) / len(shared) <= most
+    for one in sessions:
+        pools.placement.leave(one)
+    assert not any(pools.placement.drafts_of(link) for link in links)
 
 
 def reports(link, milliseconds, count=40):
@@ -166,7 +185,7 @@ def test_targets_get_sessions_in_proportion_to_what_they_do(slots, milliseconds,
         reports(link, step)
     for family in range(24):
         pools.open(prompt(family))
-    assert tuple(link.session_count for link in links) == shares
+    assert tuple(link.load.session_count for link in links) == shares
 
 
 def test_a_slow_target_is_measured_anew_after_a_while():
@@ -174,10 +193,10 @@ def test_a_slow_target_is_measured_anew_after_a_while():
     links = [target(), target()]
     pools = Pools(*links)
     for link, step in zip(links, (40, 10), strict=True):
-        link.step_time = StepTime(lambda: now)
+        link.load.step_time = StepTime(lambda: now)
         reports(link, step)
     reports(links[0], 60_000, 1)  # one step in which it compiled, say
-    assert links[0].step_time.seconds == pytest.approx(0.04, rel=0.6)
+    assert links[0].load.step_time.seconds == pytest.approx(0.04, rel=0.6)
 
     def chosen():
         one = pools.open(prompt(next(IDS)))
@@ -286,25 +305,25 @@ async def test_a_session_waits_for_a_target_that_holds_it_and_then_fails():
     small, large = target(longest=100), target(longest=200)
     orchestrator = Orchestrator([small, large], [], Metrics(), resume_timeout=0.05)
     for link in (small, large):
-        link.on_up()
+        link.events.up()
     assert orchestrator.sessions.max_session_tokens == 200
     one = orchestrator.sessions.open(request_for([1] * 60, 60))
     assert one.target is large
     large.up = False
-    large.on_down()
+    large.events.down()
     assert one.target is None
     other = orchestrator.sessions.open(request_for([1] * 60, 10))
     assert other.target is small  # other sessions run there
     large.up = True
-    large.on_up()
+    large.events.up()
     assert one.target is large
     large.up = False
-    large.on_down()
+    large.events.down()
     with pytest.raises(Unavailable, match="no target that holds 120 tokens"):
         await one.inbox.next()
     assert list(orchestrator.sessions.by_id.values()) == [other]
     orchestrator.sessions.close(other)
-    assert (small.session_count, large.session_count, orchestrator.sessions.waiting) == (0, 0, 0)
+    assert (small.load.session_count, large.load.session_count, orchestrator.sessions.waiting) == (0, 0, 0)
 
 
 def test_the_context_is_that_of_the_largest_target_s_last_report():
@@ -313,76 +332,12 @@ def test_the_context_is_that_of_the_largest_target_s_last_report():
     orchestrator = Orchestrator([small, large], [], Metrics())
     generator = Generator(orchestrator, None, Metrics(), name="", vocab_size=9, max_session_tokens=100)
     for link in (small, large):
-        link.on_up()
+        link.events.up()
     assert generator.max_session_tokens == 200
     large.up = False
-    large.on_down()
+    large.events.down()
     assert generator.max_session_tokens == 200  # longer sessions wait for the large one
     large.info.max_session_tokens = 150
     large.up = True
-    large.on_up()
+    large.events.up()
     assert generator.max_session_tokens == 150
-
-
-def test_conversations_stay_on_their_target_and_survive_its_loss(folder):
-    """Second turns run where the first ones are cached, and continue elsewhere when that target dies.
-
-    Steps are shorter than those whose duration counts, so that the targets share the load equally on a busy machine.
-    """
-    with system(folder, targets=2, drafts=2, delay=0.0) as (gateway, targets, drafts):
-        prompts = [[10 * family + 5] * 48 + [200] for family in range(4)]  # 2 of 4 pages fit
-        turns = {family: gateway.complete(p, max_tokens=20, return_token_ids=True) for family, p in enumerate(prompts)}
-        first = [service.engine.opened for service in targets]
-        assert first == [2, 2]
-        for family, answer in turns.items():
-            whole = [*prompts[family], *answer["choices"][0]["token_ids"], 201]
-            usage = gateway.complete(whole, max_tokens=3)["usage"]
-            assert usage["prompt_tokens_details"]["cached_tokens"] >= 64 - PAGE
-        assert gateway.metric("outrider_routed_sessions_total", service="target", by="prefix") == 4
-        for service in targets:  # targets received disjoint prompts
-            others = [other for other in targets if other is not service]
-            assert all(common(a, b) == 0 for a in service.engine.seen for o in others for b in o.engine.seen)
-        for service in targets:
-            service.engine.delay = 0.05  # the stream must outlast the stop of one of them
-        stream = Stream(gateway)
-        started(stream)
-        home = next(service for service in targets if service.sessions)
-        away = targets[1 - targets.index(home)]
-        home.stop()
-        away.engine.delay = away.delay
-        assert stream.whole()
-        before = away.engine.opened
-        gateway.complete(prompts[0], max_tokens=3)
-        assert away.engine.opened == before + 1
-        home.start()
-        until(lambda: gateway.metric("outrider_service_up", service="target") == 2)
-        streams = [Stream(gateway) for _ in range(4)]
-        assert all(stream.whole() for stream in streams)
-        assert home.engine.opened == 2  # it is used again
-        assert sum(service.engine.opened for service in drafts) > 8
-
-
-def test_a_late_target_is_used(folder):
-    targets = [Service(Target, f"unix:{folder}/late-{i}", delay=0.05) for i in range(2)]
-    shared = Service(Draft, f"unix:{folder}/late-draft")
-    gateway = Gateway(folder, [service.address for service in targets], [shared.address])
-    running = [service.start() for service in (shared, targets[0])]
-    try:
-        gateway.wait()
-        streams = [Stream(gateway) for _ in range(2)]
-        for stream in streams:
-            started(stream)
-        running.append(targets[1].start())
-        until(lambda: gateway.metric("outrider_service_up", service="target") == 2)
-        streams += [Stream(gateway) for _ in range(2)]
-        until(lambda: [service.engine.opened for service in targets] == [2, 2])
-        for service in targets:
-            service.engine.delay = 0.01  # the streams may end now
-        assert all(stream.whole() for stream in streams)
-        assert [service.engine.opened for service in targets] == [2, 2]
-        assert shared.engine.opened == 4  # one draft for both
-        assert gateway.metric("outrider_accepted_draft_tokens_total") > 0
-    finally:
-        assert gateway.stop() == 0
-        for service in running:
-            service.stop()

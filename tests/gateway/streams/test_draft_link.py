@@ -32,8 +32,8 @@ def commit(link, *, draft_budget, finish=FinishReason.RUNNING):
 
 def urgent(link):
     """True if the waiting messages are due at once; takes them."""
-    at_once = link.outgoing.is_set
-    link.outgoing.clear()
+    at_once = link.stream.outgoing.is_set
+    link.stream.outgoing.clear()
     link.take_frame()
     return at_once
 

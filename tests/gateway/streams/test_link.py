@@ -14,6 +14,7 @@ from gateway.streams import connection
 from gateway.streams import link as links
 from gateway.streams.availability import ReplicaState
 from gateway.streams.connection import Connection
+from gateway.streams.replica import attempts
 from gateway.streams.target import TargetLink
 from outrider.errors import ConfigError, Unavailable
 from outrider.serving.messages import OpenSession
@@ -51,6 +52,7 @@ class Near(TargetLink):
     def __init__(self):
         super().__init__("unix:/nowhere")
         self.calls = []
+        self.stream.open_stream = self.open_stream
 
     @contextlib.asynccontextmanager
     async def open_channel(self):
@@ -99,7 +101,7 @@ async def test_concurrent_reconnects_open_one_stream():
 
 
 async def test_a_lost_stream_reconnects(monkeypatch):
-    monkeypatch.setattr(links, "_MIN_WAIT", 0.01)
+    monkeypatch.setattr(attempts, "_MIN_WAIT", 0.01)
     link = Near()
     link.start()
     await link.wait_up(5)
@@ -108,7 +110,7 @@ async def test_a_lost_stream_reconnects(monkeypatch):
     async with asyncio.timeout(5):
         while len(link.calls) < 2 or not link.up:
             await asyncio.sleep(0.01)
-    assert link.load is None  # its sessions ended with the stream
+    assert link.load.report is None  # its sessions ended with the stream
     await link.stop()
 
 
@@ -124,7 +126,7 @@ async def test_a_replica_that_does_not_answer_is_asked_ever_more_rarely(monkeypa
             if len(waits) < 5:
                 raise ConnectionError("nothing answers")
 
-    monkeypatch.setattr(links.asyncio, "sleep", no_sleep)
+    monkeypatch.setattr(attempts.asyncio, "sleep", no_sleep)
     link = Silent()
     link.start()
     await link.wait_up(5)
@@ -150,14 +152,14 @@ class Starting(Target):
 
 
 async def test_a_replica_that_starts_up_is_used_as_soon_as_it_serves(tmp_path, monkeypatch):
-    monkeypatch.setattr(links, "_MIN_WAIT", 60.0)  # between attempts
-    monkeypatch.setattr(links, "_STARTING_WAIT", 60.0)
+    monkeypatch.setattr(attempts, "_MIN_WAIT", 60.0)  # between attempts
+    monkeypatch.setattr(attempts, "_STARTING_WAIT", 60.0)
     target, server, address = Starting(), GrpcServer(), f"unix:{tmp_path}/target"
     target.register(server.server)
     await server.start(address, (target.name,))
     link = TargetLink(address)
     offered = asyncio.get_running_loop().create_future()
-    link.on_early_files = offered.set_result
+    link.tokenizer.on_early = offered.set_result
     link.start()
     try:
         async with asyncio.timeout(10):
@@ -167,7 +169,7 @@ async def test_a_replica_that_starts_up_is_used_as_soon_as_it_serves(tmp_path, m
             target.loaded = True
             await server.set_serving(True)
             await link.wait_up(5)
-        assert link.tokenizer_files == target.files
+        assert link.tokenizer.files == target.files
     finally:
         await link.stop()
         await server.stop(0)
@@ -180,10 +182,10 @@ async def test_frames_bypass_grpc_on_one_machine_if_allowed(tmp_path, one_machin
     service = await asyncio.to_thread(Service(Target, address).start)
     link = TargetLink(address, Connection(transport=transport))
     async with link.open_channel() as channel:
-        call = await link.start_call(channel)
+        call = await link.stream.start_call(channel)
         bypasses = one_machine and transport == "auto"
         assert isinstance(call, SocketCall) is bypasses
-        assert link.transport == ("socket" if bypasses else "grpc")
+        assert link.stream.transport == ("socket" if bypasses else "grpc")
         await call.write(target_pb2.VerifyRequest(closes=b"123").SerializeToString())
         with pytest.raises(grpc.aio.AioRpcError, match="3 bytes"):
             await call.read()
@@ -196,7 +198,7 @@ async def test_frames_that_must_use_a_socket_need_one(tmp_path):
         (f"unix:{tmp_path}/target", "no process listens at .*target.frames"),
     ):
         with pytest.raises(ConfigError, match=f"--stream-transport socket: .*{reason}; choose grpc or auto"):
-            await TargetLink(address, Connection(transport="socket")).start_call(None)
+            await TargetLink(address, Connection(transport="socket")).stream.start_call(None)
 
 
 @pytest.mark.parametrize("transport", ["grpc", "socket"])
@@ -204,7 +206,7 @@ async def test_frames_and_their_bytes_are_counted(tmp_path, transport):
     address = f"unix:{tmp_path}/target"
     service = await asyncio.to_thread(Service(Target, address).start)
     link, frames = TargetLink(address, Connection(transport=transport)), []
-    link.on_frame = _collector(frames)
+    link.stream.on_frame = _collector(frames)
     link.start()
     await link.wait_up(15)
     request = open_to_pb(OpenSession(1, np.arange(3, 9, dtype=np.uint32), 6, SamplingParams(0.0), StopConditions(4)))
@@ -214,7 +216,7 @@ async def test_frames_and_their_bytes_are_counted(tmp_path, transport):
             await asyncio.sleep(0.01)
     await link.stop()
     await asyncio.to_thread(service.stop)
-    counts = link.traffic.counts
+    counts = link.stream.traffic.counts
     assert {lane.transport for lane in counts} == {transport}
     sent, received = counts["target", "sent", transport], counts["target", "received", transport]
     assert (sent.frames, sent.bytes) == (1, target_pb2.VerifyRequest(opens=[request]).ByteSize())
@@ -231,7 +233,7 @@ async def test_hidden_states_are_counted_on_their_own():
         target_pb2.VerifyResponse(features=common_pb2.FeatureBatch(rows=rows)).SerializeToString()
     )
     async with asyncio.timeout(5):
-        while not (count := link.traffic.count("features", "received", "grpc")).frames:
+        while not (count := link.stream.traffic.count("features", "received", "grpc")).frames:
             await asyncio.sleep(0.01)
     assert count.bytes == len(rows)
     await link.stop()
@@ -265,7 +267,7 @@ async def test_a_stopped_service_is_detected(tmp_path, monkeypatch, one_machine)
     try:
         await process.stdout.readline()
         link, lost = TargetLink(address), asyncio.Event()
-        link.on_down = lost.set
+        link.events.down = lost.set
         link.start()
         await link.wait_up(20)
         process.send_signal(signal.SIGSTOP)
@@ -307,7 +309,7 @@ async def test_a_link_follows_the_health_of_its_replica(tmp_path):
     service = Service(Target, f"unix:{tmp_path}/target").start()
     link, changes = TargetLink(service.address), []
     changed = asyncio.Event()
-    link.on_stopping = lambda: (changes.append(link.stopping), changed.set())
+    link.events.stopping = lambda: (changes.append(link.stopping), changed.set())
     link.start()
     try:
         await link.wait_up(10)

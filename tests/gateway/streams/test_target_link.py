@@ -73,7 +73,7 @@ class Updatable:
 async def test_a_target_gets_the_weights_that_it_lacks(monkeypatch, present, folder, folders, loads):
     stub, link = Updatable(present, folders), TargetLink("unix:/nowhere")
     monkeypatch.setattr(target_pb2_grpc, "TargetServiceStub", lambda channel: stub)
-    link.tokenizer_files = {"config.json": b"{}"}
+    link.tokenizer.files = {"config.json": b"{}"}
     link.expect(PoolWeights(Updatable("first").info))
     link.weights_changed("one", "1", "/w/1")
     link.weights_changed("two", "2", folder)
@@ -97,8 +97,8 @@ async def test_sessions_end_at_once_if_no_target_has_the_weights():
         link.weights_changed("two", "2")
     session = sessions.open(request)
     for link, ended in ((links[0], False), (links[1], True)):
-        link._absent(Availability(ReplicaState.AWAITING_WEIGHTS, "it lacks them"))
-        link.on_absent()
+        link.absence.set(Availability(ReplicaState.AWAITING_WEIGHTS, "it lacks them"))
+        link.events.absent()
         assert (session.id not in sessions.by_id) is ended
     for work in (session.inbox.next(), asyncio.to_thread(sessions.open, request)):
         with pytest.raises(Unavailable, match='no target has the weights "2"'):
@@ -123,7 +123,7 @@ async def settled():
 
 async def test_a_draft_may_connect_while_a_target_is_configured(target):
     link = TargetLink("unix:/nowhere")
-    link.tokenizer_files = {"config.json": b"{}"}
+    link.tokenizer.files = {"config.json": b"{}"}
     for spec_id in (1, 2):
         await link.configure(states(spec_id))
     link.channel = object()
@@ -135,13 +135,13 @@ async def test_a_draft_may_connect_while_a_target_is_configured(target):
     target.may.set()
     await asyncio.gather(handshake, draft)
     assert sorted(target.configured) == [1, 2, 3]
-    assert link.features == {1, 2, 3}
+    assert link.features.known == {1, 2, 3}
 
 
 async def test_unused_features_are_dropped(target):
     """Of a head that is replaced repeatedly, only the last fusion is kept and sent to a target that comes back."""
     link, drafts = TargetLink("unix:/nowhere"), [a_draft("unix:/a", 1), a_draft("unix:/b", 2)]
-    link.tokenizer_files = {"config.json": b"{}"}
+    link.tokenizer.files = {"config.json": b"{}"}
     link.channel = object()
     target.may.set()
     Orchestrator([link], drafts, Metrics())
@@ -150,7 +150,7 @@ async def test_unused_features_are_dropped(target):
         drafts[1].features = states(spec_id)
         await drafts[1].before_up()
     assert target.configured == list(range(1, 12))
-    assert link.features == {1, 11}
+    assert link.features.known == {1, 11}
     target.configured.clear()
     await link.handshake(link.channel)
     assert target.configured == [1, 11]

@@ -76,9 +76,11 @@ async def test_an_unreadable_frame_of_a_target_is_dropped_and_its_sessions_reope
         link.take_frame()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            await bad.on_frame(dict(broken(session.id))[what])
-    await good.on_frame(frame(commit(other.id, [7])))
-    await bad.on_frame(frame(commit(session.id, [8], base=4)))  # sent before the target received its sessions again
+            await bad.stream.on_frame(dict(broken(session.id))[what])
+    await good.stream.on_frame(frame(commit(other.id, [7])))
+    await bad.stream.on_frame(
+        frame(commit(session.id, [8], base=4))
+    )  # sent before the target received its sessions again
     opened = bad.take_frame().opens
     assert [(request.session_id, len(request.tokens)) for request in opened] == [(session.id, 12)] * 2
     assert not good.take_frame().opens
@@ -88,7 +90,7 @@ async def test_an_unreadable_frame_of_a_target_is_dropped_and_its_sessions_reope
     assert len(caplog.messages) == 1
     assert f"target at {bad.address} sends frames that cannot be read" in caplog.messages[0]
     assert (session.tokens, other.tokens) == (PROMPT, [*PROMPT, 7])
-    await bad.on_frame(frame(commit(session.id, [7], finish=FinishReason.LENGTH)))
+    await bad.stream.on_frame(frame(commit(session.id, [7], finish=FinishReason.LENGTH)))
     assert (await session.inbox.next()).tokens == [7]
     assert session.id not in system.orchestrator.sessions.by_id
     system.orchestrator.sessions.close(other)
@@ -100,9 +102,9 @@ async def test_a_session_fails_after_repeated_unreadable_frames():
     bad = dict(broken(session.id))["commits.root_hashes"]
     target = session.target
     for _ in range(4):
-        await target.on_frame(bad)
+        await target.stream.on_frame(bad)
     assert session.id in system.orchestrator.sessions.by_id
-    await target.on_frame(bad)
+    await target.stream.on_frame(bad)
     with pytest.raises(Unavailable, match="5 times a frame was lost"):
         await session.inbox.next()
 
@@ -117,8 +119,8 @@ async def test_unreadable_hidden_states_are_dropped_without_the_frame(field, cap
     bad = frame(commit(session.id, [7]))
     setattr(bad.features, field, getattr(bad.features, field)[:-1])
     with caplog.at_level(logging.WARNING):
-        await target.on_frame(bad)
-    await target.on_frame(frame(commit(session.id, [8], base=4)))
+        await target.stream.on_frame(bad)
+    await target.stream.on_frame(frame(commit(session.id, [8], base=4)))
     assert session.tokens == [*PROMPT, 7, 8]
     assert not target.take_frame().opens
     message, failures = codec.propose_request_from_pb(system.draft.take_frame())

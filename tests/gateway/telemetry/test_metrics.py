@@ -25,7 +25,7 @@ class Page:
         metrics.registry.register(SglangMetrics(metrics, "tiny"))
         for link in (*self.targets, self.draft):
             link.up = True
-            link.load = common_pb2.EngineLoad(
+            link.load.report = common_pb2.EngineLoad(
                 running_sessions=5, waiting_sessions=3, free_pages=20, cached_pages=10, total_pages=100,
                 step_microseconds=7, drafting_paused=True, preemptions=4, compilations=1,
             )  # fmt: skip
@@ -81,7 +81,7 @@ def test_sums_of_counts_never_decrease():
     page.one.up = False
     assert page.value("vllm:num_preemptions_total") == 8
     page.one.up = True
-    page.one.load = common_pb2.EngineLoad(preemptions=1)  # it restarted
-    page.other.load = common_pb2.EngineLoad(preemptions=6)
+    page.one.load.report = common_pb2.EngineLoad(preemptions=1)  # it restarted
+    page.other.load.report = common_pb2.EngineLoad(preemptions=6)
     assert page.value("vllm:num_preemptions_total") == 8 + 1 + 2
     assert page.value("vllm:num_preemptions_total") == 8 + 1 + 2

@@ -109,6 +109,18 @@ def eagle3(
     return _config(facts, hidden, **(settings | config)), tensors
 
 
+def parallel(target: Path, seed: int = 0, *, states: int = 3, **config: Any):
+    """Configuration and tensors of a P-EAGLE head of two layers, with an embedding of its own."""
+    settings = {"layers": 2, "pard_token": 4, "norm_before_fc": True, "para_num": 5} | config
+    made, tensors = eagle3(target, seed, states=states, **settings)
+    rng, facts = np.random.default_rng(seed + 1), target_facts(target)
+    width = states * facts["hidden_size"]
+    if "lm_head.weight" in tensors:
+        tensors["lm_head.weight"] *= 4  # sure enough for whole blocks
+    tensors |= {"mask_hidden": _random(rng, 1, width) * 10, "norm_before_fc.weight": 1 + _random(rng, width)}
+    return made, tensors | {"embed_tokens.weight": _random(rng, facts["vocab_size"], facts["hidden_size"]) * 5}
+
+
 MAKERS = {"EAGLE": eagle, "EAGLE3": eagle3}
 
 

@@ -95,7 +95,8 @@ def loaded(config: TargetConfig, *, fused: bool, fp8: bool) -> Model:
     assert isinstance(model.runner, runners.ModuleRunner)
     module = model.runner.module
     probe = pass_a_token(module, model.device)
-    runner = FusedRunner(module, choose("torch_native", model.device), probe, model.context_length)
+    backend = "triton" if config.attention_backend == "triton" else "torch_native"
+    runner = FusedRunner(module, choose(backend, model.device), probe, model.context_length)
     return replace(model, runner=GraphRunner(runner, SIZES, RankCapturer(direct)))
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.target.engine import prepare as preparing
-from services.target.engine.prepare import takes_prepared_spans
+from services.target.engine.launching import prepare as preparing
+from services.target.engine.launching.prepare import takes_prepared_spans
 from services.target.kernels.reference import paged_attention
 from services.target.model.cuda.graphs import GraphRunner, direct
 from services.target.step.batch import build
@@ -81,7 +81,7 @@ def test_captured_steps_give_the_same_text(tmp_path, spans, monkeypatch):
     inner = modules(tmp_path, "triton")
     runner = GraphRunner(inner, [2, 12], direct)
     assert takes_prepared_spans(runner)
-    monkeypatch.setattr(preparing, "_spans_of", lambda _: spans)
+    monkeypatch.setattr(preparing, "spans_for", lambda _: spans)
     engine = preparing_engine(replace(plain, runner=runner))
     engine.speculation.planner.max_tokens = 5
     runner.capture(engine.cache, CPU)

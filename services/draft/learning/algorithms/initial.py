@@ -11,11 +11,13 @@ from services.draft.formats.base import DraftCheckpoint
 from services.draft.formats.target import TargetCheckpoint
 from services.draft.learning.algorithms.published import PublishedEagle, PublishedEagle3, PublishedHead
 from services.draft.learning.algorithms.published_mtp import PublishedMtp
-from services.draft.model.layers.heads import Eagle3Head, EagleHead
+from services.draft.model.layers.heads import Eagle3Head, EagleHead, ParallelHead
 
 
 def published_head(folder: Path, target: TargetCheckpoint, draft: DraftCheckpoint) -> PublishedHead:
     """The head of a folder, to be trained further. draft: read from there. Raises ConfigError if it cannot be."""
+    if isinstance(draft.config.head, ParallelHead):
+        raise ConfigError(f"{folder} holds a P-EAGLE head, which is not trained further; name an EAGLE-3 head")
     kinds: dict[type, type[PublishedHead]] = {EagleHead: PublishedEagle, Eagle3Head: PublishedEagle3}
     return kinds.get(type(draft.config.head), PublishedMtp)(folder, target, draft)
 

@@ -123,6 +123,20 @@ class Eagle3Head(Head):
 
 
 @dataclass(frozen=True)
+class ParallelHead(Eagle3Head):
+    """P-EAGLE: EAGLE-3, and rows of masks that predict the tokens behind the root's child in one pass (parallel.py).
+
+    Masks have a feature of their own, params `mask` [H], already fused.
+
+    size:       tokens that a pass predicts, and the root
+    mask_token: whose embedding masks have
+    """
+
+    size: int = 2
+    mask_token: int = 0
+
+
+@dataclass(frozen=True)
 class MtpHead(Head):
     """Multi-token prediction: a linear layer fuses [norm(embedding); norm(feature)] for a decoder layer of the model.
 

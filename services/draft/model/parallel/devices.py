@@ -22,15 +22,21 @@ _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
-def choose_devices(device: str, count: int, flag: str = "--draft-device", share: int | None = None) -> list[jax.Device]:
+def choose_devices(
+    device: str,
+    count: int,
+    flag: str = "--draft-device",
+    share: int | None = None,
+    count_flag: str = "--draft-tp-size",
+) -> list[jax.Device]:
     """Devices, of which the first becomes JAX's default. Raises ConfigError.
 
     device: auto, a platform of JAX and optionally the index of the first of neighbouring devices, such as cuda:1, or a
-    list of devices of one platform; flag: its name. share: --draft-memory-bytes
+    list of devices of one platform; flag, count_flag: names of the flags. share: --draft-memory-bytes
     """
     if count < 1:
-        raise ConfigError(f"--draft-tp-size must be 1 or more, not {count}")
-    check_draft_devices(device, count, flag)
+        raise ConfigError(f"{count_flag} must be 1 or more, not {count}")
+    check_draft_devices(device, count, flag, count_flag)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes three quarters of a shared GPU
     platform, _, index = device.partition(":")
     if platform == "cpu":
@@ -47,7 +53,7 @@ def choose_devices(device: str, count: int, flag: str = "--draft-device", share:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{flag} {device}: JAX has no such device here: {reason}") from None
     if not kept and not 0 <= min(wanted) <= max(wanted) < len(found):
-        together = f" and --draft-tp-size {count} need" if count > 1 else " needs"
+        together = f" and {count_flag} {count} need" if count > 1 else " needs"
         raise ConfigError(
             f"{flag} {device}{together} {max(wanted) + 1} devices; there "
             f"{'is' if len(found) == 1 else 'are'} {len(found)} of kind {found[0].platform}"
@@ -55,6 +61,19 @@ def choose_devices(device: str, count: int, flag: str = "--draft-device", share:
     chosen = found[:count] if kept else [found[number] for number in wanted]
     jax.config.update("jax_default_device", chosen[0])
     return list(chosen)
+
+
+def devices_named(device: str) -> int:
+    """How many devices a flag stands for: those that it lists, one CPU, or all accelerators of its platform."""
+    platform, _, index = device.partition(":")
+    if index or platform == "cpu":
+        return device.count(",") + 1
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    try:
+        found = jax.devices(None if platform == "auto" else platform)
+    except RuntimeError:  # `choose_devices` reports it
+        return 1
+    return 1 if found[0].platform == "cpu" else len(found)
 
 
 def _keep_to_gpus(numbers: Sequence[int], share: int | None) -> bool:

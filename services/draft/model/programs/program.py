@@ -15,8 +15,9 @@ from services.draft.kernels.cpu.candidates import cpu_candidates
 from services.draft.model.layers.block import block_states, context_pools
 from services.draft.model.layers.config import ModelConfig
 from services.draft.model.layers.decoder import Features, Forward, Rows, all_logits, head, hidden_states
-from services.draft.model.layers.heads import BlockHead
+from services.draft.model.layers.heads import BlockHead, ParallelHead
 from services.draft.model.layers.kv_cache import Pools, move_rows
+from services.draft.model.layers.parallel import parallel_states
 from services.draft.model.layers.stacked import stacked_states
 from services.draft.model.parallel.mesh import MeshPlacement
 from services.draft.model.params import Params
@@ -104,6 +105,10 @@ def _candidates(
 def _block(
     constants: Constants, block: Block, params: Params, pools: Pools, inputs: StepInputs
 ) -> tuple[tuple[jax.Array, jax.Array], Pools]:
+    if isinstance(constants.config.head, ParallelHead):
+        forward = forward_of(constants, params, pools, inputs)
+        x, pools = parallel_states(forward, inputs.head_rows, block.steps - 1)
+        return _candidates(constants, params, x, inputs, block_keys(inputs)), pools
     assert isinstance(constants.config.head, BlockHead)
     rows = block_rows(block, constants.config.head, inputs)
     x, pools = block_states(forward_of(constants, params, pools, inputs), rows)

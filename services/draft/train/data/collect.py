@@ -37,11 +37,11 @@ from outrider.transport.rpc import CHANNEL_OPTIONS
 from outrider.wire import codec
 from outrider.wire.features import feature_spec_to_pb, features_from_pb
 from outrider.wire.v1 import target_pb2, target_pb2_grpc
-from services.draft.learning.store import Record, Store
+from services.draft.learning.records.store import Record, Store
 from services.draft.train.data.answer import RequestedAnswer
 from services.draft.train.data.passages import Passages, quotes, user_turn_frame, whole_sentences
 from services.draft.train.data.prompts import PromptJob, is_held_out
-from services.draft.train.data.rollouts import replay
+from services.draft.train.data.rollouts import Rollout, replay
 
 log = logging.getLogger(__name__)
 
@@ -306,8 +306,7 @@ class Collector:
         conversation, tokenizer = job.conversation, self._client.tokenizer
         if conversation.rollout is not None:
             if (replayed := await replay(conversation.rollout, self._limits.length, self._write)) is not None:
-                held_out, first = is_held_out(conversation.name, self._held_out), conversation.rollout.prompt
-                yield Record(*replayed, first, first, job.temperature, job.seed, held_out)
+                yield self._replayed(job, conversation.rollout, *replayed)
             return
         if conversation.text:
             async for record in self._answer(job, tokenizer.encode(conversation.text)):
@@ -330,6 +329,16 @@ class Collector:
             if not answer.strip():
                 return
             messages.append({"role": "assistant", "content": answer})
+
+    def _replayed(
+        self, job: PromptJob, rollout: Rollout, tokens: NDArray[np.uint32], rows: NDArray[np.uint8]
+    ) -> Record:
+        """The record of a rollout, sampled as its file says."""
+        held_out = is_held_out(job.conversation.name, self._held_out) if rollout.held_out is None else rollout.held_out
+        first = rollout.prompt if rollout.first is None else rollout.first
+        temperature = job.temperature if rollout.temperature is None else rollout.temperature
+        seed = job.seed if rollout.seed is None else rollout.seed
+        return Record(tokens, rows, rollout.prompt, first, temperature, seed, held_out)
 
     async def _answer(self, job: PromptJob, prompt: list[int], first: int | None = None) -> AsyncIterator[Record]:
         """The answer to a prompt; nothing without room for one. first: index of the first token to learn."""

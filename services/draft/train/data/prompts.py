@@ -5,7 +5,7 @@ A file has one JSON object a line, with one of these keys:
     prompt      one user turn                           turns      several user turns
     text        a text to continue, without template    messages   a conversation that ends with a user turn
 
-or a rollout, whose answer is there (rollouts.py).
+or a rollout, whose answer is there (rollouts.py). A file of answers as token ids (compact.py) holds rollouts, too.
 
 A conversation that the target begins has an opening: the first words of the user turn, which name the kind of task. The
 target writes the rest of the turn, unless the opening quotes earlier answers (passages.py). Without openings a small
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
+from services.draft.train.data.compact import SUFFIX, read_compact
 from services.draft.train.data.rollouts import Rollout, is_rollout, read_rollout
 
 _KINDS = ("prompt", "text", "turns", "messages")
@@ -79,6 +80,9 @@ def read_conversations(files: Sequence[str], limit: int | None = None) -> list[C
         path = Path(name).expanduser()
         if not path.is_file():
             raise ConfigError(f"--data {name}: there is no such file")
+        if path.suffix == SUFFIX:
+            found |= {one.name: one for one in map(_of_rollout, read_compact(path)[:limit])}
+            continue
         count = 0
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -118,8 +122,7 @@ def _conversation(line: bytes, where: str) -> Conversation:
     except ValueError as error:
         raise ConfigError(f"{where}: not valid JSON: {error}") from None
     if is_rollout(content):
-        rollout = read_rollout(content, where)
-        return Conversation(hashlib.sha256(rollout.content).hexdigest()[:16], rollout=rollout)
+        return _of_rollout(read_rollout(content, where))
     kinds = [kind for kind in _KINDS if isinstance(content, dict) and kind in content]
     if len(kinds) != 1:
         raise ConfigError(f"{where}: expected an object with one of {', '.join(_KINDS)}, or a rollout")
@@ -136,6 +139,10 @@ def _conversation(line: bytes, where: str) -> Conversation:
             raise ConfigError(f"{where}: turns must be texts")
         return Conversation(name, turns=tuple(value))
     return _with_messages(name, value, where)
+
+
+def _of_rollout(rollout: Rollout) -> Conversation:
+    return Conversation(hashlib.sha256(rollout.content).hexdigest()[:16], rollout=rollout)
 
 
 def _with_messages(name: str, messages: list[Any], where: str) -> Conversation:

@@ -26,10 +26,18 @@ KINDS = ("tokens", "input_ids", "output_ids", "meta_info")
 
 @dataclass(frozen=True)
 class Rollout:
-    """Token ids, uint32 as bytes; the first ones are the prompt."""
+    """Token ids, uint32 as bytes; the first ones are the prompt.
+
+    first: index of the first token to learn; None for the one behind the prompt
+    temperature, seed, held_out: of the answer, where its file knows them; None otherwise
+    """
 
     content: bytes
     prompt: int
+    first: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    held_out: bool | None = None
 
     @property
     def tokens(self) -> NDArray[np.uint32]:

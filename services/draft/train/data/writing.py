@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from outrider.checkpoints import checkpoint
 from outrider.config import TargetConfig, TrainConfig, to_argv
@@ -19,7 +20,7 @@ from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child
 from outrider.telemetry import write_line
 from outrider.text.tokenizer import Tokenizer
 from services.draft.formats.target import read_target
-from services.draft.learning.store import Store
+from services.draft.learning.records.store import Store
 from services.draft.train.data.collect import Collector, Limits, TargetClient
 from services.draft.train.data.prompts import Conversation, PromptJob, jobs, read_conversations, read_openings
 from services.draft.train.progress import Bar
@@ -39,7 +40,7 @@ def open_store(config: TrainConfig, target: Path, states: FeatureSpec) -> Store:
     }  # fmt: skip
     width = (len(states.layers) + states.final) * read_target(target).hidden_size
     folder = Path(config.answers or config.output.rstrip("/") + ".answers").expanduser()
-    return Store(folder, about, row_bytes(width, states.format))
+    return Store(folder, about, row_bytes(width, states.format), enough=config.tokens)
 
 
 async def write_answers(config: TrainConfig, store: Store, states: FeatureSpec, fingerprint: str) -> None:
@@ -55,18 +56,57 @@ async def write_answers(config: TrainConfig, store: Store, states: FeatureSpec, 
     if store.token_count >= limits.tokens or store.bytes >= limits.bytes:
         log.info("%d answers of %d tokens are there already", len(store), store.token_count)
         return
+    todo = Todo(
+        lambda: jobs(conversations, config.free_prompts, config.temperature, config.seed, openings),
+        conversations,
+        config.free_prompts,
+    )
+    await _write(config, store, states, fingerprint, limits, todo)
+    if store.token_count < limits.tokens and not all(one.rollout for one in conversations):
+        log.warning(
+            "%d tokens were generated, not the %d of --tokens: either greedy answers to further prompts would only "
+            "repeat, or --max-bytes is reached", store.token_count, limits.tokens,
+        )  # fmt: skip
+
+
+async def write_jobs(
+    config: TrainConfig, store: Store, states: FeatureSpec, fingerprint: str, wanted: Sequence[PromptJob]
+) -> None:
+    """Let the target generate the answers of these jobs. Raises OutriderError if it cannot. Others as of
+    `write_answers`.
+    """
+    most = store.token_count + len(wanted) * config.max_new_tokens
+    limits = Limits(config.max_new_tokens, config.max_length, config.max_running_requests, most, config.max_bytes)
+    todo = Todo(lambda: iter(wanted), [job.conversation for job in wanted], 0)
+    await _write(config, store, states, fingerprint, limits, todo)
+
+
+class Todo(NamedTuple):
+    """jobs: all of them, from the beginning; those whose answers are stored are passed over.
+
+    conversations: of the jobs; free: as of `jobs`
+    """
+
+    jobs: Callable[[], Iterator[PromptJob]]
+    conversations: Sequence[Conversation]
+    free: int | None
+
+
+async def _write(
+    config: TrainConfig, store: Store, states: FeatureSpec, fingerprint: str, limits: Limits, todo: Todo
+) -> None:
+    """Start the target unless one is named, and repeat requests that it lost."""
     tls, token = config.service_tls(), config.service_token()
     async with _target(config) as (address, child):
         failures, known = 0, len(store)
         while True:
-            todo = jobs(conversations, config.free_prompts, config.temperature, config.seed, openings)
             if child is not None:
                 await _wait_ready(child)
             try:
                 async with TargetClient(address, states, tls, fingerprint, token=token) as client:
-                    _check_template(client.tokenizer, conversations, config.free_prompts)
+                    _check_template(client.tokenizer, todo.conversations, todo.free)
                     collector = Collector(client, store, limits, config.held_out)
-                    await _collect(collector, store, limits, todo)
+                    await _collect(collector, store, limits, todo.jobs())
                     break
             except Unavailable as error:
                 failures = 0 if len(store) > known else failures + 1
@@ -75,11 +115,6 @@ async def write_answers(config: TrainConfig, store: Store, states: FeatureSpec, 
                     raise
                 log.warning("%s; unfinished answers are requested again", error.message)
                 await asyncio.sleep(1.0)
-    if store.token_count < limits.tokens and not all(one.rollout for one in conversations):
-        log.warning(
-            "%d tokens were generated, not the %d of --tokens: either greedy answers to further prompts would only "
-            "repeat, or --max-bytes is reached", store.token_count, limits.tokens,
-        )  # fmt: skip
 
 
 def _check_template(tokenizer: Tokenizer, conversations: Sequence[Conversation], free: int | None) -> None:

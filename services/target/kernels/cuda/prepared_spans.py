@@ -127,7 +127,7 @@ class FusedSpans(PreparedSpans):
         self._columns = torch.empty(5, rows, dtype=torch.int64, device=device)
         self._own_keys = torch.empty(rows, 2, dtype=torch.int64, device=device)
         choose[(count,)](
-            self._taken, self._tree, self._sessions, self._firsts, self._pages, self._keys, ids, positions, slots,
+            self.taken, self._tree, self._sessions, self._firsts, self._pages, self._keys, ids, positions, slots,
             self._row_moves, self._bits, self._columns, self._own_keys,
             count, self.width, rows, self._pages.shape[1], self._keys.shape[1], self.page_size,
             NODES=MAX_NODES, FILLER=MAX_DRAFT + 1, NO_TOKEN=NO_TOKEN, KEYED=len(self._keys) > 0, num_warps=4,

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.target.kernels.dispatch import Planner
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Outputs
 from services.target.model.cuda.graphs import GraphRunner
-from services.target.process.ranks.batches import pack, share_roots
+from services.target.process.ranks.batches import pack, share_unknown
 from services.target.process.ranks.channel import Channel, Kind
 from services.target.process.ranks.updates import SlotRunner, update_all
 from services.target.step.batch import Batch, Capture
@@ -29,9 +30,13 @@ class LeadingRunner:
         """As any runner: every rank computes its part of the same batch over its own cache."""
         self._share_cache(cache)
         self._channel.send(Kind.BATCH, *pack(batch))
-        if batch.roots is not None:
-            share_roots(batch.roots, self._channel)
+        share_unknown(batch, self._channel)
         return self._runner.forward(batch, cache)
+
+    @property
+    def planner(self) -> Planner:
+        """The planner of this rank's part."""
+        return self._runner.planner
 
     @torch.inference_mode()
     def capture(self, cache: KVCache, device: torch.device) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.errors import ConfigError
+from services.target.kernels.dispatch import Planner
 from services.target.model.base import Runner
 from services.target.model.weight_slots import WeightSlots
 from services.target.process.ranks.channel import Channel, Kind
@@ -28,6 +29,11 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 @runtime_checkable
 class SlotRunner(Runner, Protocol):
     """A runner whose weights have slots."""
+
+    @property
+    def planner(self) -> Planner:
+        """The planner of its attention."""
+        ...
 
     def slots(self) -> WeightSlots:
         """The slots of this rank's parts."""

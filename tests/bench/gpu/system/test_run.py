@@ -1,11 +1,13 @@
 """The measurement of the whole system, with a tiny random pair on the CPU: three processes."""
 
 import argparse
+import time
 from dataclasses import replace
 
 import pytest
 
 from bench.gpu.system import run
+from bench.gpu.system.recording import Recorder, Recordings
 from bench.harness.report import Report
 
 
@@ -16,7 +18,7 @@ def report(monkeypatch):
 
 
 def test_all_cells_are_measured(report):
-    for _ in run.measure(replace(run.TINY_SELECTION, transports=("grpc",)), report, tiny=True):
+    for _ in run.measure(replace(run.TINY_SELECTION, transports=("grpc",)), report, tiny=True, draws=True):
         pass
     rows = {row["asked"]: row for row in report.rows}
     assert set(rows) == {"plain", 3.0}
@@ -35,6 +37,17 @@ def test_all_cells_are_measured(report):
             assert row["wire"] > 0
 
 
+def test_recordings_are_waited_for_only_if_none_has_come_since(tmp_path):
+    recorder, recordings = Recorder(tmp_path, "draft"), Recordings(tmp_path, "draft")
+    since = time.time() - 1
+    recorder.rows["step"].append((1.0, 2.0))
+    recorder.write()
+    began = time.monotonic()
+    assert recordings.next(since)["step"].tolist() == [[1.0, 2.0]]
+    assert time.monotonic() - began < 4
+    assert not len(recordings.next(since, 0.05)["step"])
+
+
 def test_half_a_pair_is_refused(capsys):
     parser = argparse.ArgumentParser()
     run.add_flags(parser)
@@ -49,7 +62,7 @@ def test_cells_beyond_the_memory_become_notes(report, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "gpu_memory", lambda: 80 << 30)
     monkeypatch.setattr(run.CheckpointSizes, "weights", lambda *_: 16 << 30)
     monkeypatch.setattr(run.CheckpointSizes, "token_bytes", lambda *_: 131072)
-    system = run.System(tmp_path, run.Selection(), report, 1e12, on_cuda=True)
+    system = run.System(tmp_path, run.Selection(), report, 1e12, 0.0, on_cuda=True, draws=False)
     fitting = system._fitting(tmp_path)
     assert (8192, 16) in fitting
     assert (8192, 64) not in fitting

@@ -17,7 +17,7 @@ def rows_of(**kinds):
 # draft after 1 ms more, which runs a program of 1 ms (0.25 of it dispatch) in a step of 1.5 ms; the proposal needs 0.5.
 STARTS = [0.010 * i for i in range(10)]
 TARGET = rows_of(
-    launch=[(t, t + 0.001, 0.004, 0.006, 3) for t in STARTS],
+    launch=[(t, t + 0.001, t + 0.002, t + 0.006, 3) for t in STARTS],
     step=[(t - 0.0005, t + 0.007) for t in STARTS],
     read=[(t + 0.002, t + 0.006) for t in STARTS],
     commits=[(t + 0.007, i) for i, t in enumerate(STARTS)],
@@ -41,7 +41,7 @@ def test_parts_of_a_step():
 
 def test_of_a_computation_that_outlives_the_window_the_part_inside_counts():
     # A client saw a whole answer within 2 ms of a computation that took 6.
-    found = split_of(0.0, 0.002, TARGET | {"launch": np.array([(0.001, 0.007, 0.006, 0.0, 0)])}, DRAFT, on_cuda=False)
+    found = split_of(0.0, 0.002, TARGET | {"launch": np.array([(0.001, 0.007, 0.001, 0.007, 0)])}, DRAFT, on_cuda=False)
     assert (found.period, found.target, found.idle) == pytest.approx((2.0, 1.0, 1.0))
 
 
@@ -57,7 +57,7 @@ def test_steps_without_a_proposal_have_no_wire():
 
 def test_the_timeline_shows_device_and_messages():
     axes = new_figure(4, 2).subplots()
-    split.draw(axes, -0.001, 0.099, TARGET, DRAFT, on_cuda=True)
+    split.draw(axes, -0.001, 0.099, TARGET, DRAFT)
     assert axes.get_yticklabels()[0].get_text() == "target's device"
     assert len(axes.collections) == 4
     assert len(axes.texts) == 8  # a commit and a proposal for each of four steps

@@ -1,0 +1,57 @@
+"""A step whose sessions have draft tokens left is held only where the drafter's answers are worth their time."""
+
+from dataclasses import replace
+
+import pytest
+
+from services.target.speculation.mode_policy import ModePolicy
+from services.target.speculation.mode_selector import SpeculationMode
+from tests.support.target.driving import chain, engine_of, load_model, opening, run
+from tests.support.tiny import write_model
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load_model(write_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def text(model):
+    return run(engine_of(model), [opening(1, PROMPT)]).new[1]
+
+
+@pytest.mark.parametrize(("left", "pays", "held"), [(4, True, True), (4, False, False), (0, False, True)])
+def test_a_step_is_held_where_that_pays(model, text, monkeypatch, left, pays, held):
+    engine = engine_of(model)
+    engine.speculation.policy = policy = ModePolicy([SpeculationMode.WAIT_FOR_DRAFT], longest=60.0)
+    promised = []
+    monkeypatch.setattr(policy.wait.gain, "pays", lambda own: promised.append([*own]) or pays)
+    engine.open(replace(opening(2, PROMPT), max_draft_tokens=2))
+    (first,) = engine.step().commits
+    assert promised == []
+    tokens = [*PROMPT, *first.tokens.tolist()]
+    engine.receive([chain(2, tokens, text[1 : 4 + left])], ())
+    (commit,) = engine.step().commits
+    assert (commit.accepted, len(engine.sessions.by_id[2].tree)) == (2, left)
+    assert (engine.draft_wait > 0) is held
+    assert len(promised) == bool(left)
+    if left:
+        assert 1.5 < promised[0][0] <= 2.0, "of the two draft tokens that the session may verify"
+    engine.close(2)
+
+
+def test_explicit_trees_are_waited_for(model, text):
+    """Their number of draft tokens is fixed by flags, whatever pays."""
+    flags = {"speculative_num_steps": 2, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3}
+    engine = engine_of(model, **flags)
+    engine.speculation.policy = policy = ModePolicy([SpeculationMode.WAIT_FOR_DRAFT], longest=60.0)
+    policy.wait.gain.pays = lambda _: False
+    engine.open(opening(2, PROMPT))
+    (first,) = engine.step().commits
+    engine.receive([chain(2, [*PROMPT, *first.tokens.tolist()], text[1:8])], ())
+    engine.step()
+    assert len(engine.sessions.by_id[2].tree) > 0
+    assert engine.draft_wait > 0
+    engine.close(2)
