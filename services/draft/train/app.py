@@ -2,8 +2,8 @@
 
 1. Flags are checked, the target's checkpoint is read, and the algorithm defines the draft model.
 2. The target generates answers to conversations (data/prompts.py), in a child process or in a running service, and
-   streams its hidden states; tokens and states are stored on disk (data/collect.py, ../learning/records/store.py). The child
-   process ends when there are enough answers, because it would compete with the training for the cores.
+   streams its hidden states; tokens and states are stored on disk (data/collect.py, ../learning/records/store.py). The
+   child process ends when there are enough answers, because it would compete with the training for the cores.
 3. The draft vocabulary is the tokens that the target generates most often (../learning/records/vocabulary.py).
 4. The draft model is trained (../learning: batches.py, unroll.py, objective.py, optimize.py), with checkpoints.
 5. The draft model is published into the output folder in the format of its algorithm (../learning/algorithms), with the
