@@ -30,7 +30,7 @@ from outrider.checkpoints.disk import put_in_place
 from outrider.drafts import DEFAULT_HEAD
 from outrider.process.python_command import python_command
 from outrider.speculation.shape import TreeShape
-from services.draft.learning.store import Record, Store
+from services.draft.learning.records.store import Record, Store
 
 TREE = TreeShape(6, 6, 16)
 FACTORS = (1.0, 1.1, 1.2, 1.35)

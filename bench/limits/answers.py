@@ -13,7 +13,7 @@ from bench.harness.prompts import Prompt
 from outrider.checkpoints import checkpoint
 from outrider.config import TrainConfig
 from outrider.serving.features import FeatureSpec
-from services.draft.learning.store import Store
+from services.draft.learning.records.store import Store
 from services.draft.train.data.prompts import Conversation, PromptJob, jobs, read_conversations
 from services.draft.train.data.writing import open_store, write_jobs
 

@@ -34,7 +34,7 @@ from bench.limits.walks import Walks
 from outrider.checkpoints.checkpoint import resolve
 from outrider.drafts import DEFAULT_HEAD
 from outrider.speculation.shape import TreeShape
-from services.draft.learning.store import Record
+from services.draft.learning.records.store import Record
 
 TREE = TreeShape(6, 6, 16)
 POLICIES = {

@@ -26,7 +26,7 @@ from outrider.speculation.shape import TreeShape
 if TYPE_CHECKING:
     from services.draft.drafters.base import Drafter
     from services.draft.engine.engine import DraftEngine
-    from services.draft.learning.store import Reader, Record
+    from services.draft.learning.records.store import Reader, Record
 
 _FIRST = 2  # commits of a session that are not timed: those behind the prompt
 _DEEPEST = TreeShape(steps=18, topk=1, rows=16)  # of drafters without an explicit tree; bounds the counts alone
@@ -118,7 +118,7 @@ def measure(request: Request) -> Result:
     from outrider.checkpoints import checkpoint
     from outrider.drafts import resolve_drafter
     from services.draft.formats.target import read_target
-    from services.draft.learning.store import Store
+    from services.draft.learning.records.store import Store
     from services.draft.process.app import build
     from services.draft.process.checkpoints import draft_folder
     from services.draft.process.flags import tree_shape

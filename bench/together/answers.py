@@ -11,7 +11,7 @@ from bench.limits.answers import recorded
 from outrider.checkpoints import checkpoint
 from services.draft.formats.target import read_target
 from services.draft.learning.algorithms.initial import initial_head
-from services.draft.learning.store import Record
+from services.draft.learning.records.store import Record
 
 TEMPERATURES = (0.0, 1.0)
 

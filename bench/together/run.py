@@ -24,12 +24,15 @@ from bench.together.answers import TEMPERATURES, Answer, answers_of
 from bench.together.cut_copy import write_cut_copy
 from bench.together.rules import Alone, Combined, Highest, Oracle, Rule, Split, Step, Text, replay
 from outrider.checkpoints import checkpoint
-from outrider.config import DEFAULT_MODEL
+from outrider.config import DEFAULT_MODEL, Algorithm
 from outrider.drafts import DEFAULT_HEAD
 
 _HEAD = "EAGLE3"
 _COPY_LEAVES_OUT = range(12, 18)
 _RESAMPLES = 1000
+_ALGORITHMS: dict[str, Algorithm] = {
+    "EAGLE": "EAGLE", "EAGLE3": "EAGLE3", "DFLASH": "DFLASH", "STANDALONE": "STANDALONE",
+}  # fmt: skip
 _RULE = "combined claims"
 
 
@@ -45,7 +48,7 @@ class Drafter(NamedTuple):
     """A draft model: name, algorithm, folder."""
 
     name: str
-    algorithm: trees.Algorithm
+    algorithm: Algorithm
     folder: Path
 
 
@@ -53,9 +56,9 @@ def drafter_argument(text: str) -> Drafter:
     """A drafter on the command line, NAME=ALGORITHM:FOLDER. Raises ArgumentTypeError."""
     name, equals, rest = text.partition("=")
     algorithm, colon, folder = rest.partition(":")
-    if not (name and equals and colon and folder) or algorithm not in ("EAGLE", "EAGLE3", "DFLASH", "STANDALONE"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=ALGORITHM:FOLDER")
-    return Drafter(name, algorithm, Path(folder))  # type: ignore[arg-type]  # one of Algorithm
+    if not (name and equals and colon and folder) or algorithm not in _ALGORITHMS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=ALGORITHM:FOLDER with one of {', '.join(_ALGORITHMS)}")
+    return Drafter(name, _ALGORITHMS[algorithm], Path(folder))
 
 
 def rules_of(names: Sequence[str]) -> dict[str, Callable[[], Rule]]:
@@ -143,19 +146,20 @@ def main(argv: list[str]) -> None:
         answers = answers_of(DEFAULT_MODEL, DEFAULT_HEAD, prompts, args.answers or Path(folder), args.max_tokens)
         records = [answer.record for answer in answers]
         head = trees.of_model("EAGLE3", DEFAULT_HEAD, target, records)
+        few = _first_of_each(answers, args.copy_limit)
+        report.notes = _notes(args, answers, few, target)
         add_rows(report, Pair(("NGRAM", _HEAD), (trees.of_ngrams(records), head), answers))
+        _write(report)
         for drafter in args.drafter:
             found = trees.of_model(drafter.algorithm, drafter.folder, target, records)
             add_rows(report, Pair((drafter.name, _HEAD), (found, head), answers))
+            _write(report)
         copy = Path(folder) / "copy"
         write_cut_copy(target, copy, _COPY_LEAVES_OUT)
-        few = _first_of_each(answers, args.copy_limit)
         found = trees.of_model("STANDALONE", copy, target, [records[i] for i in few])
         pair = Pair(("STANDALONE", _HEAD), (found, [head[i] for i in few]), [answers[i] for i in few])
         add_rows(report, pair)
-    report.notes = _notes(args, answers, few, target)
-    _plot(report)
-    report.write()
+        _write(report)
 
 
 def _first_of_each(answers: Sequence[Answer], limit: int) -> list[int]:
@@ -184,6 +188,12 @@ def _notes(args: argparse.Namespace, answers: Sequence[Answer], few: Sequence[in
         "all nodes of both: up to twice as many tokens, of which no rule with the same proposals can accept more",
         f"EAGLE3: the bundled head; STANDALONE: the target without its layers {left_out}, on {len(few)} answers",
     ]
+
+
+def _write(report: Report) -> None:
+    """Write the pairs that are done: the last one takes longest."""
+    _plot(report)
+    report.write()
 
 
 def _plot(report: Report) -> None:

@@ -22,7 +22,7 @@ from outrider.speculation.shape import TreeShape
 from outrider.speculation.tree import ROOT, SpeculationTree
 from services.draft.drafters.ngram import NgramDrafter
 from services.draft.engine.engine import DraftEngine
-from services.draft.learning.store import Record
+from services.draft.learning.records.store import Record
 from services.draft.process.app import build
 from services.draft.sessions.prefix_kv import SCRATCH_SLOTS
 from services.draft.sessions.session import DraftSession

@@ -119,10 +119,15 @@ class FeatureDrafter(ModelDrafter):
         return self.drafts_ahead and prefix_kv.computed == session.length + count - _SHIFT
 
     def did_commit(self, session: DraftSession, kept: list[int]) -> None:
-        """Free scratch slots. Without children of the root, provisional rows are useless."""
+        """Free scratch slots. Without children of the root, provisional rows are useless.
+
+        Without drafting ahead what survives of the tree is dropped; the target keeps it until the next tree comes.
+        """
         super().did_commit(session, kept)
         if not session.root_expanded:
             self._forget_provisional(session)
+        if not self.drafts_ahead and len(session.tree):
+            session.regrow()
 
     def features_changed(self, session: DraftSession) -> None:
         """Regrow the tree if the root can be computed from the target's features; otherwise update `blocked`.

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from services.draft.learning.batches import Batch
+from services.draft.learning.records.batches import Batch
 
 _AXIS = "data"
 

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from services.draft.learning.batches import Batch
 from services.draft.learning.objective import Objective, TargetWeights
+from services.draft.learning.records.batches import Batch
 from services.draft.model.params import Params
 
 

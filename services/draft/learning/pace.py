@@ -10,9 +10,9 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from services.draft.learning.ahead import AheadOfTime
-from services.draft.learning.batches import Batches
 from services.draft.learning.optimize import Schedule, Trainer
+from services.draft.learning.records.ahead import AheadOfTime
+from services.draft.learning.records.batches import Batches
 from services.draft.model.params import Params
 
 _STEPS = 4  # that are measured

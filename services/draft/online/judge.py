@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from services.draft.learning.batches import Batch
 from services.draft.learning.evaluation import ChainEvaluator
 from services.draft.learning.objective import Objective, TargetWeights
+from services.draft.learning.records.batches import Batch
 from services.draft.online.sampler import SegmentSampler
 from services.draft.online.swap import LearntWeights
 

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from outrider.serving.messages import OnlineStats
 from services.draft.learning.algorithms.published import PublishedHead
-from services.draft.learning.batches import Batch, PackShape
 from services.draft.learning.objective import Objective, TargetWeights
 from services.draft.learning.optimize import ConstantSchedule, Trainer, TrainState
+from services.draft.learning.records.batches import Batch, PackShape
 from services.draft.model.params import Params
 from services.draft.online import vocabulary
 from services.draft.online.judge import Judge, Weights

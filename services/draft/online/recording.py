@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from services.draft.learning.store import Record
+from services.draft.learning.records.store import Record
 from services.draft.online.replay_buffer import ReplayBuffer, learnt_rows_of
 from services.draft.sessions.features import FeatureRows
 

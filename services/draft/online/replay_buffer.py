@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from services.draft.learning.store import Record
+from services.draft.learning.records.store import Record
 
 _ENTRY = np.dtype([("rows", "<u4"), ("first", "<u4"), ("temperature", "<f4")])
 

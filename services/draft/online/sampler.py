@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.draft.learning.batches import Batch, PackShape, build, learnt_rows, plan
+from services.draft.learning.records.batches import Batch, PackShape, build, learnt_rows, plan
 from services.draft.online.replay_buffer import ReplayBuffer, Segment
 
 _CANDIDATES = 24  # segments among which a pack is chosen

@@ -23,7 +23,7 @@ from services.draft.learning.algorithms.initial import published_head
 from services.draft.learning.algorithms.llama_layers import plain
 from services.draft.learning.algorithms.published import PublishedHead
 from services.draft.learning.objective import TargetWeights
-from services.draft.learning.vocabulary import draft_ids
+from services.draft.learning.records.vocabulary import draft_ids
 from services.draft.model.params import Params
 from services.draft.online.learner import Learner
 from services.draft.online.options import OnlineOptions

@@ -22,7 +22,7 @@ from numpy.lib.npyio import NpzFile
 
 from outrider.checkpoints.disk import put_in_place
 from outrider.serving.messages import OnlineStats
-from services.draft.learning.store import Record
+from services.draft.learning.records.store import Record
 from services.draft.online.replay_buffer import Segment
 
 if TYPE_CHECKING:

@@ -49,7 +49,8 @@ class OnlineLogit:
 
     def logit(self, inputs: Sequence[float]) -> float:
         """Of the outcome."""
-        return sum(map(mul, self.weights, inputs))
+        logit: float = sum(map(mul, self.weights, inputs))
+        return logit
 
     def learn(self, inputs: Sequence[float], error: float, variance: float) -> None:
         """error: outcome minus expected probability; variance: of the outcome."""

@@ -2,9 +2,9 @@
 
 1. Flags are checked, the target's checkpoint is read, and the algorithm defines the draft model.
 2. The target generates answers to conversations (data/prompts.py), in a child process or in a running service, and
-   streams its hidden states; tokens and states are stored on disk (data/collect.py, ../learning/store.py). The child
-   process ends when there are enough answers, because it would compete with the training for the cores.
-3. The draft vocabulary is the tokens that the target generates most often (../learning/vocabulary.py).
+   streams its hidden states; tokens and states are stored on disk (data/collect.py, ../learning/records/store.py). The
+   child process ends when there are enough answers, because it would compete with the training for the cores.
+3. The draft vocabulary is the tokens that the target generates most often (../learning/records/vocabulary.py).
 4. The draft model is trained (../learning: batches.py, unroll.py, objective.py, optimize.py), with checkpoints.
 5. The draft model is published into the output folder in the format of its algorithm (../learning/algorithms), with the
    scale of logits that gives the longest accept length (temperature.py).
@@ -30,7 +30,7 @@ from outrider.checkpoints import checkpoint
 from outrider.config import ProcessConfig, ServiceTlsOptions, TrainConfig, check_minimum, flag_of, parse_flags
 from outrider.errors import ConfigError
 from outrider.process import process
-from services.draft.learning.disk import reporting_full_disk
+from services.draft.learning.records.disk import reporting_full_disk
 from services.draft.train.data.compact import SUFFIX
 from services.draft.train.memory import keep_freed_memory
 

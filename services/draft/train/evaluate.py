@@ -26,7 +26,7 @@ from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.speculation.shape import TreeShape
 from outrider.speculation.tree import ROOT, SpeculationTree
 from services.draft.drafters.base import Drafter
-from services.draft.learning.store import Record
+from services.draft.learning.records.store import Record
 from services.draft.model.fusion import Fusion, read_fusion
 from services.draft.model.weights.tensors import Tensors
 from services.draft.sessions.prefix_kv import SCRATCH_SLOTS

@@ -20,18 +20,18 @@ from outrider.errors import ConfigError, EngineFault
 from outrider.serving.features import FeatureFormat, decode
 from outrider.speculation.shape import TreeShape
 from services.draft.formats.target import read_target, target_logits
-from services.draft.learning.ahead import AheadOfTime
 from services.draft.learning.algorithms import Algorithm, DraftShape, algorithm_of
 from services.draft.learning.algorithms.initial import initial_head
-from services.draft.learning.batches import Batch, Batches, learnt_rows
 from services.draft.learning.data_parallel import DataParallel
 from services.draft.learning.evaluation import ChainEvaluator
 from services.draft.learning.objective import Objective, TargetWeights
 from services.draft.learning.optimize import Schedule, StepResult, Trainer, saved_facts
 from services.draft.learning.pace import fitted
-from services.draft.learning.resident import resident_states
-from services.draft.learning.store import Reader, Record, Store
-from services.draft.learning.vocabulary import check_count, coverage, draft_ids, frequent_tokens
+from services.draft.learning.records.ahead import AheadOfTime
+from services.draft.learning.records.batches import Batch, Batches, learnt_rows
+from services.draft.learning.records.resident import resident_states
+from services.draft.learning.records.store import Reader, Record, Store
+from services.draft.learning.records.vocabulary import check_count, coverage, draft_ids, frequent_tokens
 from services.draft.model.parallel.devices import choose_devices, devices_named
 from services.draft.model.params import Params
 from services.draft.train import report

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from outrider.config import Algorithm
 from outrider.speculation.shape import TreeShape
-from services.draft.learning.store import Record
+from services.draft.learning.records.store import Record
 from services.draft.train.evaluate import TREE, Score, replay
 
 log = logging.getLogger(__name__)

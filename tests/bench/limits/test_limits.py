@@ -12,7 +12,7 @@ from bench.limits.growth import Answer, Grower, Policy, read_head
 from bench.limits.run import LIMITS, POLICIES, limits_of, measure
 from bench.limits.walks import Walks
 from outrider.speculation.shape import TreeShape
-from services.draft.learning.store import Record
+from services.draft.learning.records.store import Record
 from services.draft.train.evaluate import replay
 from tests.support.checkpoints.heads import eagle3, write_head
 from tests.support.checkpoints.perfect import cycle_text, write_cyclic_target, write_perfect_eagle3

@@ -9,7 +9,7 @@ from bench.speculation import drafters
 from bench.speculation.drafter_replay import Request, columns, measure
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
-from services.draft.learning.store import Record, Store
+from services.draft.learning.records.store import Record, Store
 from tests.support.checkpoints.perfect import cycle_text, write_cyclic_target, write_perfect_eagle3
 from tests.support.draft.training import states_of_cycle
 

@@ -119,8 +119,10 @@ def test_a_corrected_tree_replaces_that_of_the_first_tier(head):
     corrected = dict(zip(tree.hash, tree.log_score, strict=True))
     assert corrected != first
     known = dict(zip(at_target.hash, at_target.log_score, strict=True))
-    assert corrected.keys() <= known.keys()
-    assert all(known[path] > score - 0.11 for path, score in corrected.items())  # smaller rises are not sent
+    likely = {tree.hash[i] for i in range(len(tree)) if tree.path_score[i] >= engine.limits.log_floor}
+    assert likely
+    assert likely <= known.keys()
+    assert all(known[path] > corrected[path] - 0.11 for path in likely)  # smaller rises are not sent
 
 
 def test_without_drafting_ahead_there_is_one_tree_for_each_commit(head):
@@ -144,7 +146,7 @@ def test_without_drafting_ahead_there_is_one_tree_for_each_commit(head):
         held = len(tokens) - 1
         outputs = settle(engine)
         assert len(outputs) <= 2, "the rows of a prompt, and a tree"
-        assert max(check_tree(engine, twin, held).depth) > 2
+        assert max(check_tree(engine, twin, held).depth) >= 2
     engine.close(1)
     engine.check()
 

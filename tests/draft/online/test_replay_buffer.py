@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from services.draft.learning.batches import learnt_rows
-from services.draft.learning.store import Record
+from services.draft.learning.records.batches import learnt_rows
+from services.draft.learning.records.store import Record
 from services.draft.online.recording import RecordedFeatures, SessionRecording
 from services.draft.online.replay_buffer import ReplayBuffer
 from services.draft.sessions.features import FeatureRows

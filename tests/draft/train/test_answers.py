@@ -10,9 +10,9 @@ import pytest
 
 from outrider.checkpoints.disk import write_atomically
 from outrider.errors import ConfigError
-from services.draft.learning.batches import Batches, learnt_rows
-from services.draft.learning.store import Store
-from services.draft.learning.vocabulary import coverage, draft_ids, frequent_tokens
+from services.draft.learning.records.batches import Batches, learnt_rows
+from services.draft.learning.records.store import Store
+from services.draft.learning.records.vocabulary import coverage, draft_ids, frequent_tokens
 from services.draft.train.data.prompts import is_held_out, jobs, read_conversations, read_openings
 from tests.support.draft.training import HIDDEN, random_record, store_of
 
@@ -201,7 +201,7 @@ def test_incomplete_data_of_an_interrupted_run_is_truncated(tmp_path):
 @pytest.mark.parametrize("name", ["rows-0000.bin", "rows-0001.bin", "tokens.bin"])
 def test_records_with_missing_content_are_dropped(tmp_path, monkeypatch, name, caplog):
     """As after a crash of the machine: entries may reach the disk before their content."""
-    monkeypatch.setattr("services.draft.learning.store._FILE_BYTES", 8 * 8 * HIDDEN)
+    monkeypatch.setattr("services.draft.learning.records.store._FILE_BYTES", 8 * 8 * HIDDEN)
     records = some_records()
     store = store_of(tmp_path, records)
     store.close()
@@ -222,7 +222,7 @@ def test_records_with_missing_content_are_dropped(tmp_path, monkeypatch, name, c
 @pytest.mark.parametrize("left", [7, 1000])
 def test_file_without_an_entry_is_removed(tmp_path, monkeypatch, left):
     """As after an interruption while the first rows of a file are written."""
-    monkeypatch.setattr("services.draft.learning.store._FILE_BYTES", 1)
+    monkeypatch.setattr("services.draft.learning.records.store._FILE_BYTES", 1)
     records = some_records(3)
     store_of(tmp_path, records[:1])
     (tmp_path / "rows-0001.bin").write_bytes(bytes(left))

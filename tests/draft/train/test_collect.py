@@ -16,7 +16,7 @@ from outrider.speculation.sampling import SamplingParams
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire import codec
 from outrider.wire.v1 import target_pb2
-from services.draft.learning.store import Store
+from services.draft.learning.records.store import Store
 from services.draft.train.data import collect
 from services.draft.train.data.collect import Collector, Limits, TargetClient
 from services.draft.train.data.prompts import Conversation, PromptJob, jobs

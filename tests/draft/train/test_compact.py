@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from outrider.errors import ConfigError
-from services.draft.learning import resident
-from services.draft.learning.ahead import AheadOfTime
-from services.draft.learning.batches import Batches
-from services.draft.learning.resident import ResidentStates, resident_states
+from services.draft.learning.records import resident
+from services.draft.learning.records.ahead import AheadOfTime
+from services.draft.learning.records.batches import Batches
+from services.draft.learning.records.resident import ResidentStates, resident_states
 from services.draft.train.data.compact import read_compact, write_compact
 from services.draft.train.data.prompts import read_conversations
 from tests.support.draft.training import random_record, store_of

@@ -10,7 +10,7 @@ import safetensors.torch
 
 from outrider.errors import ConfigError
 from services.draft.learning.algorithms.initial import initial_head
-from services.draft.learning.store import Record
+from services.draft.learning.records.store import Record
 from services.draft.train import evaluate
 from services.draft.train.evaluate import CHAIN, TREE, replay
 from services.draft.train.temperature import best_factor

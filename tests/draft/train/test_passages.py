@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from outrider.text.tokenizer import Tokenizer
-from services.draft.learning.store import Record, Store
+from services.draft.learning.records.store import Record, Store
 from services.draft.train.data.collect import Collector, Limits
 from services.draft.train.data.passages import Passages, quotes
 from services.draft.train.data.prompts import Conversation, PromptJob, jobs, read_openings

@@ -17,10 +17,10 @@ from services.draft.formats.eagle3 import read_eagle3
 from services.draft.formats.mtp import read_mtp
 from services.draft.formats.target import read_target
 from services.draft.learning.algorithms.initial import initial_head, published_head
-from services.draft.learning.batches import PackShape
-from services.draft.learning.batches import build as build_batch
 from services.draft.learning.objective import Objective
-from services.draft.learning.store import Record
+from services.draft.learning.records.batches import PackShape
+from services.draft.learning.records.batches import build as build_batch
+from services.draft.learning.records.store import Record
 from services.draft.online.options import OnlineOptions
 from services.draft.online.replay_buffer import Segments
 from services.draft.online.setup import OnlineSetup

@@ -10,8 +10,8 @@ import numpy as np
 from services.draft.formats.target import read_target
 from services.draft.learning.algorithms import DraftShape, algorithm_of
 from services.draft.learning.objective import TargetWeights
-from services.draft.learning.store import Record, Store
-from services.draft.learning.vocabulary import draft_ids
+from services.draft.learning.records.store import Record, Store
+from services.draft.learning.records.vocabulary import draft_ids
 from tests.support.tiny import VOCAB, write_model
 
 LAYERS = 8

@@ -37,7 +37,7 @@ from outrider.transport.rpc import CHANNEL_OPTIONS
 from outrider.wire import codec
 from outrider.wire.features import feature_spec_to_pb, features_from_pb
 from outrider.wire.v1 import target_pb2, target_pb2_grpc
-from services.draft.learning.store import Record, Store
+from services.draft.learning.records.store import Record, Store
 from services.draft.train.data.answer import RequestedAnswer
 from services.draft.train.data.passages import Passages, quotes, user_turn_frame, whole_sentences
 from services.draft.train.data.prompts import PromptJob, is_held_out

@@ -17,7 +17,7 @@ import numpy as np
 
 from outrider.checkpoints.disk import put_in_place
 from outrider.errors import ConfigError
-from services.draft.learning.store import Reader
+from services.draft.learning.records.store import Reader
 from services.draft.train.data.rollouts import Rollout
 
 SUFFIX = ".npz"
@@ -48,7 +48,7 @@ def write_compact(reader: Reader, file: Path) -> None:
 def read_compact(file: Path) -> list[Rollout]:
     """The answers of a file. Raises ConfigError for a file of another kind."""
     try:
-        with np.load(file, allow_pickle=False) as found:
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
             arrays = {name: found[name] for name in _FIELDS}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise ConfigError(f"{file} is no file of answers as --export-answers writes it: {error}") from None

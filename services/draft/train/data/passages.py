@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from outrider.text.tokenizer import Tokenizer
-from services.draft.learning.store import Store
+from services.draft.learning.records.store import Store
 
 _MARKS = re.compile(r"\{(passages|sentence|question)\}")
 _SENTENCES = re.compile(r"[^.!?\n]*[.!?\n]+\s*")  # whole ones

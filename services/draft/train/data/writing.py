@@ -20,7 +20,7 @@ from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child
 from outrider.telemetry import write_line
 from outrider.text.tokenizer import Tokenizer
 from services.draft.formats.target import read_target
-from services.draft.learning.store import Store
+from services.draft.learning.records.store import Store
 from services.draft.train.data.collect import Collector, Limits, TargetClient
 from services.draft.train.data.prompts import Conversation, PromptJob, jobs, read_conversations, read_openings
 from services.draft.train.progress import Bar

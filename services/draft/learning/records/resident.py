@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from services.draft.learning.batches import Batch, RecordSource
+from services.draft.learning.records.batches import Batch, RecordSource
 
 _SHARE = 0.4  # of the device's memory
 _SLAB_ROWS = 1 << 16  # copied at a time

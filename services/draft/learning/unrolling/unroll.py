@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from services.draft.learning.batches import Batch
+from services.draft.learning.records.batches import Batch
 from services.draft.model.layers.attention import latent_output, project, project_latent
 from services.draft.model.layers.config import LatentAttention, Layer, ModelConfig
 from services.draft.model.layers.decoder import layer_input, layer_output

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import ConfigError
-from services.draft.learning.store import Reader
+from services.draft.learning.records.store import Reader
 
 _MAX_OPEN = 64  # packs that are filled at a time
 _MIN_LENGTH = 768

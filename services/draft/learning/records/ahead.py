@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from services.draft.learning.batches import Batch
+from services.draft.learning.records.batches import Batch
 
 _DEPTH = 4  # batches that wait
 
