@@ -102,6 +102,8 @@ class StepResult(NamedTuple):
 class Trainer:
     """Takes optimizer steps. `step` counts them."""
 
+    state: TrainState
+
     def __init__(
         self,
         objective: Objective,
@@ -157,7 +159,7 @@ class Trainer:
 
     def restart(self, params: Params) -> None:
         """Go on from other parameters, without momentum. The trainer owns them from now on."""
-        self.state: TrainState = self._placed(TrainState(params, self._optimizer.init(params)))
+        self.state = self._placed(TrainState(params, self._optimizer.init(params)))
 
     def follow(self, target: TargetWeights) -> None:
         """Train for other weights of the target from the next step on. Any thread may call."""
