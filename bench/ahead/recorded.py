@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.checkpoints.checkpoint import resolve
-from outrider.config import TargetConfig
+from outrider.config import Quantization, TargetConfig
 from outrider.serving.messages import OpenSession
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.draft.drafters.base import Drafter
@@ -38,7 +38,7 @@ def chat_tokens(model: str, texts: Sequence[str]) -> list[list[int]]:
 
 def record(
     model: str,
-    quantization: str | None,
+    quantization: Quantization | None,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     new: int,

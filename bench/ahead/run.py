@@ -127,7 +127,7 @@ def measure(
     system: System, modes: Sequence[Mode], texts: Sequence[str], step_ms: float, delay_ms: float, args: Any
 ) -> Answers:
     """The answers of each mode, and of plain decoding, in turns. Their texts are equal."""
-    answers: dict[str, list[Answer]] = {_PLAIN: []} | {mode.value: [] for mode in modes}
+    answers: dict[str, list[Answer]] = {name: [] for name in (_PLAIN, *(mode.value for mode in modes))}
     if Mode.AUTO in modes:
         system.set(Mode.AUTO, step_ms, delay_ms)
         system.ask(texts[0], 2 * args.new_tokens)
@@ -163,7 +163,7 @@ def _rate(answers: Sequence[Answer]) -> float:
 
 def add_expected(rows: list[dict[str, Any]]) -> None:
     """The expected throughput of each cell, from figures of the cell with the least delay at the same step."""
-    for step_ms, group in itertools.groupby(rows, key=lambda row: row["step ms"]):
+    for _, group in itertools.groupby(rows, key=lambda row: row["step ms"]):
         cells = [list(cell) for _, cell in itertools.groupby(group, key=lambda row: row["delay ms"])]
         nearest = {row["mode"]: row for row in cells[0]}
         waiting, tiers = nearest.get(Mode.WAITING.value), nearest.get(Mode.TIERS.value)
@@ -180,7 +180,6 @@ def add_expected(rows: list[dict[str, Any]]) -> None:
                     row["expected"] = theory.waiting(tau, step, latency)
                 elif row["mode"] == Mode.TIERS.value:
                     row["expected"] = theory.ahead(tau, step, latency, prepared)
-        del step_ms
 
 
 def _notes(args: argparse.Namespace) -> list[str]:

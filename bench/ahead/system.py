@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -67,10 +68,11 @@ class System:
     async def _generate(self, text: str, new: int, speculate: bool) -> tuple[tuple[int, ...], int, float]:
         tokens: list[int] = []
         first, start, now = 0, 0.0, 0.0
-        extra = {} if speculate else {"max_draft_tokens": 0}
+        options: dict[str, Any] = {"max_tokens": new, "temperature": 0.0, "ignore_eos": True}
+        options |= {} if speculate else {"max_draft_tokens": 0}
         async with AsyncClient(self._address) as client:
             chat = [{"role": "user", "content": text}]
-            async for part in client.generate(chat, max_tokens=new, temperature=0.0, ignore_eos=True, **extra):
+            async for part in client.generate(chat, **options):
                 now = time.perf_counter()
                 tokens += part.token_ids
                 if not first and tokens:

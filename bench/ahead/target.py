@@ -30,9 +30,9 @@ class PacedTarget:
         self._counts, self._seconds = Counts(), 0.0
         self._lengths: dict[int, int] = {}  # by open session: committed tokens
         self._policies: dict[Setting, ModePolicy] = {}
-        self._step, self._launch = engine.step, engine.sampler.launch
+        self._step, self._launch = engine.step, engine.launcher.sampler.launch
         vars(engine)["step"] = self.step
-        vars(engine.sampler)["launch"] = self.launch
+        vars(engine.launcher.sampler)["launch"] = self.launch
 
     def step(self) -> StepOutput:
         """As of TargetEngine."""
@@ -79,8 +79,12 @@ class PacedTarget:
 
 def main(control: str, counts: str, flags: Sequence[str]) -> int:
     """Run the service. Returns its exit code."""
-    return app.main(flags, lambda engine: PacedTarget(engine, Path(control), Path(counts)) and None)
+
+    def prepare(engine: TargetEngine) -> None:
+        PacedTarget(engine, Path(control), Path(counts))
+
+    return app.main(flags, prepare)
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:3], sys.argv[3:]))
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))

@@ -298,7 +298,7 @@ class Bench:
         graphs = GraphRunner(model.runner, [count * rows], CudaCapturer() if self.device.type == "cuda" else direct)
         engine = TargetEngine(replace(model, runner=graphs), config, [SpeculationMode.DRAFT_IF_READY])
         graphs.capture(engine.cache, self.device)
-        engine.overlap, engine.prepares = overlap, overlap and engine.prepares
+        engine.overlap, engine.launcher.prepares = overlap, overlap and engine.launcher.prepares
         engine.speculation.planner.max_tokens = rows
         tokens = np.arange(1000, dtype=np.uint32) % 500
         for i in range(count):
@@ -344,7 +344,7 @@ def drafted_step(engine: TargetEngine, rows: int) -> None:
     tokens, parents = np.full(count, 7, np.uint32), np.arange(-1, count - 1, dtype=np.int32)
     scores = np.full(count, -0.1, np.float32)
     for session_id in list(engine.sessions.by_id):
-        tree = engine.draft_tree(session_id)
+        tree = engine.sessions.by_id[session_id].tree
         proposal = Proposal(session_id, tree.length, tree.root_hash, tokens, parents, scores, tree.length)
         engine.receive([proposal], ())
     engine.step()

@@ -29,7 +29,7 @@ from services.draft.learning.algorithms.initial import initial_head
 from services.draft.learning.records.batches import Batch
 from services.draft.learning.records.store import Record
 from services.draft.learning.records.vocabulary import draft_ids
-from services.draft.learning.unroll import attention_output, prefix, project_heads, visible_places
+from services.draft.learning.unrolling.unroll import attention_output, prefix, project_heads, visible_places
 from services.draft.model.layers.decoder import head as head_logits
 from services.draft.model.layers.decoder import layer_input, layer_output
 from services.draft.model.layers.heads import Inputs

@@ -125,7 +125,7 @@ def open_request(session_id: int, tokens: list[int], new: int) -> OpenSession:
 def distributions(engine: TargetEngine, text: list[int], first: int) -> Tensor:
     """Log-probabilities of all tokens at positions `first` and later of a text: [n, V] float32."""
     session = Session(open_request(1, text, 1), engine.scheduler.prefix)
-    session.to_score, session.scored = len(text) - 1, first - 1
+    session.scores.needed, session.scores.computed = len(text) - 1, first - 1
     session.table.reserve(len(text))
     batch = build([SessionWork(Chunk(session, 0, len(text)))], torch.device("cpu"))
     logits = engine.model.runner.forward(batch, engine.cache).logits

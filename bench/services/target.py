@@ -193,7 +193,7 @@ def verification_steps(
     budget, most = engine.speculation.planner.budget, engine.speculation.planner.max_tokens
     engine.speculation.planner.budget = _VerifyAll()
     new = len(counts) * (steps + 4) + 4
-    prompt = random_prompt(1, min(context, engine.max_session_tokens - new)) % engine.model.vocab_size
+    prompt = random_prompt(1, min(context, engine.sessions.longest - new)) % engine.model.vocab_size
     engine.open(open_request(1, prompt, new))
     while not engine.step().commits:  # the prompt
         pass
@@ -203,9 +203,9 @@ def verification_steps(
             if turn % (_SWEEP_INTERVAL * len(counts)) == 0:
                 between()
             engine.speculation.planner.max_tokens = tokens = counts[turn % len(counts)]
-            engine.draft_tree(1).clear()
+            engine.sessions.by_id[1].tree.clear()
             for depth in range(tokens - 1):
-                engine.draft_tree(1).add(depth - 1, 7, 0.0)
+                engine.sessions.by_id[1].tree.add(depth - 1, 7, 0.0)
             start = time.perf_counter()
             engine.step()
             times[tokens].append(time.perf_counter() - start)
@@ -320,7 +320,7 @@ class InterleavedEngine:
         """Run one step with proposals."""
         start = time.perf_counter()
         self._paused_seconds += start - self._paused_since
-        self.engine._collected += start - self._paused_since  # otherwise it would count the pause as waiting time
+        self.engine.launcher.clock.read += start - self._paused_since  # otherwise the pause would count as waiting
         self.engine.receive(proposals, ())
         output = self.engine.step()
         self._paused_since = time.perf_counter()

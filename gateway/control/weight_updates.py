@@ -195,7 +195,7 @@ class WeightUpdates:
     ) -> UpdateResult:
         """Record each target's weights, here and in other workers. Raises the first error."""
         found = [None if isinstance(result, BaseException) else result.weights for result in results]
-        due = self._served_weights(targets, found)
+        due = _served_weights(targets, found)
         here = [facts is not None and due is not None and facts.fingerprint == due.fingerprint for facts in found]
         if due is not None:
             update_facts = {
@@ -250,19 +250,6 @@ class WeightUpdates:
         """Addresses of the targets that lack the served weights, and are unused until they are sent again."""
         return [target.address for target in self._services.targets if target.awaited_version is not None]
 
-    @staticmethod
-    def _served_weights(
-        targets: Sequence[TargetLink], found: Sequence[common_pb2.WeightFacts | None]
-    ) -> common_pb2.WeightFacts | None:
-        """The weights that all targets must have from now on: those of a target that missed no update. None if unknown.
-
-        found: weights of each target. A target that missed an update and gets a part of the next one has mixed weights.
-        If all targets have, the first one without any of its original tensors decides.
-        """
-        pairs = [(target, facts) for target, facts in zip(targets, found, strict=True) if facts is not None]
-        complete = [facts for target, facts in pairs if target.expects(facts.fingerprint_before)]
-        return next(iter(complete or [facts for _, facts in pairs if facts.whole]), None)
-
     async def flush_target_states(self) -> None:
         """Make drafts drop cached prefixes computed from the old weights' states."""
         for result in await self._services.flush_drafts(draft_pb2.FlushDraftRequest(only_fed=True)):
@@ -285,3 +272,16 @@ class WeightUpdates:
 
 async def _join(request: target_pb2.JoinWeightsGroupRequest, stub: Any) -> Any:
     return await stub.JoinWeightsGroup(request, timeout=_UPDATE_TIMEOUT)
+
+
+def _served_weights(
+    targets: Sequence[TargetLink], found: Sequence[common_pb2.WeightFacts | None]
+) -> common_pb2.WeightFacts | None:
+    """The weights that all targets must have from now on: those of a target that missed no update. None if unknown.
+
+    found: weights of each target. A target that missed an update and gets a part of the next one has mixed weights.
+    If all targets have, the first one without any of its original tensors decides.
+    """
+    pairs = [(target, facts) for target, facts in zip(targets, found, strict=True) if facts is not None]
+    complete = [facts for target, facts in pairs if target.expects(facts.fingerprint_before)]
+    return next(iter(complete or [facts for _, facts in pairs if facts.whole]), None)

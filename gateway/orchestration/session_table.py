@@ -6,12 +6,12 @@ import asyncio
 import itertools
 import secrets
 
-from gateway.admission.retry_after import MAX_SECONDS, bounded
+from gateway.admission.retry_after import bounded
+from gateway.orchestration.target_absence import TargetAbsence
 from gateway.pools.placement import Placement
 from gateway.sessions.draft_watch import DraftWatches
 from gateway.sessions.request import GenerationRequest
 from gateway.sessions.session import Session
-from gateway.streams.availability import UNUSABLE
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from gateway.telemetry.metrics import Metrics
@@ -25,17 +25,18 @@ class SessionTable:
     """The open sessions of a model, by id. Lives in one event loop.
 
     model: its name; empty for the only model of the gateway
+    absence: of all targets
     """
 
     def __init__(self, placement: Placement, metrics: Metrics, *, resume_timeout: float, model: str = "") -> None:
         """resume_timeout: seconds for which sessions wait for a target to come back."""
         self.model = model
+        self.absence = TargetAbsence(placement, resume_timeout, model)
         self.by_id: dict[int, Session] = {}
         self.placement = placement
         self.watches = DraftWatches()
         self._metrics = metrics
         self._resume_timeout = resume_timeout
-        self._no_target_since: float | None = None  # by the event loop's clock; None while a target is up
         self._timers: dict[int, asyncio.TimerHandle] = {}  # of sessions without a target, by id
         # The high half identifies the gateway, the low half the session.
         self._ids = itertools.count(secrets.randbits(31) << 32)
@@ -67,12 +68,7 @@ class SessionTable:
         While all targets are away the session waits; raises Unavailable once they have been away for too long, if none
         of them can serve before it is sent weights or restarted, or if the pool has none.
         """
-        if (error := self._none_usable()) is not None:
-            raise error
-        if all(target.draining for target in self.placement.targets):
-            raise self._empty_pool()
-        if self._resume_timed_out():
-            raise self._no_target()
+        self.absence.check()
         session = Session(next(self._ids), request)
         self.by_id[session.id] = session
         if session.watch is not None:
@@ -155,7 +151,7 @@ class SessionTable:
 
     def target_up(self) -> None:
         """A target is up: waiting sessions are opened there, and those of targets that drain or stop."""
-        self._no_target_since = None
+        self.absence.ended()
         for session in self.on_target(None):
             self.open_on_target(session, again=True)
         for target in self.placement.targets:
@@ -164,58 +160,17 @@ class SessionTable:
 
     def target_absent(self) -> None:
         """A target cannot be used: sessions that wait for one end at once if none of them can."""
-        if self._timers and (error := self._none_usable()) is not None:
+        if self._timers and (error := self.absence.none_usable()) is not None:
             for session in self.on_target(None):
                 self.fail(session, error)
-
-    def _none_usable(self) -> Unavailable | None:
-        """The error of sessions if targets lack weights, and no other may come: waiting would not help. None otherwise.
-
-        A target that is refused for another reason may be restarted at any moment, such as one with the wrong model.
-        """
-        targets = self.placement.targets
-        if not targets or not all(target.availability.state in UNUSABLE for target in targets):
-            return None
-        version = next((target.awaited_version for target in targets if target.awaited_version is not None), None)
-        if version is None:
-            return None
-        message = (
-            f'no target has the weights "{version}", which this gateway serves; they must be sent again with '
-            "/update_weights_from_disk or /update_weights_from_tensor"
-        )
-        return Unavailable(message, retry_after=MAX_SECONDS)
-
-    def targets_down(self) -> None:
-        """The last target that was up is lost."""
-        self._no_target_since = asyncio.get_running_loop().time()
 
     def _timed_out(self, session: Session) -> None:
         """A session has waited for a target for too long."""
         if not any(target.open_to_sessions for target in self.placement.targets):
-            self.fail(session, self._no_target())
+            self.fail(session, self.absence.too_long())
             return
         tokens, seconds = session.prompt_length + session.request.stop.conditions.max_tokens, self._resume_timeout
         message = (
             f"no target that holds {tokens} tokens of prompt and answer came back in {seconds:.0f} s; ask for fewer"
         )
         self.fail(session, Unavailable(message, retry_after=bounded(seconds)))
-
-    def _resume_timed_out(self) -> bool:
-        """True if all targets have been away for too long."""
-        return self._no_target_since is not None and self._seconds_away() >= self._resume_timeout
-
-    def _empty_pool(self) -> Unavailable:
-        owner = f"the model `{self.model}`" if self.model else "the gateway"
-        message = f"{owner} has no target: its pool is empty; add one with POST /workers, or retry later"
-        return Unavailable(message, retry_after=bounded(self._seconds_away()))
-
-    def _seconds_away(self) -> float:
-        """Seconds for which no target has been up; 0 if one is."""
-        if self._no_target_since is None:
-            return 0.0
-        return asyncio.get_running_loop().time() - self._no_target_since
-
-    def _no_target(self) -> Unavailable:
-        of_model = f" of the model `{self.model}`" if self.model else ""
-        message = f"no target service{of_model} came back in {self._resume_timeout:.0f} s; retry later"
-        return Unavailable(message, retry_after=bounded(self._seconds_away()))

@@ -249,7 +249,7 @@ class TargetRelay:
         table = self._table
         if not any(link.open_to_sessions for link in table.placement.targets):
             log.warning("no target is left for new sessions; %d are open", len(table.by_id))
-            table.targets_down()
+            table.absence.began()
 
 
 def _logprobs_of(frame: target_pb2.VerifyResponse) -> dict[int, list[Logprobs]]:

@@ -18,7 +18,6 @@ from gateway.streams.draft import DraftLink
 from gateway.streams.pool_weights import PoolWeights
 from gateway.streams.target import TargetLink
 from outrider.errors import ConfigError
-from outrider.wire.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +47,11 @@ class Links:
         """
         self._strict = strict
         self._model_path = model_path
-        self._discovery, self._members = discovery, discovery.members
+        self._discovery = discovery
         self._orchestrator = orchestrator
         self._connection = connection
         self._control: Control | None = None  # once the gateway serves
         self._weights: PoolWeights | None = None  # once the first target is up
-        self._model: common_pb2.ModelInfo | None = None
         self._first_drafts: list[DraftLink] = []
         self._leaving: dict[AnyLink, asyncio.Task[None]] = {}
         self._late: set[asyncio.Task[None]] = set()
@@ -65,37 +63,37 @@ class Links:
 
     def start(self) -> None:
         """Find replicas, and connect to targets. Drafts wait until `serve`: they must fit the first target's model."""
-        self._members.on_join, self._members.on_leave = self._joined, self._left
-        for member in self._members.of(Service.TARGET):
+        self._discovery.members.on_join, self._discovery.members.on_leave = self._joined, self._left
+        for member in self._discovery.members.of(Service.TARGET):
             self._joined(member)
         self._discovery.start()
 
     @property
     def targets_are_fixed(self) -> bool:
         """True if flags name targets, by address alone."""
-        names = self._members.names(Service.TARGET)
+        names = self._discovery.members.names(Service.TARGET)
         return bool(names) and all(named.kind is Kind.ADDRESS for named in names)
 
     @property
     def any_target(self) -> bool:
         """True if the pool of targets has a member."""
-        return bool(self._members.of(Service.TARGET))
+        return bool(self._discovery.members.of(Service.TARGET))
 
     def is_named(self, link: AnyLink) -> bool:
         """True if a flag names exactly this address, so that it must fit when the gateway starts."""
-        member = self._members.find(Service(link.service), link.address)
+        member = self._discovery.members.find(Service(link.service), link.address)
         return self._strict and member is not None and member.named
 
     def expect(self, first: TargetLink) -> None:
         """From now on all targets must fit this one. Raises ConfigError for one that a flag names and that does not."""
         assert first.info is not None, "a link that is up has info"
-        self._weights, self._model = PoolWeights(first.info), first.info.model
+        self._weights = PoolWeights(first.info)
         for link in self._orchestrator.targets:
             self._expect(link, self._weights)
 
     def serve(self, control: Control) -> None:
         """Make the links to the drafts, for `start_drafts`. Replicas that join from now on are late."""
-        for member in self._members.of(Service.DRAFT):
+        for member in self._discovery.members.of(Service.DRAFT):
             self._joined(member)
         self._control = control
         self._first_drafts = list(self._orchestrator.drafts)
@@ -182,7 +180,8 @@ class Links:
             target = TargetLink(member.address, connection)
             target.model_path = self._model_path
             return target
-        return DraftLink(member.address, self._model, connection) if self._model is not None else None
+        weights = self._weights
+        return DraftLink(member.address, weights.model, connection) if weights is not None else None
 
     def _expect(self, link: TargetLink, weights: PoolWeights) -> None:
         try:

@@ -26,6 +26,11 @@ class PoolWeights:
         self._former = {facts.first_fingerprint}  # fingerprints of the weights that updates have replaced
 
     @property
+    def model(self) -> common_pb2.ModelInfo:
+        """The model, with these weights."""
+        return self._facts.model
+
+    @property
     def fingerprint(self) -> str:
         """Fingerprint of the weights."""
         return self._facts.model.fingerprint

@@ -3,32 +3,25 @@
     1. publish   pages that filled up since the last step go to the prefix cache
     2. admit     waiting sessions run while there are admission slots, and pages for all their tokens
     3. attach    a session whose next pages are in the prefix cache takes them instead of computing them
-    4. plan      first every running session that only needs its next token, then prompt chunks, within limits
+    4. plan      first every running session that only needs its next token, then prompt chunks (portions.py)
 
 If pages run out, cached pages that no session holds are evicted first; then the session that was admitted last, of a
 caller with the most running sessions, is preempted: it gives its pages back and waits, but keeps its tokens. Its pages
 stay in the cache while there is room. It is also preempted for a caller that has no running session.
-
-Callers share a step's tokens for prompts evenly; what one does not need goes to the others. Of a caller's share, the
-prompt that has waited longest gets at least half; the rest goes to the shortest prompts. So a long prompt does not
-delay short ones, and they do not starve it. Of several sessions with the same next page, one computes it and the others
-take it one step later.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from outrider.config import SchedulePolicy
 from outrider.errors import EngineFault, Overloaded
 from outrider.paging.allocator import OutOfPages, PageAllocator
 from outrider.paging.prefix import PrefixCache
+from outrider.serving.portions import Limits, Portions
 from outrider.serving.session import Session
 from outrider.serving.waiting import WaitingQueue
-
-_SCORED_PARTS = 4  # a step with log-probabilities of prompts takes several times as long as others; see _few_scored
 
 
 @dataclass
@@ -48,30 +41,13 @@ class Chunk:
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a step, and of the queue of waiting sessions.
-
-    max_running: sessions in a step. step_tokens: committed tokens computed in a step, over all sessions; None computes
-    every prompt in one step. prefill_tokens: prompt tokens among them; a whole prompt may be longer if it is alone.
-    max_queued: waiting sessions; None for no limit. scored_tokens: prompt tokens with log-probabilities, whose logits
-    take much memory.
-    """
-
-    max_running: int
-    step_tokens: int | None
-    prefill_tokens: int | None = None
-    max_queued: int | None = None
-    policy: SchedulePolicy = "fcfs"
-    scored_tokens: int | None = None
-
-
 class Scheduler:
     """Owns the sessions of an engine and their pages."""
 
     def __init__(self, prefix: PrefixCache, limits: Limits) -> None:
         self.prefix = prefix
         self.limits = limits
+        self._portions = Portions(limits)
         self.preemptions = 0
         self.held = False  # True: no session is admitted
         self._waiting = WaitingQueue(limits.policy)
@@ -138,7 +114,7 @@ class Scheduler:
             elif session.pending:
                 planned.append((session, 1))
         if prompts:
-            planned += self._few_scored(self._portions(prompts, len(planned)), len(planned))
+            planned += self._portions.of(prompts, len(planned))
         chunks: list[Chunk] = []
         for session, size in planned:
             if session.id in self._running and self.reserve(session, session.computed + size):
@@ -150,7 +126,7 @@ class Scheduler:
         """True if there are pages for all pending tokens of running sessions, so that a plan preempts no session."""
         if self._missing(0) > self.allocator.free_pages:
             return False
-        return not self._waiting or not self._next_has_none or self._displaced(self._missing(1)) is None
+        return not self._waiting or not self._waiting.next_has_none or self._displaced(self._missing(1)) is None
 
     def reserve(self, session: Session, tokens: int) -> bool:
         """Lease pages for a session's first tokens, preempting later sessions. False if it was preempted itself."""
@@ -183,7 +159,7 @@ class Scheduler:
 
     def _admit(self, *, displace: bool = True) -> None:
         full = len(self._running) >= self.limits.max_running
-        if not self._waiting or (full and not (displace and self._next_has_none)):
+        if not self._waiting or (full and not (displace and self._waiting.next_has_none)):
             return
         promised = self._missing(1)
         while self._waiting:
@@ -197,26 +173,16 @@ class Scheduler:
                 return
             self._waiting.take(session)
             self._running[session.id] = session
-            session.admitted_at = session.admitted_at or time.time_ns()
+            session.record.admitted_at = session.record.admitted_at or time.time_ns()
             session.attach()
             promised += self.allocator.pages_for(session.length + 1) - len(session.table.pages)
-
-    @property
-    def _next_has_none(self) -> bool:
-        """True if the caller of the next session has no running one."""
-        return self._waiting.next().caller not in self._waiting.running
-
-    def _wanted(self, session: Session) -> int:
-        """Pages that a waiting session needs besides cached ones that others hold."""
-        _, held = session.table.peek(session.sharable)
-        return self.allocator.pages_for(session.length + 1) - held
 
     def _has_room(self, session: Session, promised: int) -> bool:
         """True if a waiting session can run. promised: pages that running sessions are going to lease."""
         if not self._running:
             return True
         has_slot = len(self._running) < self.limits.max_running
-        return has_slot and self._wanted(session) + promised <= self.allocator.free_pages
+        return has_slot and _wanted(session, self.allocator) + promised <= self.allocator.free_pages
 
     def _displaced(self, promised: int) -> Session | None:
         """The running session in whose place the next one is admitted, because its caller has none; None if none is.
@@ -227,7 +193,7 @@ class Scheduler:
         if session.caller in running or max(running.values(), default=0) < 2 or self._has_room(session, promised):
             return None
         share = self.allocator.total_pages // (len(running) + 1)
-        return self._victim() if self._wanted(session) <= share else None
+        return self._victim() if _wanted(session, self.allocator) <= share else None
 
     def _missing(self, more: int) -> int:
         """Pages that running sessions lack for their pending tokens. more: further tokens of each session."""
@@ -254,94 +220,8 @@ class Scheduler:
         session.evict()
         self._waiting.requeue(session)
 
-    # --- prompts ---
 
-    def _portions(self, prompts: Sequence[Session], decoding: int) -> list[tuple[Session, int]]:
-        """Tokens of each prompt in this step. prompts: in order of admission. decoding: tokens of other sessions."""
-        callers = sorted(_by_caller(prompts), key=_pending)
-        order = _first_of_each_page([session for sessions in callers for session in _oldest_then_shortest(sessions)])
-        if self.limits.step_tokens is None:
-            return self._whole(sorted(order, key=lambda session: session is not prompts[0]))
-        room = self.limits.step_tokens - decoding
-        if self.limits.prefill_tokens is not None:
-            room = min(room, self.limits.prefill_tokens)
-        portions: list[tuple[Session, int]] = []
-        callers = sorted(_by_caller(order), key=_pending)  # so that what one does not need is left to the next
-        for i, sessions in enumerate(callers):
-            taken = _shared(sessions, -(-room // (len(callers) - i)))
-            portions += taken
-            room -= sum(size for _, size in taken)
-        return portions
-
-    def _few_scored(self, portions: Sequence[tuple[Session, int]], decoding: int) -> Iterator[tuple[Session, int]]:
-        """Limit the portions of prompts with log-probabilities, more so while other sessions decode."""
-        room = self.limits.scored_tokens
-        if room is None:
-            yield from portions
-            return
-        scored = {session.caller for session, _ in portions if session.scored < session.to_score}
-        share = max(1, room // (max(1, len(scored)) * (_SCORED_PARTS if decoding else 1)))
-        left = dict.fromkeys(scored, share)
-        for session, size in portions:
-            if session.scored == session.to_score:
-                yield session, size
-            elif left[session.caller] > 0:
-                yield session, min(size, left[session.caller])
-                left[session.caller] -= min(size, left[session.caller])
-
-    def _whole(self, order: Sequence[Session]) -> list[tuple[Session, int]]:
-        """As many whole prompts as fit, but at least the first."""
-        room = self.limits.prefill_tokens
-        portions: list[tuple[Session, int]] = []
-        for session in order:
-            if room is not None:
-                if portions and session.pending > room:
-                    break
-                room -= session.pending
-            portions.append((session, session.pending))
-        return portions
-
-
-def _by_caller(sessions: Sequence[Session]) -> list[list[Session]]:
-    """The sessions of each caller, in the given order."""
-    found: dict[str, list[Session]] = {}
-    for session in sessions:
-        found.setdefault(session.caller, []).append(session)
-    return list(found.values())
-
-
-def _pending(sessions: Sequence[Session]) -> int:
-    return sum(session.pending for session in sessions)
-
-
-def _oldest_then_shortest(sessions: Sequence[Session]) -> list[Session]:
-    oldest, *others = sessions
-    return [oldest, *sorted(others, key=lambda session: session.pending)]
-
-
-def _shared(sessions: Sequence[Session], room: int) -> list[tuple[Session, int]]:
-    """Portions of one caller's prompts: at least half of the room for the first one."""
-    rest = _pending(sessions[1:])
-    portions: list[tuple[Session, int]] = []
-    for session in sessions:
-        size = min(session.pending, room if portions else max((room + 1) // 2, room - rest))
-        if size <= 0:
-            break
-        portions.append((session, size))
-        room -= size
-    return portions
-
-
-def _first_of_each_page(order: Sequence[Session]) -> list[Session]:
-    """Sessions in this order, without those whose next page an earlier one computes in this step."""
-    keys: set[Hashable] = set()
-    first: list[Session] = []
-    for session in order:
-        own = session.table.next_key(session.tokens)
-        aligned = session.computed == session.table.shared * session.table.page_size
-        takes = aligned and session.table.next_key(session.sharable) is not None
-        if not (takes and own in keys):
-            first.append(session)
-            if own is not None:
-                keys.add(own)
-    return first
+def _wanted(session: Session, allocator: PageAllocator) -> int:
+    """Pages that a waiting session needs besides cached ones that others hold."""
+    _, held = session.table.peek(session.sharable)
+    return allocator.pages_for(session.length + 1) - held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,50 @@ from outrider.speculation.draft_source import SourceKind
 UNBOUNDED = 1 << 30  # draft tokens in a step: no limit
 
 
+@dataclass(slots=True)
+class SessionRecord:
+    """What is reported of a session: to tracing, in the log, and with its first commit.
+
+    traceparent: of the request; empty if it is not traced
+    opened_at, admitted_at, first_at: times of opening, first admission and first commit, in nanoseconds since 1970; 0
+        before that
+    cached_tokens: prompt tokens that the prefix cache supplied at the first admission
+    """
+
+    traceparent: str
+    opened_at: int
+    admitted_at: int = 0
+    first_at: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class PromptScores:
+    """Prompt tokens, from the first on, whose logits are needed, and how many of them were computed."""
+
+    needed: int
+    computed: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """True if no logits are missing."""
+        return self.computed == self.needed
+
+
+@dataclass(slots=True)
+class Drafting:
+    """What may be drafted for a session.
+
+    max_tokens: draft tokens in a step
+    sources: those that may draft; none if no draft tokens may be verified
+    paused: True if the last commit to the drafters paused drafting
+    """
+
+    max_tokens: int
+    sources: frozenset[SourceKind]
+    paused: bool = False
+
+
 class Session:
     """Tokens, cache lengths and pages of one session. Owned by the engine thread.
 
@@ -23,12 +68,6 @@ class Session:
 
     Tokens count as computed once their step is launched. No token is pending while the next one is being sampled.
 
-    cached_tokens: prompt tokens that the prefix cache supplied at the first admission
-    opened_at, admitted_at, first_at: times of opening, first admission and first commit, in nanoseconds since 1970; 0
-        before that
-    to_score: prompt tokens, from the first on, whose logits are needed; scored: those of them that were computed
-    draft_sources: those that may draft; none if no draft tokens may be verified
-    drafting_paused: True if the last commit to the drafters paused drafting
     """
 
     def __init__(self, request: OpenSession, prefix: PrefixCache) -> None:
@@ -38,19 +77,14 @@ class Session:
         self.prompt_length = request.prompt_length
         self.priority = request.priority
         self.caller = request.caller
-        self.max_draft_tokens = UNBOUNDED if request.max_draft_tokens is None else request.max_draft_tokens
-        self.draft_sources: frozenset[SourceKind] = request.draft_sources if self.max_draft_tokens else frozenset()
+        most = UNBOUNDED if request.max_draft_tokens is None else request.max_draft_tokens
+        self.drafting = Drafting(most, request.draft_sources if most else frozenset())
         self.length = len(request.tokens)
         self.opened_length = self.length
         self.computed = 0
-        self.cached_tokens = 0
-        self.traceparent = request.traceparent
-        self.opened_at = time.time_ns()
-        self.admitted_at = self.first_at = 0
+        self.record = SessionRecord(request.traceparent, time.time_ns())
         asked = request.prompt_logprobs is not None and self.length == self.prompt_length
-        self.to_score = self.prompt_length - 1 if asked else 0
-        self.scored = 0
-        self.drafting_paused = False
+        self.scores = PromptScores(self.prompt_length - 1 if asked else 0)
         self.table = SharedTable(prefix, request.cache_salt, self.id)
         self._began = False  # the session was evicted, or has committed a token
         self._tokens = np.empty(self.length + 256, dtype=np.uint32)
@@ -67,7 +101,7 @@ class Session:
 
         While logits of the prompt are missing, only the tokens whose logits are known.
         """
-        return self._tokens[: self.length - 1 if self.scored == self.to_score else self.scored]
+        return self._tokens[: self.length - 1 if self.scores.complete else self.scores.computed]
 
     @property
     def pending(self) -> int:
@@ -119,12 +153,12 @@ class Session:
         if taken := self.table.attach(self.sharable, self.computed):
             self.computed += taken
             if not self._began:
-                self.cached_tokens = min(self.cached_tokens + taken, self.prompt_length)
+                self.record.cached_tokens = min(self.record.cached_tokens + taken, self.prompt_length)
 
     def score_anew(self) -> None:
         """Compute the prompt's logits again after a change of weights, unless they were already reported."""
         if self.length == self.opened_length:
-            self.scored = 0
+            self.scores.computed = 0
 
     def publish(self) -> None:
         """Give full pages to the prefix cache. The KV of every computed token must have been written."""

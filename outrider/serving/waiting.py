@@ -110,6 +110,11 @@ class WaitingQueue:
         }
         return self._first(self._turn(lines), lowest)
 
+    @property
+    def next_has_none(self) -> bool:
+        """True if the caller of the next session has no running one. The queue must not be empty."""
+        return self.next().caller not in self.running
+
     def take(self, session: Session) -> None:
         """Admit the next session, and count it as passing over others."""
         line = self._lines[session.caller]

@@ -78,7 +78,7 @@ class Proposal:
     tokens: NDArray[np.uint32]
     parents: NDArray[np.int32]
     log_scores: NDArray[np.float32]
-    committed_length: int = 0  # committed length that the drafter knew
+    committed_length: int = 0  # committed length that the drafter knew; of several drafters the least
 
 
 @dataclass(frozen=True)

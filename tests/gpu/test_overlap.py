@@ -41,7 +41,7 @@ def test_texts_are_those_of_steps_in_turn(folder, eager, temperature):
     todo = requests(temperature, max_tokens=40, stop_token_ids=(7, 90, 200, 201, 202, 203))
     plain = engine_of(folder, disable_cuda_graph=eager, disable_overlap_schedule=True)
     expected = run(plain, todo)
-    engine = counting(engine_of(folder, disable_cuda_graph=eager, page_size=4), "_launch_behind", "behind")
+    engine = counting(engine_of(folder, disable_cuda_graph=eager, page_size=4), "launch_behind", "behind")
     found = run(engine, todo)
     assert (found.new, found.reasons) == (expected.new, expected.reasons)
     assert engine.behind > found.steps / 2
@@ -52,7 +52,7 @@ def test_resampled_rows_invalidate_the_next_step(folder, eager, monkeypatch):
     todo = [opening(i, [5 + i] * 4, SamplingParams(1.5, seed=i, top_p=0.95)) for i in range(5)]
     expected = run(engine_of(folder, disable_cuda_graph=eager, disable_overlap_schedule=True), todo).new
     monkeypatch.setattr(sampler, "_ORDERED", 2)
-    engine = counting(engine_of(folder, disable_cuda_graph=eager), "_launch_behind", "behind")
+    engine = counting(engine_of(folder, disable_cuda_graph=eager), "launch_behind", "behind")
     assert run(engine, todo).new == expected
     assert engine.behind > 10
 

@@ -51,10 +51,10 @@ def requests(temperature, **options):
 def test_texts_are_those_of_steps_in_turn(folder, eager, temperature, kind):
     todo = requests(temperature, max_tokens=40, stop_token_ids=(7, 90, 200, 201, 202, 203))
     plain = engine_of(folder, disable_cuda_graph=eager, disable_overlap_schedule=True)
-    assert not plain.prepares
+    assert not plain.launcher.prepares
     expected = run(plain, todo)
     engine = engine_of(folder, disable_cuda_graph=eager, page_size=4)
-    assert engine.prepares
+    assert engine.launcher.prepares
     found = run(engine, todo, Drafts(kind, todo, expected.new))
     assert (found.new, found.reasons) == (expected.new, expected.reasons)
     assert engine.prepared > found.steps / 3

@@ -46,7 +46,7 @@ def engine_of(model, folder, **flags):
     config = TargetConfig(model_path=str(folder), max_total_tokens=4096, speculative_num_draft_tokens=6, **flags)
     engine = TargetEngine(model, config)
     warm_up(engine)
-    return counting(engine, "_launch_behind", "behind")
+    return counting(engine, "launch_behind", "behind")
 
 
 def alone(folder):

@@ -32,9 +32,9 @@ class LaunchClock:
     def __init__(self, engine: TargetEngine, recorder: Recorder) -> None:
         self._recorder = recorder
         self._on_cuda = engine.model.device.type == "cuda"
-        self._launch = engine.sampler.launch
+        self._launch = engine.launcher.sampler.launch
         self._pending: list[tuple[float, float, Any, Any, int]] = []
-        vars(engine.sampler)["launch"] = self.launch
+        vars(engine.launcher.sampler)["launch"] = self.launch
         recorder.flush = self.flush
 
     def launch(

@@ -139,8 +139,10 @@ class BeamFrontier(Frontier):
         alone = self._merged and not self.held  # only the other drafter grows this tree
         if not self.complete and not alone:
             return []
-        if self._merged:  # the target verifies no deeper and no more children of a node
-            return sorted(tree.best_nodes(self.shape.rows - 1, self.shape.steps, self.shape.topk))
+        if self._merged:  # the best ones that a target with these flags verifies, and that one without them does
+            count = self.shape.rows - 1
+            shaped = tree.best_nodes(count, self.shape.steps, self.shape.topk)
+            return sorted({*shaped, *tree.best_nodes(count)})
         score, candidates = tree.path_score, self._candidates  # parents come before children
         flat = sorted(range(len(candidates)), key=lambda i: -score[candidates[i]])
         return [candidates[i] for i in sorted(flat[: self.shape.rows - 1])]

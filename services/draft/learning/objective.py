@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from services.draft.learning.algorithms.base import Algorithm
 from services.draft.learning.loss import cross_entropy
 from services.draft.learning.records.batches import Batch
-from services.draft.learning.unroll import UnrollStep, take, unroll
-from services.draft.learning.unroll_block import unroll_block
+from services.draft.learning.unrolling.unroll import UnrollStep, take, unroll
+from services.draft.learning.unrolling.unroll_block import unroll_block
 from services.draft.model.layers.decoder import head as head_logits
 from services.draft.model.layers.heads import BlockHead
 from services.draft.model.matrices.mixed_precision import MixedPrecisionWeight, bf16_dot

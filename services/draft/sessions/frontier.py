@@ -189,5 +189,8 @@ class BlockFrontier(RootFrontier):
         alone = self._merged and not self.held  # only the other drafter grows this tree
         if not self.root_expanded and not alone:
             return []
-        best = sorted(range(len(tree)), key=lambda node: -tree.path_score[node])  # stable: parents before children
-        return sorted(best[: self._shape.rows - 1])
+        count = self._shape.rows - 1
+        best = tree.best_nodes(count)
+        if self._merged:  # also the best ones that a target with these flags verifies
+            best = [*{*best, *tree.best_nodes(count, self._shape.steps, self._shape.topk)}]
+        return sorted(best)

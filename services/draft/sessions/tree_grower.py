@@ -40,13 +40,13 @@ class TreeGrower:
         self._frontiers = frontiers
         self._stop = stop
         self._stop_ids = stop.stop_ids(eos_token_ids)
-        self._prompt_length = prompt_length
+        self.prompt_length = prompt_length
         self.max_depth = self._useful_depth()
 
     @property
     def _new_tokens(self) -> int:
         """Tokens committed after the prompt."""
-        return self._tree.length - self._prompt_length
+        return self._tree.length - self.prompt_length
 
     @property
     def stop_ids(self) -> Container[int]:

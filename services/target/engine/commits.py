@@ -18,11 +18,11 @@ from services.target.step.programs import LoopIteration
 
 def first(commit: Commit, entry: TargetSession) -> Commit:
     """The first commit of a session, with cached tokens and the prompt's log-probabilities."""
-    entry.session.first_at = time.time_ns()
+    entry.session.record.first_at = time.time_ns()
     prompt = entry.prompt_scores
     return replace(
         commit,
-        cached_tokens=entry.session.cached_tokens,
+        cached_tokens=entry.session.record.cached_tokens,
         prompt_logprobs=None if prompt is None else prompt.whole(),
     )
 
@@ -55,7 +55,7 @@ def aborted(entry: TargetSession) -> Commit:
 
 def paused(entry: TargetSession) -> Commit:
     """A commit without tokens that pauses drafting, so that drafters leave a long prompt unread."""
-    entry.session.drafting_paused = True
+    entry.session.drafting.paused = True
     return replace(_empty(entry), draft_budget=0)
 
 

@@ -2,11 +2,12 @@
 
     1. plan     the sessions that take part, their committed tokens, and the draft tokens to verify (speculation/)
     2. launch   one forward pass over all tokens of all sessions, and a sample after each root and draft token
+                (launching/)
     3. collect  wait for the samples
     4. settle   walk along them, commit, compact the cache, end what has ended (settlement.py)
 
 On CUDA, messages are taken in between launch and collect. Where no session has draft tokens, grammar or penalties,
-the next step is launched before this one is collected (in_flight.py).
+the next step is launched before this one is collected (launching/in_flight.py).
 
 A step verifies the draft tokens that are there when it begins; it is held for proposals only where that pays
 (speculation/draft_wait.py). Without draft tokens it is plain decoding. A session at or past its limit of tokens is
@@ -27,31 +28,24 @@ from outrider.serving.features import FeatureSpec
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, StepOutput
 from outrider.serving.scheduler import Scheduler
-from outrider.serving.session import Session
 from outrider.speculation.proposal import Commit, Proposal
-from outrider.speculation.tree import SpeculationTree
-from outrider.tracing import Tracing
-from services.target.engine import commits, spans
-from services.target.engine.in_flight import InFlightStep, expecting, needs_only_length
-from services.target.engine.launch_clock import LaunchClock
+from services.target.engine import commits
+from services.target.engine.launching.in_flight import InFlightStep
+from services.target.engine.launching.launcher import Launcher
 from services.target.engine.limits import open_modes, scheduling, thresholds
 from services.target.engine.memory import plan_memory
-from services.target.engine.prepare import prepare, takes_prepared_spans
+from services.target.engine.observers import Observers
 from services.target.engine.sessions import OpenSessions
 from services.target.engine.settlement import Settlement
-from services.target.engine.step_log import StepLog
 from services.target.features.features import Features
 from services.target.features.fusion import Fusion
 from services.target.model.base import Model
-from services.target.model.cuda.step_captures import StepCaptures
 from services.target.sampling.session import TargetSession
 from services.target.sampling.step_sampler import StepSampler
 from services.target.speculation.controller import Speculation, speculation_of
 from services.target.speculation.mode_selector import SpeculationMode
 from services.target.speculation.planner import Planner
 from services.target.speculation.plans import StepPlan, Timing
-from services.target.step.batch import build
-from services.target.step.prepared import TreeTables
 
 log = logging.getLogger(__name__)
 
@@ -76,36 +70,26 @@ class TargetEngine(Engine):
         self.scheduler = Scheduler(prefix, scheduling(config, model.vocab_size, model.device))
         longest = min(model.context_length, pages * config.page_size)
         self.features = Features(model, prefix, config.feature_cache_bytes)
-        self.sampler = StepSampler(model, self.cache, self.features, thresholds(config))
+        sampler = StepSampler(model, self.cache, self.features, thresholds(config))
         self.sessions = OpenSessions(model, self.scheduler, self.features, longest, self._ended)
-        window = config.coalesce_seconds if self.sampler.alongside else 0.0
+        window = config.coalesce_seconds if sampler.alongside else 0.0
         planner, opened = Planner(config, self.scheduler, longest), open_modes(modes, config, model)
         self.speculation: Speculation = speculation_of(
             model, self.cache, prefix, self.features, config, planner, self.sessions.by_id, window, opened
         )
         parts = self.features, self.sessions, self.speculation
         self._settlement = Settlement(model, self.cache, *parts, self.close)
-        self._captures = StepCaptures(model.runner)
         self.overlap = model.device.type == "cuda" and not config.disable_overlap_schedule
-        # Steps behind draft tokens overlap, too, where the device can choose the next ones.
-        self._follows = takes_prepared_spans(model.runner)
-        self.prepares = self.overlap and self.sampler.exact and self._follows
+        self.launcher = Launcher(
+            model, sampler, self.features, self.scheduler, self.speculation, self.sessions.by_id, overlap=self.overlap
+        )
         self._in_flight: InFlightStep | None = None
         self._pending = StepOutput()  # of sessions that were ended, or of a step that was collected, between two steps
-        self.tracing: Tracing | None = None  # receives spans of sessions
-        self.step_log: StepLog | None = None  # writes lines about steps
+        self.observers = Observers()
         self.weight_version = config.weight_version
-        self._step_tokens = 0
-        self._collected = 0.0  # when the last step was collected, by the clock
-        self._clock = LaunchClock()
         self._coalesce_seconds = config.coalesce_seconds
         if longest < model.context_length:
             log.info("the KV cache limits sessions to %d tokens", longest)
-
-    @property
-    def max_session_tokens(self) -> int:
-        """Most tokens of a session."""
-        return self.sessions.longest
 
     def open(self, request: OpenSession) -> None:
         """Open a session. Raises InvalidRequest; also for one that has its max_tokens already."""
@@ -118,8 +102,7 @@ class TargetEngine(Engine):
 
     def _ended(self, entry: TargetSession) -> None:
         self.speculation.closed(entry)
-        if self.tracing is not None and entry.session.traceparent:
-            spans.record(self.tracing, entry.session)
+        self.observers.ended(entry.session)
 
     def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
         """Merge proposals. Those with tokens that the model does not know are dropped."""
@@ -130,18 +113,14 @@ class TargetEngine(Engine):
     def configure_features(self, spec_id: int, spec: FeatureSpec, content: bytes) -> Fusion:
         """As `Features.configure`; steps that return these features are captured as soon as there is time."""
         fusion = self.features.configure(spec_id, spec, content)
-        self._captures.expect(fusion.layers, final=fusion.final)
+        self.launcher.captures.expect(fusion.layers, final=fusion.final)
         return fusion
-
-    def draft_tree(self, session_id: int) -> SpeculationTree:
-        """The draft tree of an open session."""
-        return self.sessions.by_id[session_id].tree
 
     def forget_measurements(self) -> None:
         """Drop what sessions have taught and left behind; those of the warm-up are no example."""
         self.flush()
         self.speculation.forget()
-        self._step_tokens = 0
+        self.launcher.step_tokens = 0
 
     # --- control: see process/control.py ---
 
@@ -177,7 +156,7 @@ class TargetEngine(Engine):
         """True if there is nothing to do, or nothing may be done."""
         if self._pending.has_output or self._in_flight:
             return False
-        return self.scheduler.held or not (self.sessions.by_id or self._captures.pending)
+        return self.scheduler.held or not (self.sessions.by_id or self.launcher.captures.pending)
 
     @property
     def in_flight(self) -> bool:
@@ -193,19 +172,12 @@ class TargetEngine(Engine):
         step = self._in_flight
         if step is None:
             return self.speculation.policy.wait.remaining
-        if self.model.device.type == "cpu" or not self._prepares_next:  # a CPU has computed it when the launch returns
+        if (
+            self.model.device.type == "cpu" or not self.launcher.prepares_next
+        ):  # a CPU has computed it when the launch returns
             return 0.0
-        return max(0.0, self._clock.due(self._began(step), step.plan.expected_seconds) - time.perf_counter())
-
-    def _began(self, step: InFlightStep) -> float:
-        """When the device began with the step in flight: at its launch, or when it had finished the one before."""
-        return max(step.started, self._collected)
-
-    @property
-    def _prepares_next(self) -> bool:
-        """True if draft tokens that arrive before the next launch may be verified by a prepared step."""
-        wants = self.speculation.wants_drafts
-        return self.prepares and self.speculation.prepares and any(map(wants, self.sessions.by_id.values()))
+        clock = self.launcher.clock
+        return max(0.0, clock.due(clock.began(step.started), step.plan.expected_seconds) - time.perf_counter())
 
     @property
     def coalesce_seconds(self) -> float:
@@ -217,20 +189,22 @@ class TargetEngine(Engine):
         if self._pending.has_output:
             pending, self._pending = self._pending, StepOutput()
             return replace(pending, load=replace(self.load(), weight_version=pending.load.weight_version), urgent=True)
-        if self._in_flight is None and (self._captures.ready or (self._captures.pending and not self.sessions.by_id)):
-            self._captures.proceed()
-            self._collected = time.perf_counter()  # the time is not that of a step
+        if self._in_flight is None and (
+            self.launcher.captures.ready or (self.launcher.captures.pending and not self.sessions.by_id)
+        ):
+            self.launcher.captures.proceed()
+            self.launcher.clock.read = time.perf_counter()  # the time is not that of a step
         if not self.sessions.by_id and self._in_flight is None:
             return StepOutput(load=self.load())
         present = self.scheduler.running + self.scheduler.waiting
-        since = None if self._in_flight is None else self._began(self._in_flight)
+        since = None if self._in_flight is None else self.launcher.clock.began(self._in_flight.started)
         self.speculation.begin(min(present, self.scheduler.limits.max_running), since)
         output = StepOutput(failures=self.sessions.begin())
         step, self._in_flight = self._in_flight, None
         if step is not None:
-            self._in_flight = self._launch_behind(step)
+            self._in_flight = self.launcher.launch_behind(step, self.plan, self.message_files)
             self._collect(step, output)
-        elif (step := self._launch(self.plan())) is None:
+        elif (step := self.launcher.launch(self.plan(), self.message_files)) is None:
             self.sessions.grammars.wait(_GRAMMAR_WAIT)
         elif self.overlap:  # messages that arrive while the device computes are taken in before this is collected
             self._in_flight = step
@@ -247,11 +221,11 @@ class TargetEngine(Engine):
             waiting_sessions=self.scheduler.waiting,
             free_pages=allocator.free_pages,
             total_pages=allocator.total_pages,
-            step_tokens=self._step_tokens,
+            step_tokens=self.launcher.step_tokens,
             cached_pages=allocator.cached_pages,
             preemptions=self.scheduler.preemptions,
             weight_version=self.weight_version,
-            drafting_paused=self.speculation.drafting_paused,
+            drafting_paused=self.speculation.policy.drafting_paused,
             draft_stats=self.speculation.service.stats.load(),
             paused=self.scheduler.held,
         )
@@ -259,10 +233,10 @@ class TargetEngine(Engine):
     def check(self) -> None:
         """Audit the pages. Raises EngineFault."""
         self.scheduler.check()
-        if self.step_log is not None and self.idle:
-            self.step_log.pause()
+        if self.idle:
+            self.observers.idle()
 
-    # --- 1. plan ---
+    # --- 1. plan; for 2. launch, see launching/launcher.py ---
 
     def plan(self, *, drafts: bool = True) -> StepPlan | None:
         """What the next step computes; None if there is nothing to do. drafts: draft tokens may be verified."""
@@ -270,78 +244,6 @@ class TargetEngine(Engine):
         if not works:
             return None
         return self.speculation.plan(works, self.message_files, program=not self.overlap, drafts=drafts)
-
-    # --- 2. launch ---
-
-    def _launch(
-        self,
-        plan: StepPlan | None,
-        behind: InFlightStep | None = None,
-        sampled: Sequence[Session] = (),
-        tables: TreeTables | None = None,
-    ) -> InFlightStep | None:
-        """Start on a plan, if there is one. behind: the step in flight, which samples the roots of `sampled`.
-
-        tables: of the trees of `sampled`, for a prepared step
-        """
-        if plan is None:
-            return None
-        started = time.perf_counter()
-        works, device = plan.works, self.model.device
-        capture = self.features.capture(works, deferred=self.speculation.drafting_paused)
-        with plan.program(self.message_files) as program:
-            batch = build(works, device, capture, self.sampler.plan(works, self.sessions.by_id), program)
-            prepared = None
-            if behind is not None and tables is not None:
-                samples = behind.launched.tokens
-                batch, prepared = prepare(batch, works, sampled, samples, tables, follows=self._follows)
-            elif behind is not None:
-                batch = behind.roots(batch, works, sampled)
-            self._step_tokens = len(batch)
-            ahead = self.prepares and self.speculation.prepares
-            launched = self.sampler.launch(batch, works, self.sessions.by_id, prepared, ahead=ahead)
-            chosen = None if tables is None else (tables, sampled)
-            step = InFlightStep(plan, launched, started, prepared=chosen, features=self.features.step)
-        self.speculation.launched(works)
-        for work in works:
-            work.chunk.session.computed = work.chunk.stop + step.launched.steps - 1
-        return step
-
-    def _launch_behind(self, step: InFlightStep) -> InFlightStep | None:
-        """Launch the next step before this one is read, unless the next one needs what this one samples."""
-        entries = self.sessions.by_id.values()
-        if self._captures.ready or not all(map(needs_only_length, entries)):
-            return None
-        room = self.speculation.planner.room
-        sampled = [session for session in step.sampling(self.sessions.by_id) if room(session) > 1]
-        if not step.plain or self.features.captures or any(map(self.speculation.wants_drafts, entries)):
-            return self._launch_prepared(step, sampled)
-        with expecting(sampled):
-            return self._launch(self.plan(drafts=False), step, sampled) if self.scheduler.fits() else None
-
-    def _launch_prepared(self, step: InFlightStep, sampled: Sequence[Session]) -> InFlightStep | None:
-        """Launch the next step, whose draft tokens the device chooses; None if it cannot, or should not."""
-        entries = self.sessions.by_id
-        if not self.prepares or not self.speculation.prepares or not sampled:
-            return None
-        if step.features.deferred or not (step.plain or step.launched.moved):
-            return None
-        if any(session.lacking > 0 for session in sampled):  # which stop tokens are excluded depends on the length
-            return None
-        began = time.perf_counter()
-        planner, reaches = self.speculation.planner, step.reaches(sampled)
-        for session, reach in zip(sampled, reaches, strict=True):
-            if not self.scheduler.reserve_spare(session, session.length + reach + 1):
-                return None
-        tables = step.tables(sampled, planner, entries)
-        with expecting(sampled):
-            works = planner.plan() if self.scheduler.fits() else []
-            if not works:
-                return None
-            plan = self.speculation.plan_prepared(works, tables, sampled, reaches)
-            launched = self._launch(plan, step, sampled, tables)
-        self._clock.launched(time.perf_counter() - began)
-        return launched
 
     # --- 3. collect, 4. settle ---
 
@@ -355,11 +257,11 @@ class TargetEngine(Engine):
         if behind is not None and leases:
             self.speculation.count_misses(behind.remaining(self.sessions.by_id))
         now = time.perf_counter()
-        if self.step_log is not None:
-            self.step_log.note(works, output.commits[before:], samples.model_steps, step.started, now)
-        waited = max(step.started - self._collected, 0.0)
-        seconds = (now - self._began(step)) / samples.steps
-        if step.started < self._collected:
-            self._clock.collected(seconds, step.plan.expected_seconds)
+        self.observers.settled(works, output.commits[before:], samples.model_steps, step.started, now)
+        clock = self.launcher.clock
+        waited = max(step.started - clock.read, 0.0)
+        seconds = (now - clock.began(step.started)) / samples.steps
+        if step.started < clock.read:
+            clock.collected(seconds, step.plan.expected_seconds)
         step.plan.finish(works, accepted, Timing(waited, seconds, samples.model_steps))
-        self._collected = now
+        clock.read = now

@@ -9,7 +9,7 @@ import torch
 
 from outrider.config import TargetConfig
 from outrider.placement.step_sizes import DEFAULT_CHUNK
-from outrider.serving.scheduler import Limits
+from outrider.serving.portions import Limits
 from outrider.speculation.acceptance import Thresholds
 from services.target.model.base import Model
 from services.target.sampling.logprobs import scored_rows

@@ -76,7 +76,7 @@ class Settlement:
         """
         settled, first = _Settled(leases), 0
         for work in works:
-            if work.chunk.session.to_score:
+            if work.chunk.session.scores.needed:
                 _note_scores(work)
             if not work.chunk.last:
                 self._settle_chunk(work, settled)
@@ -100,7 +100,7 @@ class Settlement:
         """A part of a prompt was computed, after which nothing is sampled."""
         session = work.chunk.session
         self._features.settle(work, (), goes_on=True)
-        if self._speculation.drafting_paused and self._features.asked and not session.drafting_paused:
+        if self._speculation.policy.drafting_paused and self._features.asked and not session.drafting.paused:
             settled.pauses.append(commits.paused(self._sessions.by_id[session.id]))
 
     def _settle_session(
@@ -170,7 +170,7 @@ class Settlement:
         return begins or ends or (commit.draft_budget > 0 and self._speculation.policy.wait.drafts_for(session.id))
 
     def _report(self, settled: _Settled, samples: StepSamples, output: StepOutput) -> None:
-        paused = self._speculation.drafting_paused
+        paused = self._speculation.policy.drafting_paused
         output.commits += settled.commits + settled.pauses
         output.steps = samples.model_steps
         output.features = self._features.flush(deferred=paused)
@@ -180,4 +180,4 @@ class Settlement:
 def _note_scores(work: SessionWork) -> None:
     """Prompt tokens whose log-probabilities are known now."""
     session = work.chunk.session
-    session.scored = min(max(session.scored, work.chunk.stop), session.to_score)
+    session.scores.computed = min(max(session.scores.computed, work.chunk.stop), session.scores.needed)

@@ -69,9 +69,9 @@ class StepLog:
                 decodes = True
                 continue
             self._prompts.tokens += len(chunk)
-            if chunk.start == session.cached_tokens:
+            if chunk.start == session.record.cached_tokens:
                 self._prompts.sequences += 1
-                self._prompts.cached += session.cached_tokens
+                self._prompts.cached += session.record.cached_tokens
         self._since_prompts += steps
         if self._prompts.tokens and self._since_prompts >= self._interval:
             self._write_prompts()

@@ -88,7 +88,7 @@ async def serve(config: TargetConfig, prepare: Callable[[TargetEngine], None] = 
         kept = KeptCosts(folder, config)
         engine = build_engine(folder, config, kept)
         built.append((engine, kept))
-        engine.tracing = tracing
+        engine.observers.tracing = tracing
         control = Control(
             engine, folder, model_path=config.model_path, roots=config.weight_update_roots,
             trust_remote_code=config.trust_remote_code, group_timeout=config.weight_update_timeout,
@@ -150,7 +150,7 @@ def build_engine(folder: Path, config: TargetConfig, kept: KeptCosts | None = No
     STARTUP.done("KV cache")
     warm_up(engine, kept)
     if log.isEnabledFor(logging.INFO):
-        engine.step_log = StepLog(engine.scheduler, config.decode_log_interval)
+        engine.observers.step_log = StepLog(engine.scheduler, config.decode_log_interval)
     model = engine.model
     log.info(
         "%s, %s on %s, %d pages of %d tokens",

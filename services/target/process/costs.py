@@ -48,8 +48,8 @@ class CostMeter:
 
     def __init__(self, engine: TargetEngine) -> None:
         self._engine = engine
-        counts = [count for count in _TOKENS if count <= engine.max_session_tokens // 4]
-        short, self._long = _LENGTHS[0], min(_LENGTHS[1], engine.max_session_tokens // 2)
+        counts = [count for count in _TOKENS if count <= engine.sessions.longest // 4]
+        short, self._long = _LENGTHS[0], min(_LENGTHS[1], engine.sessions.longest // 2)
         fits = len(counts) > 1 and self._long >= 2 * short
         self._short = short
         self.points = [*(Point(short, count) for count in counts), Point(self._long, 1)] if fits else []
@@ -138,7 +138,7 @@ def open_session(engine: TargetEngine, prompt: int, max_tokens: int, params: Sam
 
 def draft_chain(engine: TargetEngine, nodes: int) -> None:
     """Give the session a draft chain."""
-    tree = engine.draft_tree(SESSION)
+    tree = engine.sessions.by_id[SESSION].tree
     tree.clear()
     for depth in range(nodes):
         tree.add(depth - 1, 0, 0.0)  # below the node added last, or below the root

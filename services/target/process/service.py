@@ -71,7 +71,7 @@ def describe(folder: Path, engine: TargetEngine, config: TargetConfig) -> Facts:
             dtype=str(model.dtype).removeprefix("torch."),
         ),
         eos_token_ids=model.eos_token_ids,
-        max_session_tokens=engine.max_session_tokens,
+        max_session_tokens=engine.sessions.longest,
         max_running_sessions=config.max_running_requests,
         max_draft_tokens=engine.speculation.planner.max_tokens,
         page_size=config.page_size,

@@ -30,13 +30,13 @@ def warm_up(engine: TargetEngine, kept: KeptCosts | None = None) -> None:
     """
     with step_by_step(engine):
         _run(engine, kept)
-    if engine.prepares:
+    if engine.launcher.prepares:
         _try_prepared_steps(engine)
     engine.forget_measurements()
     chooser = engine.speculation.chooser
     if chooser is not None and chooser.source is not None:
         chooser.looks_up, chooser.always = False, True  # the model source is to be measured
-        open_session(engine, min(4, engine.max_session_tokens - 1), _DRAFTED, SamplingParams(temperature=0.0))
+        open_session(engine, min(4, engine.sessions.longest - 1), _DRAFTED, SamplingParams(temperature=0.0))
         while not engine.idle:
             engine.step()
         chooser.looks_up, chooser.always = True, False
@@ -48,7 +48,7 @@ def _run(engine: TargetEngine, kept: KeptCosts | None) -> None:
     if isinstance(engine.model.runner, CapturesAhead):
         engine.model.runner.capture(engine.cache, engine.model.device)
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
-        open_session(engine, min(4, engine.max_session_tokens - 1), 3, params)
+        open_session(engine, min(4, engine.sessions.longest - 1), 3, params)
         while not engine.idle:
             draft_chain(engine, 2)
             engine.step()
@@ -67,13 +67,13 @@ def _try_prepared_steps(engine: TargetEngine) -> None:
     try:
         with engine.speculation.only(SpeculationMode.DRAFT_IF_READY):
             for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)):
-                open_session(engine, min(4, engine.max_session_tokens - 1), _PREPARED, params)
+                open_session(engine, min(4, engine.sessions.longest - 1), _PREPARED, params)
                 while not engine.idle:
                     _propose(engine)
                     engine.step()
     except Exception as error:  # of another version of Triton, say
         engine.close(SESSION)
-        engine.prepares = False
+        engine.launcher.prepares = False
         log.warning("steps with draft tokens do not overlap: %s", (str(error) or repr(error)).splitlines()[0])
     finally:
         planner.budget = budget
@@ -82,7 +82,7 @@ def _try_prepared_steps(engine: TargetEngine) -> None:
 def _propose(engine: TargetEngine) -> None:
     """Send a chain for two steps below the session's root."""
     if SESSION in engine.sessions.by_id:
-        tree, count = engine.draft_tree(SESSION), 2 * engine.speculation.planner.max_tokens
+        tree, count = engine.sessions.by_id[SESSION].tree, 2 * engine.speculation.planner.max_tokens
         parents, scores = np.arange(-1, count - 1, dtype=np.int32), np.full(count, -0.1, np.float32)
         tokens = np.zeros(count, np.uint32)
         engine.receive([Proposal(SESSION, tree.length, tree.root_hash, tokens, parents, scores, tree.length)], ())

@@ -21,7 +21,7 @@ class AllowedSources:
 
     def _of(self, session: Session) -> tuple[bool, bool]:
         """Whether a session allows the draft service, and one of the target's own sources."""
-        return SourceKind.DRAFT in session.draft_sources, not self.own.isdisjoint(session.draft_sources)
+        return SourceKind.DRAFT in session.drafting.sources, not self.own.isdisjoint(session.drafting.sources)
 
     def opened(self, session: Session) -> None:
         """A session begins."""

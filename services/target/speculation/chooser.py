@@ -112,7 +112,7 @@ class SourceChooser:
         """True for a session that only wants its next tokens. Drafts of grammars are left to the draft service."""
         chunk = work.chunk
         session = chunk.session
-        if len(chunk) > 1 or not chunk.last or not session.draft_sources or len(work.draft.tokens):
+        if len(chunk) > 1 or not chunk.last or not session.drafting.sources or len(work.draft.tokens):
             return False
         return self._sessions[session.id].matcher is None and self._planner.depth(session) > 0
 
@@ -130,7 +130,7 @@ class SourceChooser:
 
 
 def _allows(work: SessionWork, source: DraftSource | None) -> bool:
-    return source is not None and source.kind in work.chunk.session.draft_sources
+    return source is not None and source.kind in work.chunk.session.drafting.sources
 
 
 def model_source(

@@ -28,15 +28,14 @@ from services.target.speculation.chooser import SourceChooser, model_source
 from services.target.speculation.draft_wait import MEASURING_WAIT
 from services.target.speculation.mode_policy import ModePolicy
 from services.target.speculation.mode_selector import SpeculationMode
-from services.target.speculation.multi_step import MultiStepPlanner, interrupts, lookup_texts
+from services.target.speculation.multi_step import MultiStepPlanner
 from services.target.speculation.planner import Planner, last_chunks
-from services.target.speculation.plans import LoopStep, MixedStep, MultiStep, SelfDraftStep, ServiceStep, StepPlan
+from services.target.speculation.plans import PlanMaker, ServiceStep, StepPlan
 from services.target.speculation.sources.base import Demand, Drafts
 from services.target.speculation.sources.draft_service import DraftService
 from services.target.speculation.survivors import room_for
 from services.target.step.batch import SessionWork
 from services.target.step.prepared import TreeTables
-from services.target.step.programs import MultiStepDecoding
 
 _FEW_SESSIONS = 4  # whose surviving draft tokens are weighed: one of many usually has none
 
@@ -71,13 +70,15 @@ class Speculation:
         self._own = chooser if SpeculationMode.SELF_SPECULATE in modes else None
         self.allowed = AllowedSources(self._own.kinds if self._own is not None else frozenset())
         self._longest = MEASURING_WAIT if config.speculative_always else None
+        self._plans = PlanMaker(planner, service, multi_step, sessions)
         self._start_policy()
 
     def _start_policy(self) -> None:
-        self.policy = ModePolicy(self._modes, longest=self._longest, expensive=self._trees_are_expensive)
-
-    def _trees_are_expensive(self) -> bool:
-        return self._features.asked and self.planner.budget.trees_are_expensive
+        self.policy = ModePolicy(
+            self._modes,
+            longest=self._longest,
+            expensive=lambda: self._features.asked and self.planner.budget.trees_are_expensive,
+        )
 
     @contextmanager
     def only(self, mode: SpeculationMode) -> Iterator[None]:
@@ -130,11 +131,6 @@ class Speculation:
         self.policy.begin(sessions, served=self.allowed.service, apart=self.allowed.service_alone, since=since)
 
     @property
-    def drafting_paused(self) -> bool:
-        """True if drafting is paused: commits carry a draft budget of 0."""
-        return self.policy.drafting_paused
-
-    @property
     def _self_speculates(self) -> bool:
         """True if steps verify draft tokens of the target's own, where they pay."""
         return self.chooser is not None and self.policy.mode is SpeculationMode.SELF_SPECULATE and not self.service_only
@@ -142,7 +138,7 @@ class Speculation:
     @property
     def without_drafts(self) -> bool:
         """True if no session has, or gets, draft tokens or features of a draft service."""
-        return self.policy.without_drafts and (self.drafting_paused or not self._features.captures)
+        return self.policy.without_drafts and (self.policy.drafting_paused or not self._features.captures)
 
     @property
     def prepares(self) -> bool:
@@ -152,7 +148,7 @@ class Speculation:
 
     def wants_drafts(self, entry: TargetSession) -> bool:
         """True if the next step may verify proposals for a session."""
-        drafted = self.policy.wait.drafts_for(entry.session.id) and not self.drafting_paused
+        drafted = self.policy.wait.drafts_for(entry.session.id) and not self.policy.drafting_paused
         return drafted and bool(self.service.wanted(entry))
 
     # --- plans ---
@@ -169,22 +165,23 @@ class Speculation:
         self.service.begin(demand)
         alone = program and self.without_drafts and self.multi_step.alone(works)
         if self._self_speculates and self.chooser is not None:
-            plan = self._self_drafted(works, listen, self.chooser, alone=alone)
+            loops = alone and not self._features.captures
+            plan = self._plans.self_drafted(works, listen, self.chooser, alone=alone, loops=loops)
         else:
             own = self._own if drafts and not self.service_only else None
-            if drafts and not self.drafting_paused:
+            if drafts and not self.policy.drafting_paused:
                 rival = own.source if own is not None else None
                 works = _with_drafts(works, self.service.draft(replace(demand, rival=rival), listen))
             if own is not None:
-                plan = self._mixed(works, listen, own)
+                plan = self._plans.mixed(works, listen, own)
             else:
-                plan = self._plain(works, alone=alone and not any(work.draft for work in works))
+                plan = self._plans.plain(works, alone=alone and not any(work.draft for work in works))
         self.count_misses(plan.works)
         return plan
 
     def count_misses(self, works: Sequence[SessionWork]) -> None:
         """Count sessions that a step samples for without a draft token."""
-        self.service.count_misses(works, paused=self.drafting_paused)
+        self.service.count_misses(works, paused=self.policy.drafting_paused)
 
     def plan_prepared(
         self, works: Sequence[SessionWork], tables: TreeTables, sessions: Sequence[Session], reaches: Sequence[int]
@@ -206,37 +203,6 @@ class Speculation:
             prepared.append(replace(work, draft=draft, reach=most))
         return ServiceStep(prepared, self.service, self.planner.budget)
 
-    def _mixed(self, works: Sequence[SessionWork], listen: MessageWatch, chooser: SourceChooser) -> StepPlan:
-        """A step with proposals, in which the target's own sources draft for sessions that have none to verify."""
-        choice = chooser.choose(works, listen, 0.0)
-        return MixedStep(choice.works, self.service, self.planner.budget, choice.sources)
-
-    def _self_drafted(
-        self, works: Sequence[SessionWork], listen: MessageWatch, chooser: SourceChooser, *, alone: bool
-    ) -> StepPlan:
-        loops = alone and not self._features.captures
-        choice = chooser.choose(works, listen, self.multi_step.window if loops else 0.0)
-        parts = self.service, self.planner.budget
-        if choice.loop is not None:
-            source, loop = choice.loop
-            session = works[0].chunk.session
-            looks_up = chooser.looks_up and chooser.lookup.kind in session.draft_sources
-            match = chooser.lookup.min_match if looks_up else 0
-            return LoopStep(works, *parts, source, replace(loop, texts=replace(loop.texts, match=match)))
-        if choice.sources:
-            return SelfDraftStep(choice.works, *parts, choice.sources)
-        return self._plain(works, alone=alone, match=chooser.lookup.min_match if chooser.looks_up else 0)
-
-    def _plain(self, works: Sequence[SessionWork], *, alone: bool, match: int = 0) -> StepPlan:
-        """A step with proposals, or several plain ones. match: as of SessionTexts."""
-        parts = self.service, self.planner.budget
-        steps = self.multi_step.steps(works) if alone else 1
-        if steps < 2:
-            return ServiceStep(works, *parts)
-        entries = [self._sessions[work.chunk.session.id] for work in works]
-        looked_up = lookup_texts(entries, steps, match)
-        return MultiStep(works, *parts, MultiStepDecoding(steps, interrupts(entries), looked_up))
-
     def launched(self, works: Sequence[SessionWork]) -> None:
         """A step of the model is launched, which writes these tokens into the cache."""
         if self.chooser is not None:
@@ -248,7 +214,7 @@ class Speculation:
         """The draft budget of a session's next step, for its commit."""
         fed = self._features.asked
         unread = (fed or self._reads_late) and not self.policy.wait.drafts_for(entry.session.id)
-        return self.service.budget(entry, paused=self.drafting_paused, unread=unread, fed=fed)
+        return self.service.budget(entry, paused=self.policy.drafting_paused, unread=unread, fed=fed)
 
     @property
     def _reads_late(self) -> bool:

@@ -55,7 +55,7 @@ class DraftStatsRecorder:
         if session.length == session.opened_length:
             return
         answered = self._answers.get(session.id)
-        if SourceKind.DRAFT not in session.draft_sources:
+        if SourceKind.DRAFT not in session.drafting.sources:
             self._paused += 1
         elif answered is None:
             self._without_drafter += 1

@@ -8,14 +8,11 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from services.target.speculation.draft_wait import DraftWait
+from services.target.speculation.estimates.mode_trial import ModeTrial, StepPace
 from services.target.speculation.mode_selector import DRAFT_MODES, TRIAL, ModeSelector, PrefillCost, SpeculationMode
 
-# Steps at the start of a trial that are not measured: drafters learn of the mode first, or do work that comes once.
-_SETTLING = 2
 _UNANSWERED_TRIALS = 2  # trials after which missing proposals are a measurement, too
-_MAX_EXCESS = 4.0  # a step that takes longer than this many usual ones of its mode counts as one that takes this long
 _MANY = 2  # as of `_load`: three sessions and more
-_EMA_WEIGHT = 0.2  # of the last step in the usual time of one
 
 SERVICE_MODES = (*DRAFT_MODES, SpeculationMode.NONE)  # of a target without draft sources of its own
 MEASURING_MODES = (SpeculationMode.WAIT_FOR_DRAFT,)
@@ -26,7 +23,7 @@ class ModePolicy:
 
     wait:         how long steps are held for proposals
     prefill_cost: of prompts, in modes with drafters and without
-    step_seconds: of a step without prompts, waits excluded, an average
+    pace:         of steps without prompts
     """
 
     def __init__(
@@ -45,16 +42,13 @@ class ModePolicy:
         self._expensive = expensive
         self.wait = DraftWait(clock, longest)
         # By load: 1, 2, 3 to 5, 6 to 11 sessions, and so on; apart where only the draft service may draft.
-        self._selectors: dict[int, ModeSelector] = {}
-        self._other_selectors: dict[int, ModeSelector] = {}
+        self._selectors: dict[bool, dict[int, ModeSelector]] = {False: {}, True: {}}
         self._served, self._apart = True, False
         self._alone = next((mode for mode in modes if mode not in DRAFT_MODES), modes[0])
         self.prefill_cost = PrefillCost()
         self._load = self._present_load = -1  # logarithms of sessions: of those measured, and of those present
-        self._start_trial()
-        self._typical_seconds: dict[SpeculationMode, float] = {}  # seconds of a measured step at this load
-        self.step_seconds = 0.0  # of a step without prompts, waits excluded ...
-        self._step_tokens = 1.0  # ... and the tokens per session that it commits
+        self._trial = ModeTrial()
+        self.pace = StepPace()
         self._ended = self._began = clock()
 
     @property
@@ -73,7 +67,7 @@ class ModePolicy:
     @property
     def selector(self) -> ModeSelector | None:
         """The selector of the present load; None before a drafter answers."""
-        return self._selectors.get(self._load)
+        return self._selectors[self._apart].get(self._load)
 
     @property
     def drafting_paused(self) -> bool:
@@ -83,7 +77,7 @@ class ModePolicy:
     @property
     def without_drafts(self) -> bool:
         """True if no drafter is there, no session allows one, or drafting has been paused for some steps."""
-        return not (self.wait.has_drafter and self._served) or (self.drafting_paused and self._steps >= 0)
+        return not (self.wait.has_drafter and self._served) or (self.drafting_paused and self._trial.steps >= 0)
 
     def begin(self, sessions: int = 0, *, served: bool = True, apart: bool = False, since: float | None = None) -> None:
         """A step begins. sessions: that are present, those that still have prompts to read included.
@@ -94,7 +88,6 @@ class ModePolicy:
         since: when the device began with the step in flight, if there is one.
         """
         if apart is not self._apart:
-            self._selectors, self._other_selectors = self._other_selectors, self._selectors
             self._load, self._apart = -1, apart
         self._served = served
         now = self._clock()
@@ -112,7 +105,7 @@ class ModePolicy:
     def received(self, session_id: int, *, fresh: bool) -> None:
         """As of DraftWait."""
         if not self.wait.has_drafter:
-            self._selectors, self._other_selectors, self._load = {}, {}, -1
+            self._selectors, self._load = {False: {}, True: {}}, -1
         self.wait.received(session_id, fresh=fresh)
 
     def end(
@@ -146,20 +139,18 @@ class ModePolicy:
             elif count and not prompts and self._is_measurement(bool(self.wait.any_of(wanted))):
                 self._measure(count, tokens / count, seconds, steps, own / count)
         if count and not prompts:
-            new = _EMA_WEIGHT if self.step_seconds else 1.0
-            self.step_seconds += new * (computing / steps - self.step_seconds)
-            self._step_tokens += new * (tokens / count / steps - self._step_tokens)
+            self.pace.add(tokens / count / steps, computing / steps)
         hold = self.mode is SpeculationMode.WAIT_FOR_DRAFT
         each = self.prefill_cost.seconds_per_prompt_token
         reading = {one: each * length for one, length in unread.items()} if unread else None
-        self.wait.end(now, wanted, self.step_seconds or computing, hold=hold, reading=reading)
+        self.wait.end(now, wanted, self.pace.seconds or computing, hold=hold, reading=reading)
 
     def _account(self, count: int, tokens: int, prompts: int, computing: float, waited: float) -> None:
         """All steps, measured or not, show what trials cost and when the next are due. computing, waited: seconds."""
-        selector = self._selectors.get(self._load)
+        selector = self.selector
         if prompts:
             # Beside prompts there may be no draft tokens, so it is the step's tokens that take the time of others.
-            others = self.step_seconds * tokens / (count * self._step_tokens) if tokens else 0.0
+            others = self.pace.seconds_of(tokens / count) if tokens else 0.0
             self.prefill_cost.observe(self.mode, prompts, max(0.0, computing - others))
             if selector is not None:
                 selector.add_prefill(computing)
@@ -171,42 +162,27 @@ class ModePolicy:
         # draft tokens, unless it goes on like that.
         if drafted or self.mode not in DRAFT_MODES:
             return True
-        self._unanswered += 1
-        return self._unanswered > _UNANSWERED_TRIALS * TRIAL
+        self._trial.unanswered += 1
+        return self._trial.unanswered > _UNANSWERED_TRIALS * TRIAL
 
     def _change_load(self, load: int) -> None:
         """Go on at another load."""
-        mode, self._load, self._typical_seconds = self._selected, load, {}
-        new = load not in self._selectors
-        self._start_trial(settling=_SETTLING if new else 0)
-        if new:
-            known = max((known for known in self._selectors if known < load), default=-1)
-            fewer, many = self._selectors.get(known), not self._apart and (load >= _MANY or self._expensive())
-            self._selectors[load] = ModeSelector(self._modes, mode, self.prefill_cost, fewer, load - known, many=many)
+        mode, self._load = self._selected, load
+        known = self._selectors[self._apart]
+        self._trial.forget_usual()
+        self._trial.start(settles=load not in known)
+        if load not in known:
+            below = max((other for other in known if other < load), default=-1)
+            fewer, many = known.get(below), not self._apart and (load >= _MANY or self._expensive())
+            known[load] = ModeSelector(self._modes, mode, self.prefill_cost, fewer, load - below, many=many)
 
     def _measure(self, count: int, tokens: float, seconds: float, steps: int, own: float) -> None:
-        # The first step after a pause is long. A deep draft's step is, too, so that each mode has its own measure.
-        usual = self._typical_seconds.get(self.mode, seconds / steps)
-        self._typical_seconds[self.mode] = usual + _EMA_WEIGHT * (min(seconds / steps, _MAX_EXCESS * usual) - usual)
-        if seconds > _MAX_EXCESS * steps * usual:
-            seconds = steps * usual
-        self._steps += steps
-        if self._steps <= 0:
-            return
-        self._trial[0] += tokens
-        self._trial[1] += seconds
-        self._trial[2] += own
-        selector = self._selectors[self._load]
-        if self._steps >= selector.steps:
+        trial, selector = self._trial, self._selectors[self._apart][self._load]
+        trial.add(self.mode, tokens, seconds, steps, own)
+        if trial.steps > 0 and trial.steps >= selector.steps:
             before = selector.mode
-            trial_tokens, trial_seconds, trial_own = self._trial
-            selector.end_trial(trial_tokens, trial_seconds, sessions=count, steps=self._steps, own=trial_own)
-            self._start_trial(settling=_SETTLING if selector.mode is not before else 0)
-
-    def _start_trial(self, settling: int = 0) -> None:
-        self._trial = [0.0, 0.0, 0.0]  # tokens per session, seconds, and of the tokens those of own sources
-        self._steps = -settling
-        self._unanswered = 0  # steps of the trial whose sessions no drafter has answered
+            selector.end_trial(trial.tokens, trial.seconds, sessions=count, steps=trial.steps, own=trial.own)
+            trial.start(settles=selector.mode is not before)
 
 
 def _load(sessions: int) -> int:

@@ -36,7 +36,7 @@ def texts(entries: Sequence[TargetSession], room: int, match: int = 0) -> Sessio
 
 def lookup_texts(entries: Sequence[TargetSession], room: int, match: int) -> SessionTexts | None:
     """The texts of sessions that allow prompt lookup; of the others the address is 0. None if no session does."""
-    allowed = [SourceKind.LOOKUP in entry.session.draft_sources for entry in entries]
+    allowed = [SourceKind.LOOKUP in entry.session.drafting.sources for entry in entries]
     if not match or not any(allowed):
         return None
     found = texts(entries, room, match)

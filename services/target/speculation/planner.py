@@ -56,7 +56,7 @@ class Planner:
 
     def most(self, session: Session) -> int:
         """Most draft tokens of a session in a step."""
-        return min(session.max_draft_tokens, self.max_tokens - 1)
+        return min(session.drafting.max_tokens, self.max_tokens - 1)
 
     def reserve(self, sessions: Sequence[Session], tokens: int) -> bool:
         """Lease pages for more tokens of each session. False if they are short; the next commit returns the rest."""

@@ -17,7 +17,11 @@ from dataclasses import dataclass, field, replace
 
 from outrider.serving.loop import MessageWatch
 from outrider.serving.session import Session
+from services.target.sampling.session import TargetSession
 from services.target.speculation.budget import Budget, promised
+from services.target.speculation.chooser import SourceChooser
+from services.target.speculation.multi_step import MultiStepPlanner, interrupts, lookup_texts
+from services.target.speculation.planner import Planner
 from services.target.speculation.sources.base import DraftSource, ModelSource
 from services.target.speculation.sources.draft_service import DraftService
 from services.target.step.batch import SessionWork
@@ -216,3 +220,52 @@ class LoopStep(StepPlan):
         """As of StepPlan."""
         del accepted
         self._count_paused(works, timing)
+
+
+class PlanMaker:
+    """Makes the plans of one engine: the kind of a step follows from its draft tokens."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        service: DraftService,
+        multi_step: MultiStepPlanner,
+        sessions: Mapping[int, TargetSession],
+    ) -> None:
+        """sessions: those that are open, by id."""
+        self._planner, self._service = planner, service
+        self._multi_step, self._sessions = multi_step, sessions
+
+    def mixed(self, works: Sequence[SessionWork], listen: MessageWatch, chooser: SourceChooser) -> StepPlan:
+        """A step with proposals, in which the target's own sources draft for sessions that have none to verify."""
+        choice = chooser.choose(works, listen, 0.0)
+        return MixedStep(choice.works, self._service, self._planner.budget, choice.sources)
+
+    def self_drafted(
+        self, works: Sequence[SessionWork], listen: MessageWatch, chooser: SourceChooser, *, alone: bool, loops: bool
+    ) -> StepPlan:
+        """A step, or a loop, with draft tokens of the target's own sources where they pay.
+
+        alone, loops: several steps may follow within one call: plain ones; of drafting and verification
+        """
+        choice = chooser.choose(works, listen, self._multi_step.window if loops else 0.0)
+        parts = self._service, self._planner.budget
+        if choice.loop is not None:
+            source, loop = choice.loop
+            session = works[0].chunk.session
+            looks_up = chooser.looks_up and chooser.lookup.kind in session.drafting.sources
+            match = chooser.lookup.min_match if looks_up else 0
+            return LoopStep(works, *parts, source, replace(loop, texts=replace(loop.texts, match=match)))
+        if choice.sources:
+            return SelfDraftStep(choice.works, *parts, choice.sources)
+        return self.plain(works, alone=alone, match=chooser.lookup.min_match if chooser.looks_up else 0)
+
+    def plain(self, works: Sequence[SessionWork], *, alone: bool, match: int = 0) -> StepPlan:
+        """A step with proposals, or several plain ones. match: as of SessionTexts."""
+        parts = self._service, self._planner.budget
+        steps = self._multi_step.steps(works) if alone else 1
+        if steps < 2:
+            return ServiceStep(works, *parts)
+        entries = [self._sessions[work.chunk.session.id] for work in works]
+        looked_up = lookup_texts(entries, steps, match)
+        return MultiStep(works, *parts, MultiStepDecoding(steps, interrupts(entries), looked_up))

@@ -51,7 +51,7 @@ class SessionWork:
     def scored(self) -> range:
         """Positions of the chunk's tokens that are scored: their logits are wanted, but no token is sampled."""
         session = self.chunk.session
-        return range(max(self.chunk.start, session.scored), min(self.chunk.stop, session.to_score))
+        return range(max(self.chunk.start, session.scores.computed), min(self.chunk.stop, session.scores.needed))
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def build(
         page += needed
         firsts.append(row)
     count, sample_count = len(works), len(sampled)
-    if any(work.chunk.session.to_score for work in works):
+    if any(work.chunk.session.scores.needed for work in works):
         for work, first in zip(works, firsts, strict=False):
             sampled += _scored(work, first)
     words = np.frombuffer(
@@ -279,7 +279,7 @@ def _joined(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
 def _scored(work: SessionWork, first: int) -> Sequence[int]:
     """Tokens of a chunk that are scored, as indices into the batch. first: of its span."""
     offset = first - work.chunk.start
-    return range(offset + work.scored.start, offset + work.scored.stop) if work.chunk.session.to_score else ()
+    return range(offset + work.scored.start, offset + work.scored.stop) if work.chunk.session.scores.needed else ()
 
 
 def pad(batch: Batch, size: int) -> Batch:

@@ -17,14 +17,12 @@ from outrider.serving.features import FeatureBlock
 from outrider.serving.messages import cache_salt_of, own_salt
 from outrider.speculation.proposal import Commit, FinishReason
 from outrider.supervisor.app import configure
-from services.draft.online.background import Background
 from services.draft.online.setup import ORIGIN, weight_writer
-from services.draft.online.state import STATE, load_state, save_state
 from services.draft.online.swap import LearntWeights
 from services.draft.process.app import build
 from tests.support.checkpoints.perfect import write_cyclic_target
 from tests.support.draft.helpers import settle
-from tests.support.draft.online import LearningPair, online_engine, some_requests, write_pair
+from tests.support.draft.online import LearningPair, online_engine, some_requests
 from tests.support.gateway.services import Gateway
 from tests.support.invariance.engines import target_engine
 from tests.support.invariance.pair import Faults, Pair, request
@@ -34,11 +32,6 @@ from tests.support.tiny import write_tokenizer
 
 NOTHING = LearntWeights({}, np.zeros(0, np.int64))
 FAULTS = Faults(lost=0.03, doubled=0.1, delay=2)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return write_pair(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -217,46 +210,6 @@ def test_trained_weights_are_written_and_resumed(models, learnt, target, tmp_pat
         build(DraftConfig(**{**config.__dict__, "speculative_draft_model_path": str(folder)}))
 
 
-def test_state_is_kept_over_a_restart(models, tmp_path, caplog):
-    """Weights in training, moments, vocabulary, buffer and counters; a damaged or foreign state is not used."""
-    flags = {"online_output": str(tmp_path / "out")}
-    draft = online_engine(models[1], models[0], **flags)
-    learner = draft.drafter.learner
-    for session_id in range(1, 13):
-        serve_random(draft, session_id)
-    for _ in range(5):
-        assert learner.run_once() > 0
-    draft.drafter.stop()
-    file = tmp_path / "out" / STATE
-    assert [path.name for path in file.parent.iterdir()] == [STATE]
-
-    def facts(learner):
-        buffer = learner.sampler.buffer
-        segments = [(s.number, s.version, s.key, s.record.tokens.tolist()) for kind in buffer.snapshot() for s in kind]
-        return learner.load(), learner.ids.tolist(), sorted(segments), buffer.counters(), learner.sampler.used
-
-    again = online_engine(models[1], models[0], **flags).drafter.learner
-    assert facts(again) == facts(learner)
-    assert (again.ids != learner.serving.learnt.ids).any(), "the vocabulary has followed the traffic"
-    for a, b in zip(*(jax.tree.leaves((one.trainer.state, one.averaged)) for one in (again, learner)), strict=True):
-        np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(again.trainer.target.draft_ids, learner.trainer.target.draft_ids)
-    assert again.run_once() > 0
-    learner.swap(learner.averaged)  # newer weights than the state
-    newer = online_engine(models[1], models[0], **flags).drafter.learner
-    assert facts(newer)[2:] == facts(learner)[2:]
-    assert newer.ids.tolist() == sorted(learner.ids.tolist())
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    fresh = online_engine(models[1], models[0], **flags).drafter.learner
-    assert (fresh.load().steps, fresh.sampler.buffer.bytes) == (0, 0)
-    assert "is damaged" in caplog.text
-    save_state(file.parent, learner, {"target": "a"})
-    assert not load_state(file.parent, fresh, {"target": "b"})
-    assert "it is of another target, 'a' instead of 'b'" in caplog.text
-
-
 def test_origin_is_written_before_weights(tmp_path):
     """Otherwise a draft that was interrupted in between would refuse its own folder."""
     seen = []
@@ -317,96 +270,6 @@ def test_training_thread_behind_a_gateway(models, learnt, tmp_path):
         served.stop()
 
 
-def serve_random(draft, session_id, update=None):
-    """A session of 4 and 80 random tokens. update: called in its middle."""
-    rng = np.random.default_rng(session_id)
-    tokens = rng.integers(40, 60, 84).astype(np.uint32)
-    draft.open(request(session_id, tokens[:4].tolist(), 0.0, 80))
-    rows = np.zeros((83, draft.drafter.received_row_bytes), np.uint8)
-    draft.receive_features([FeatureBlock(session_id, 0, rows[:4])])
-    if update is not None:
-        update()
-    draft.receive([], [Commit(session_id, 4, tokens[4:], 1, finish_reason=FinishReason.LENGTH)])
-    draft.receive_features([FeatureBlock(session_id, 4, rows[4:])])
-    draft.drafter.work()
-
-
-def test_recordings_outlive_some_updates_of_the_target(models):
-    draft = online_engine(models[1], models[0], {"epochs": 1.0, "versions": 2, "replay": 0.0})
-    buffer, learner = draft.drafter.learner.sampler.buffer, draft.drafter.learner
-    for session_id in range(1, 9):
-        serve_random(draft, session_id)
-    assert buffer.learnt > 64
-    assert learner.run_once() > 0
-    room, before = buffer.room, buffer.learnt
-    serve_random(draft, 10, lambda: draft.flush(only_fed=True))
-    assert (buffer.version, buffer.learnt, buffer.room) == (1, before, room), "what follows is of other weights"
-    draft.flush()  # trainers flush at each update
-    assert learner.run_once() > 0
-    for session_id in range(11, 13):
-        serve_random(draft, session_id, lambda: draft.flush(only_fed=True))
-        serve_random(draft, 10 * session_id)
-    assert {segment.version for segment in buffer.recent(held_out=False)} == {2, 3}
-    spent = learner.load().rows
-    while learner.run_once():
-        pass
-    assert learner.load().rows - spent < buffer.recent_learnt + 64, "what was dropped is no reason to learn more"
-
-
-def test_packs_of_earlier_traffic_have_their_share(models):
-    draft = online_engine(models[1], models[0], {"replay": 0.25, "held_out": 1000})
-    sampler, chosen = draft.drafter.learner.sampler, []
-    for session_id in range(1, 13):
-        serve_random(draft, session_id)
-    pick = sampler._random_pack
-    sampler._random_pack = lambda segments: chosen.append([s.number for s in segments]) or pick(segments)
-    for _ in range(40):
-        assert sampler.training_batch() is not None
-    older = list(range(1, 7))
-    assert [numbers == older for numbers in chosen].count(True) == 10
-    assert all(numbers in (older, list(range(1, 13))) for numbers in chosen)
-    assert sampler.used == 30 * 64
-
-
-# --- how much it may take ---
-
-
-@pytest.mark.parametrize("share", [0.05, 0.2, 0.9])
-def test_training_takes_at_most_its_share(share):
-    rng = np.random.default_rng(0)
-    now, working = 0.0, 0.0
-    starts = []
-
-    def turn():
-        nonlocal now, working
-        starts.append((now, working))
-        spent = float(rng.choice([0.0, 0.003, 0.2, 4.0]))
-        now, working = now + spent, working + spent
-        return spent
-
-    def rest(seconds):
-        nonlocal now
-        now += seconds
-        return len(starts) >= 300
-
-    Background(turn, share, rest).run()
-    assert len(starts) == 300
-    assert working > 0
-    # At no time has it taken more than its share, a turn under way left aside.
-    assert all(spent <= share * time + 1e-9 for time, spent in starts)
-    assert working / now <= share + 1e-9
-
-
-def test_failed_learner_does_not_stop_the_service(caplog):
-    def turn():
-        raise RuntimeError("no memory")
-
-    background = Background(turn, 0.5)
-    background.start()
-    background.stop()
-    assert "training has ended" in caplog.text
-
-
 def test_training_pauses_without_new_rows(learnt):
     """Rows are used a limited number of times."""
     draft, _, _ = learnt
@@ -414,9 +277,6 @@ def test_training_pauses_without_new_rows(learnt):
     learner.sampler.epochs = 0.5
     learner.postpone_evaluation()
     assert learner.run_once() == 0.0
-
-
-# --- flags ---
 
 
 @pytest.mark.parametrize(

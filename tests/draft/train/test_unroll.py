@@ -23,8 +23,8 @@ from services.draft.formats.target import read_target, target_logits
 from services.draft.learning.algorithms.initial import initial_head
 from services.draft.learning.objective import Objective
 from services.draft.learning.records.batches import Batch, PackShape, build
-from services.draft.learning.unroll import unroll
-from services.draft.learning.unroll_block import unroll_block
+from services.draft.learning.unrolling.unroll import unroll
+from services.draft.learning.unrolling.unroll_block import unroll_block
 from services.draft.model.layers.decoder import head as head_logits
 from tests.support.checkpoints.mtp import write_mtp
 from tests.support.draft.stepping import Stepper

@@ -15,43 +15,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto import sglang_scheduler_pb2, vllm_engine_pb2
 from smg_grpc_proto.generated import common_pb2
 
-from gateway.facade.bundle import bundle
-from gateway.facade.requests import number
 from tests.support.gateway.engines import BUSY, CONTEXT, EOS, REFUSED, VOCAB, expected, tokenizer, tokenizer_files
-from tests.support.gateway.router_clients import SglangClient, VllmClient
+from tests.support.gateway.router_clients import SglangClient, VllmClient, refusal
 from tests.support.gateway.services import Gateway, free_port, until
 
 A = tokenizer().encode("A").ids
 NAMES = ["vllm.grpc.engine.VllmEngine", "sglang.grpc.scheduler.SglangScheduler"]
-
-
-@pytest.fixture(scope="module")
-def gateway(folder, target, draft):
-    process = Gateway(folder, [target.address], [draft.address], grpc_facades=["vllm", "sglang"]).wait()
-    yield process
-    assert process.stop() == 0
-
-
-@pytest.fixture(scope="module")
-def vllm(channel):
-    return VllmClient(channel)
-
-
-@pytest.fixture(scope="module")
-def sglang(channel):
-    return SglangClient(channel)
-
-
-@pytest.fixture(params=["vllm", "sglang"])
-def engine(request, vllm, sglang):
-    return {"vllm": vllm, "sglang": sglang}[request.param]
-
-
-def refusal(call):
-    """Code and message of a refused call."""
-    with pytest.raises(grpc.RpcError) as caught:
-        list(call) if hasattr(call, "__iter__") else call()
-    return caught.value.code(), caught.value.details()
 
 
 # --- answers ---
@@ -100,12 +69,6 @@ def test_the_same_tokens_as_in_rest(engine, gateway, target, seed):
     body = gateway.complete(A, **numbers, top_k=20, max_tokens=12, seed=seed, return_token_ids=True)
     assert body["choices"][0]["token_ids"] == list(end.output_ids)
     assert target.engine.seen[-1].sampling == over_grpc
-
-
-@pytest.mark.parametrize("value", [0.7, 0.1, 1.0, 0.0, 1e-7, 0.999999])
-def test_floats_are_converted_to_the_shortest_decimal(value):
-    sent = vllm_engine_pb2.SamplingParams(top_p=value).top_p
-    assert number(sent) == value
 
 
 def test_sampling_reaches_the_target(engine, target):
@@ -362,20 +325,14 @@ def test_the_tokenizer_archive_is_complete(engine):
         assert {name: archive.read(name) for name in archive.namelist()} == tokenizer_files()
 
 
-def test_an_archive_depends_on_its_files_only():
-    files = {"b": b"2" * 200_000, "a": b"1"}
-    assert bundle(files) == bundle(dict(reversed(files.items())))
-    assert bundle(files)[1] != bundle({"a": b"1"})[1]
-
-
-# --- who may call ---
-
-
 @pytest.fixture(scope="module")
 def guarded(folder, target, draft):
     process = Gateway(folder, [target.address], [draft.address], api_key="secret", admin_api_key="boss").wait()
     yield process
     assert process.stop() == 0
+
+
+# --- who may call ---
 
 
 def test_facades_require_a_key(guarded):
@@ -411,9 +368,6 @@ def test_facades_are_unavailable_before_a_target_is_up(folder):
             assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
     finally:
         assert gateway.stop() == 0
-
-
-# --- generic clients ---
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -26,9 +26,8 @@ from outrider.config.compatibility.on_cpu import for_cpu
 from outrider.errors import ConfigError
 from outrider.placement import devices
 from outrider.supervisor import dry_run
-from outrider.supervisor.dry_run import make_plan
 from outrider.supervisor.resolution import resolve_config
-from tests.support.outrider.command_lines import COMMAND_LINES, GRAPH_SIZES, prefixed, words
+from tests.support.outrider.command_lines import COMMAND_LINES, GRAPH_SIZES, plan, prefixed, values, warned, words
 from tests.support.tiny import write_model
 
 SPEC_V2, GREEDY = "SGLANG_ENABLE_SPEC_V2", "SGLANG_NGRAM_FORCE_GREEDY_VERIFY"
@@ -52,19 +51,6 @@ def machine(monkeypatch, tmp_path):
 def with_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(devices, "_GPU", tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-
-
-def plan(*flags):
-    config, notes = read_flags(ServeConfig, list(flags), "outrider serve")
-    return make_plan(config, notes)
-
-
-def values(process):
-    return {setting.flag: setting.value for setting in process.settings}
-
-
-def warned(made, text):
-    return sum(text in warning for warning in made.warnings)
 
 
 @pytest.mark.parametrize("gpu", [False, True])

@@ -5,37 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.errors import EngineFault, Overloaded
-from outrider.paging.allocator import PageAllocator
-from outrider.paging.prefix import PrefixCache
+from outrider.errors import EngineFault
 from outrider.serving.messages import OpenSession
-from outrider.serving.scheduler import Limits, Scheduler
 from outrider.serving.session import Session
-from outrider.serving.waiting import MAX_PASSED_OVER, MAX_PREFERRED, WaitingQueue
 from outrider.speculation.sampling import SamplingParams, StopConditions
-
-
-def scheduler(pages=8, page_size=4, max_running=4, step=16, **limits):
-    return Scheduler(PrefixCache(PageAllocator(pages, page_size)), Limits(max_running, step, **limits))
-
-
-def session(s, session_id, length, *, shared=0, committed=(), **options):
-    """A session that shares its first tokens with others, and no later one."""
-    own = range(1000 * session_id + shared + 1, 1000 * session_id + length + 1)
-    tokens = np.array([*range(1, shared + 1), *own, *committed], np.uint32)
-    return Session(OpenSession(session_id, tokens, length, SamplingParams(), StopConditions(100), **options), s.prefix)
-
-
-def spans(chunks):
-    return [(chunk.session.id, chunk.start, chunk.stop) for chunk in chunks]
-
-
-def advance(s, chunks):
-    """An engine's part of a plan: compute the chunks, and commit one token after a last chunk."""
-    for chunk in chunks:
-        chunk.session.computed = chunk.stop
-        if chunk.last:
-            chunk.session.append(np.array([7]))
+from tests.support.outrider.scheduling import advance, scheduler, session, spans
 
 
 def test_prompts_are_computed_in_chunks_and_decoding_comes_first():
@@ -134,7 +108,7 @@ def test_several_choices_compute_their_prompt_once():
     plan = s.plan()
     assert spans(plan) == [(0, 18, 19), (1, 16, 18), (2, 16, 18), (3, 16, 18)]
     advance(s, plan)
-    assert [one.cached_tokens for one in s] == [0, 16, 16, 16]
+    assert [one.record.cached_tokens for one in s] == [0, 16, 16, 16]
     assert s.allocator.leased_pages == 4 + 4
     s.check()
 
@@ -148,7 +122,7 @@ def test_a_prompt_shares_the_chunks_of_another_up_to_their_difference():
         plans.append(spans(s.plan()))
         advance(s, s.plan())
     assert plans[:2] == [[(1, 0, 10)], [(1, 10, 20)]]  # the second one holds back
-    assert [one.cached_tokens for one in s] == [0, 24]
+    assert [one.record.cached_tokens for one in s] == [0, 24]
     assert sum(stop - start for plan in plans for name, start, stop in plan if name == 2 and stop <= 30) == 30 - 24
     s.check()
 
@@ -176,7 +150,7 @@ def test_the_next_turn_finds_the_prompt_and_the_answer():
     second = Session(request, s.prefix)
     s.add(second)
     assert spans(s.plan()) == [(2, 16, 20)]
-    assert second.cached_tokens == 16
+    assert second.record.cached_tokens == 16
 
 
 def test_a_prompt_that_is_all_cached_still_computes_its_last_token():
@@ -184,7 +158,7 @@ def test_a_prompt_that_is_all_cached_still_computes_its_last_token():
     for i in (1, 2):
         s.add(session(s, i, 16, shared=16))
         advance(s, s.plan())
-    assert [one.cached_tokens for one in s] == [0, 12]
+    assert [one.record.cached_tokens for one in s] == [0, 12]
 
 
 def test_readmission_after_preemption_uses_the_cache():
@@ -200,7 +174,7 @@ def test_readmission_after_preemption_uses_the_cache():
     (chunk,) = s.plan()
     assert chunk.session is second
     assert 12 <= chunk.start < second.length
-    assert second.cached_tokens == 0  # its own work is no saving
+    assert second.record.cached_tokens == 0  # its own work is no saving
     s.check()
 
 
@@ -323,203 +297,6 @@ def test_callers_share_the_tokens_with_log_probabilities_evenly():
 # --- the queue ---
 
 
-def run_to_the_end(s):
-    """Ids in the order of admission, if each session ends after one step."""
-    order = []
-    while len(s):
-        s.plan()
-        for one in list(s._running.values()):
-            order.append(one.id)
-            s.remove(one)
-    return order
-
-
-@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-def test_callers_take_turns_at_admission(policy):
-    s = scheduler(pages=1000, step=100, max_running=1, policy=policy)
-    for i in range(20):
-        s.add(session(s, i, 5, caller="greedy"))
-    for i in (100, 101):
-        s.add(session(s, i, 5, caller="modest"))
-    s.add(session(s, 200, 5, caller="third"))
-    assert run_to_the_end(s)[:6] == [0, 100, 200, 1, 101, 2]
-
-
-def test_the_caller_with_the_fewest_running_sessions_is_admitted():
-    s = scheduler(pages=1000, step=100, max_running=4)
-    for i in range(8):
-        s.add(session(s, i, 5, caller="greedy"))
-    s.plan()
-    for i in range(100, 103):
-        s.add(session(s, i, 5, caller="modest"))
-    for end, admitted in ((0, 100), (1, 101), (2, 4)):
-        s.remove(next(one for one in s if one.id == end))
-        s.plan()
-        assert list(s._running)[-1] == admitted
-
-
-def test_a_caller_without_a_running_session_takes_the_place_of_the_greediest():
-    s = scheduler(pages=40, page_size=4, max_running=4)
-    for i in range(6):
-        s.add(session(s, i, 5, caller="greedy"))
-    advance(s, s.plan())
-    for i in (100, 101):
-        s.add(session(s, i, 5, caller="modest"))
-    assert not s.fits()  # a step that is in flight would lose a session
-    advance(s, s.plan())
-    assert (list(s._running), s.preemptions) == ([0, 1, 2, 100], 1)
-    assert s.fits()
-    s.remove(next(one for one in s if one.id == 100))
-    advance(s, s.plan())
-    assert (list(s._running), s.preemptions) == ([0, 1, 2, 101], 1)
-    s.remove(next(one for one in s if one.id == 101))
-    s.plan()
-    assert list(s._running) == [0, 1, 2, 3], "the one that was preempted goes on"
-    s.check()
-
-
-@pytest.mark.parametrize(("length", "admitted"), [(30, True), (90, False)])
-def test_a_caller_displaces_others_for_its_share_of_the_pages_alone(length, admitted):
-    s = scheduler(pages=32, page_size=4, max_running=9, step=200)
-    for i in range(4):
-        s.add(session(s, i, 30, caller="greedy"))
-    advance(s, s.plan())
-    s.add(session(s, 100, length, caller="modest"))
-    advance(s, s.plan())
-    assert (100 in s._running) == admitted
-    assert s.preemptions == (1 if admitted else 0)
-    s.check()
-
-
-def test_a_caller_s_priorities_do_not_starve_another():
-    s = scheduler(pages=1000, step=100, max_running=1)
-    for i in range(30):
-        s.add(session(s, i, 5, caller="greedy", priority=-(2**31)))
-    s.add(session(s, 100, 5, caller="modest"))
-    assert run_to_the_end(s).index(100) == MAX_PREFERRED + 1
-
-
-def test_a_caller_with_more_sessions_is_preempted_first():
-    s = scheduler(pages=6, page_size=4)
-    for i in (1, 2):
-        s.add(session(s, i, 7, caller="greedy"))
-    s.add(session(s, 3, 7, caller="modest"))
-    for _ in range(3):
-        advance(s, s.plan())
-    assert (s.preemptions, list(s._running)) == (1, [1, 3])
-    s.check()
-
-
-def test_the_longest_match_is_next_but_no_session_starves():
-    s = scheduler(pages=1000, step=100, max_running=1, policy="lpm")
-    s.add(session(s, 0, 9, shared=9))
-    advance(s, s.plan())
-    stranger = session(s, 1, 9)
-    s.add(stranger)
-    order = []
-    for i in range(2, MAX_PASSED_OVER + 4):
-        s.add(session(s, i, 12, shared=9))
-        s.remove(next(iter(s)))
-        advance(s, s.plan())
-        order.append(next(iter(s)).id)
-    assert order[:MAX_PASSED_OVER] == list(range(2, MAX_PASSED_OVER + 2))
-    assert order[MAX_PASSED_OVER] == 1
-
-
-def test_preempted_sessions_do_not_count_as_passing_over():
-    queue = WaitingQueue("lpm")
-    s = scheduler(pages=1000, step=100, max_running=1)
-    s.add(session(s, 0, 9, shared=9))
-    advance(s, s.plan())
-    s.remove(next(iter(s)))
-    stranger, known = session(s, 1, 9), session(s, 2, 12, shared=9)
-    queue.add(stranger)
-    queue.add(known)
-    back = session(s, 3, 9)
-    for _ in range(MAX_PASSED_OVER):
-        queue.requeue(back)
-        queue.take(queue.next())
-    assert list(queue) == [stranger, known]
-    assert queue.next() is known
-
-
-@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-def test_lower_numbers_of_priority_go_first_and_equal_ones_in_order(policy):
-    s = scheduler(pages=1000, step=100, max_running=1, policy=policy)
-    for i, priority in enumerate([0, 0, 5, -1, 5, 0]):
-        s.add(session(s, i, 5, priority=priority))
-    order = []
-    while len(s):
-        s.plan()
-        order.append(next(iter(s)).id)
-        s.remove(next(iter(s)))
-    assert order == [3, 0, 1, 5, 2, 4]
-
-
-@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-def test_a_stream_of_preferred_sessions_starves_no_other(policy):
-    s = scheduler(pages=1000, step=100, max_running=1, policy=policy)
-    low = range(1000, 1003)
-    for i in low:
-        s.add(session(s, i, 5, priority=7))
-    order = []
-    for i in range(40):  # one more arrives whenever one is admitted
-        s.add(session(s, i, 5, priority=-(2**31)))
-        s.plan()
-        order.append(next(iter(s)).id)
-        s.remove(next(iter(s)))
-    assert [order.index(i) for i in low] == [MAX_PREFERRED, 2 * MAX_PREFERRED + 1, 3 * MAX_PREFERRED + 2]
-    assert [i for i in order if i not in low] == list(range(37))
-
-
-def test_first_come_first_served_ignores_matches():
-    s = scheduler(pages=1000, step=100, max_running=1)
-    s.add(session(s, 0, 9, shared=9))
-    advance(s, s.plan())
-    s.add(session(s, 1, 9))
-    s.add(session(s, 2, 12, shared=9))
-    s.remove(next(iter(s)))
-    assert spans(s.plan()) == [(1, 0, 9)]
-
-
-@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-def test_a_full_queue_refuses_new_sessions_and_no_others(policy):
-    s = scheduler(pages=100, max_running=2, max_queued=1, policy=policy)
-    for i in range(3):
-        s.add(session(s, i, 5))
-    with pytest.raises(Overloaded, match="1 requests wait"):
-        s.add(session(s, 3, 5))
-    s.add(session(s, 4, 5, committed=[9]))  # it comes from another replica
-    assert (s.running, s.waiting) == (2, 2)
-    s.remove(next(iter(s)))
-    s.plan()
-    s.remove(next(iter(s)))
-    s.add(session(s, 5, 5))
-    assert (s.running, s.waiting) == (2, 1)
-
-
-@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-def test_a_session_from_elsewhere_goes_before_new_prompts(policy):
-    """A session that is opened again for its drafter was in the middle of its answer."""
-    s = scheduler(pages=100, max_running=2, policy=policy)
-    for i in range(6):
-        s.add(session(s, i, 5))
-    advance(s, s.plan())
-    for one in list(s)[:2]:
-        s.remove(one)
-        s.add(session(s, one.id, 5, committed=[9]))
-    assert [c.session.id for c in s.plan()] == [0, 1]
-    s.check()
-
-
-def test_without_a_queue_a_session_runs_at_once_or_not_at_all():
-    s = scheduler(pages=100, max_running=1, max_queued=0)
-    s.add(session(s, 1, 5))
-    with pytest.raises(Overloaded):
-        s.add(session(s, 2, 5))
-    assert [one.id for one in s] == [1]
-
-
 def test_flushed_pages_are_not_found_and_running_sessions_go_on():
     s = scheduler(pages=100, step=100)
     s.add(session(s, 1, 20, shared=20))
@@ -527,7 +304,7 @@ def test_flushed_pages_are_not_found_and_running_sessions_go_on():
     s.prefix.flush()
     s.add(session(s, 2, 20, shared=20))
     advance(s, s.plan())
-    assert [(one.length, one.cached_tokens) for one in s] == [(22, 0), (21, 0)]
+    assert [(one.length, one.record.cached_tokens) for one in s] == [(22, 0), (21, 0)]
     s.check()
 
 

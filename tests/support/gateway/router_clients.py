@@ -2,6 +2,8 @@
 
 from typing import ClassVar
 
+import grpc
+import pytest
 from smg_grpc_proto import sglang_scheduler_pb2, sglang_scheduler_pb2_grpc, vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from tests.support.gateway.engines import tokenizer
@@ -72,3 +74,10 @@ class SglangClient(VllmClient):
 def _both(count):
     """Fields that request log-probabilities of prompt and answer; none for None."""
     return {"logprobs": count, "prompt_logprobs": count} if count is not None else {}
+
+
+def refusal(call):
+    """Code and message of a refused call."""
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call) if hasattr(call, "__iter__") else call()
+    return caught.value.code(), caught.value.details()

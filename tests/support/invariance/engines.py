@@ -29,8 +29,9 @@ def as_on_cuda(engine: Any, *, prepares: bool) -> Any:
     """The target engine, with steps that overlap and are walked on the device. prepares: also behind draft tokens."""
     from services.target.speculation.mode_selector import SpeculationMode
 
-    engine.overlap, engine.prepares = True, prepares
-    engine.sampler._compiled, engine.sampler._walks, engine.sampler._async = False, True, True
+    engine.overlap, engine.launcher.prepares = True, prepares
+    sampler = engine.launcher.sampler
+    sampler._compiled, sampler._walks, sampler._async = False, True, True
     if prepares:
         engine.speculation._modes = [SpeculationMode.DRAFT_IF_READY]
         engine.speculation.forget()

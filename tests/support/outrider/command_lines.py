@@ -1,6 +1,9 @@
-"""Command lines from the documentation of SGLang, SGL-JAX and slime, without their launchers."""
+"""Command lines from the documentation of SGLang, SGL-JAX and slime, without their launchers, and their plans."""
 
 import shlex
+
+from outrider.config import ServeConfig, read_flags
+from outrider.supervisor.dry_run import make_plan
 
 _LLAMA2 = "--model meta-llama/Llama-2-7b-chat-hf --speculative-algorithm EAGLE"
 _LLAMA2 += " --speculative-draft-model-path lmsys/sglang-EAGLE-llama2-chat-7B"
@@ -94,3 +97,16 @@ def words(name: str) -> list[str]:
 def prefixed(line: list[str]) -> list[str]:
     """The same with slime's prefix on every flag."""
     return [f"--sglang-{word[2:]}" if word.startswith("--") and "sglang" not in word else word for word in line]
+
+
+def plan(*flags):
+    config, notes = read_flags(ServeConfig, list(flags), "outrider serve")
+    return make_plan(config, notes)
+
+
+def values(process):
+    return {setting.flag: setting.value for setting in process.settings}
+
+
+def warned(made, text):
+    return sum(text in warning for warning in made.warnings)

@@ -2,10 +2,11 @@
 
 import base64
 import concurrent.futures
+import json
 import pickle
 
 from services.draft.drafters.ngram import NgramDrafter, NgramOptions
-from tests.support.gateway.services import Gateway
+from tests.support.gateway.services import Gateway, until
 from tests.support.system.services import draft_service, target_service
 
 KEY = "for trainers"
@@ -58,3 +59,28 @@ class System:
     def stop(self):
         for service in (self.gateway, self.draft, *self.targets):
             service.stop()
+
+
+def stream(running, pool, **options):
+    """A long generation in progress: a future of its token ids and finish reason, after its first tokens.
+
+    The targets pause between steps, so that it does not end before something befalls it; who calls ends that.
+    """
+    begun = []
+
+    def read():
+        body = {"prompt": PROMPTS[1], "max_tokens": 450, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        tokens, reason = [], None
+        with running.gateway.client.stream("POST", "/v1/completions", json=body | options) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                        tokens += choice["token_ids"]
+                        reason = choice["finish_reason"] or reason
+                        begun.append(True)
+        return tokens, reason
+
+    running.pause(0.05)
+    future = pool.submit(read)
+    until(lambda: begun)
+    return future, begun

@@ -17,6 +17,7 @@ from services.target.engine.engine import TargetEngine
 from services.target.model.base import Model
 from services.target.model.loading.load import load
 from services.target.speculation.mode_selector import DRAFT_MODES, SpeculationMode
+from tests.support.tiny import VOCAB
 
 GREEDY = SamplingParams(temperature=0.0)
 # Given a session's id and tokens: proposals for its next step.
@@ -42,8 +43,8 @@ def engine_of(model: Model, **flags) -> TargetEngine:
 
 
 def counting(engine: TargetEngine, method: str, counter: str) -> TargetEngine:
-    """The engine, with a counter of the steps that one of its methods launches behind another step."""
-    launch = getattr(engine, method)
+    """The engine, with a counter of the steps that a method of its launcher launches behind another step."""
+    launch = getattr(engine.launcher, method)
     setattr(engine, counter, 0)
 
     def counted(*arguments: Any) -> Any:
@@ -51,7 +52,7 @@ def counting(engine: TargetEngine, method: str, counter: str) -> TargetEngine:
         setattr(engine, counter, getattr(engine, counter) + (following is not None))
         return following
 
-    setattr(engine, method, counted)
+    setattr(engine.launcher, method, counted)
     return engine
 
 
@@ -61,9 +62,10 @@ def preparing_engine(model: Model, **flags) -> TargetEngine:
     prepared: such steps that were launched
     """
     engine = TargetEngine(model, TargetConfig(**(_SMALL | flags)), [SpeculationMode.DRAFT_IF_READY])
-    assert not engine.prepares
-    engine.overlap = engine.prepares = True
-    engine.sampler._compiled, engine.sampler._walks, engine.sampler._async = False, True, True
+    assert not engine.launcher.prepares
+    engine.overlap = engine.launcher.prepares = True
+    sampler = engine.launcher.sampler
+    sampler._compiled, sampler._walks, sampler._async = False, True, True
     return counting(engine, "_launch_prepared", "prepared")
 
 
@@ -159,3 +161,12 @@ def run(engine: TargetEngine, requests: Sequence[OpenSession], proposals: Propos
         engine.check()
     engine.scheduler.allocator.check(expected_leased=0)
     return result
+
+
+def prompts(count, longest=60, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, rng.integers(1, longest)).tolist() for _ in range(count)]
+
+
+def requests_of(texts, params=GREEDY, **options):
+    return [opening(i, text, params, **options) for i, text in enumerate(texts, start=1)]

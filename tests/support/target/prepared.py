@@ -9,8 +9,8 @@ from outrider.serving.session import Session
 from outrider.speculation.acceptance import accepted_path
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import SpeculationTree
-from services.target.engine.in_flight import expecting
-from services.target.engine.prepare import prepare
+from services.target.engine.launching.in_flight import expecting
+from services.target.engine.launching.prepare import prepare
 from services.target.speculation.survivors import room_for, tree_tables
 from services.target.step.batch import SessionWork, build
 from tests.support.target.driving import opening, random_tree

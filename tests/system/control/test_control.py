@@ -2,7 +2,6 @@
 
 import base64
 import concurrent.futures
-import json
 import pickle
 import re
 import shutil
@@ -16,48 +15,9 @@ from outrider.client import Client
 from outrider.errors import ConfigError
 from services.target.process.control import Control
 from tests.support.gateway.services import free_port, until
-from tests.support.system.controlled import KEY, PROMPTS, System, pickled
+from tests.support.system.controlled import KEY, PROMPTS, pickled, stream
 from tests.support.system.trainer import GROUP, Trainer
-from tests.support.tiny import write_model, write_tokenizer
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Two checkpoints of one architecture."""
-    base = tmp_path_factory.mktemp("weights")
-    return [write_tokenizer(write_model(base / str(seed), seed=seed, num_hidden_layers=3)) for seed in (1, 2)]
-
-
-@pytest.fixture
-def system(folders, tmp_path):
-    running = []
-
-    def start(folder, **options):
-        running.append(System(folder, tmp_path, **options))
-        return running[-1]
-
-    yield start
-    for one in running:
-        one.stop()
-
-
-@pytest.fixture(scope="module")
-def shared(folders, tmp_path_factory):
-    """A system whose weights no test changes."""
-    running = System(folders[0], tmp_path_factory.mktemp("shared"))
-    yield running
-    running.stop()
-
-
-@pytest.fixture(scope="module")
-def expected(folders, tmp_path_factory):
-    """Texts of freshly started systems, by checkpoint."""
-    texts = []
-    for folder in folders:
-        system = System(folder, tmp_path_factory.mktemp("fresh"))
-        texts.append(system.texts(temperature=1, seed=3))
-        system.stop()
-    return texts
+from tests.support.tiny import write_model
 
 
 def test_weights_from_disk_and_from_tensors(system, folders, expected):
@@ -210,31 +170,6 @@ def test_only_the_admin_key_controls(shared):
             assert answer.status_code == 401
     assert KEY not in running.gateway.client.get("/server_info").text
     assert running.version() == "default"
-
-
-def stream(running, pool, **options):
-    """A long generation in progress: a future of its token ids and finish reason, after its first tokens.
-
-    The targets pause between steps, so that it does not end before something befalls it; who calls ends that.
-    """
-    begun = []
-
-    def read():
-        body = {"prompt": PROMPTS[1], "max_tokens": 450, "ignore_eos": True, "stream": True, "return_token_ids": True}
-        tokens, reason = [], None
-        with running.gateway.client.stream("POST", "/v1/completions", json=body | options) as response:
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                        tokens += choice["token_ids"]
-                        reason = choice["finish_reason"] or reason
-                        begun.append(True)
-        return tokens, reason
-
-    running.pause(0.05)
-    future = pool.submit(read)
-    until(lambda: begun)
-    return future, begun
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])

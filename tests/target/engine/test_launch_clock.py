@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.target.engine.launch_clock import LaunchClock
+from services.target.engine.launching.launch_clock import LaunchClock
 
 
 @pytest.mark.parametrize("believed", [0.3, 1.0, 3.0])

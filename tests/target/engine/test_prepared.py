@@ -7,7 +7,7 @@ import torch
 from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
-from services.target.engine import engine as engine_module
+from services.target.engine.launching import launcher as launcher_module
 from services.target.process.warmup import warm_up
 from services.target.sampling import sampler
 from services.target.speculation.budget import Budget
@@ -186,9 +186,9 @@ def test_the_warm_up_tries_prepared_steps(model, fails, monkeypatch, caplog):
     """Where the device cannot prepare them, steps with draft tokens go one by one."""
     engine = preparing_engine(model)
     if fails:
-        monkeypatch.setattr(engine_module, "prepare", lambda *_, **__: {}["no such kernel"])
+        monkeypatch.setattr(launcher_module, "prepare", lambda *_, **__: {}["no such kernel"])
     warm_up(engine)
-    assert (engine.prepared, engine.prepares) == ((0, False) if fails else (engine.prepared, True))
+    assert (engine.prepared, engine.launcher.prepares) == ((0, False) if fails else (engine.prepared, True))
     assert fails or engine.prepared > 2
     assert ("do not overlap: 'no such kernel'" in caplog.text) == fails
     assert engine.overlap
@@ -199,7 +199,7 @@ def test_the_warm_up_tries_prepared_steps(model, fails, monkeypatch, caplog):
 
 
 def test_flags_that_shape_trees_and_the_overlap_flag_switch_it_off(model):
-    assert not engine_of(model, disable_overlap_schedule=True).prepares
+    assert not engine_of(model, disable_overlap_schedule=True).launcher.prepares
     requests = list(sessions(3, 0.0))
     expected = run(engine_of(model), requests)
     engine = preparing_engine(model, speculative_num_steps=3, speculative_eagle_topk=2, speculative_num_draft_tokens=6)

@@ -53,7 +53,7 @@ def served(folder, plain):
     recorder = Recorder()
     runner = GraphRunner(modules(folder), SIZES, recorder)
     engine = engine_of(replace(plain, runner=runner))
-    engine._captures = StepCaptures(runner, lambda: recorder.time)
+    engine.launcher.captures = StepCaptures(runner, lambda: recorder.time)
     runner.capture(engine.cache, CPU)
     assert recorder.events == ["capture"] * len(SIZES)
     recorder.events.clear()

@@ -39,7 +39,7 @@ def lines(caplog):
 
 def logging_engine(model, interval, **flags):
     engine = engine_of(model, **flags)
-    engine.step_log = StepLog(engine.scheduler, interval)
+    engine.observers.step_log = StepLog(engine.scheduler, interval)
     return engine
 
 

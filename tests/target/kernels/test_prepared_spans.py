@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.target.engine import prepare as preparing
-from services.target.engine.prepare import takes_prepared_spans
+from services.target.engine.launching import prepare as preparing
+from services.target.engine.launching.prepare import takes_prepared_spans
 from services.target.kernels.reference import paged_attention
 from services.target.model.cuda.graphs import GraphRunner, direct
 from services.target.step.batch import build

@@ -1,9 +1,6 @@
 """Control of a target that runs: afterwards it is what a target is that was started with the new weights."""
 
 import asyncio
-import json
-import shutil
-import struct
 import threading
 from dataclasses import replace
 
@@ -14,81 +11,19 @@ from safetensors.torch import load, load_file, save, save_file
 
 from outrider.checkpoints import checkpoint
 from outrider.config import TargetConfig
-from outrider.errors import ConfigError, Conflict, EngineFault, InvalidRequest, Overloaded
+from outrider.errors import ConfigError
 from outrider.serving.features import FeatureFormat, FeatureSpec, decode
 from outrider.serving.loop import EngineLoop
-from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.proposal import FinishReason
-from outrider.speculation.sampling import SamplingParams
 from outrider.wire.v1 import target_pb2
 from services.target.kernels.cpu import library
-from services.target.process.control import Condition, Control, Update
+from services.target.process.control import Control, Update
 from services.target.process.service import TargetServicer, describe
 from services.target.process.weights.shared import header_of, parts_of
 from tests.support.checkpoints.mtp import write_mtp
-from tests.support.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
-from tests.support.tiny import VOCAB, write_model, write_tokenizer
-
-PROMPTS = [[5, 6, 7], list(range(30, 75)), [9] * 20, [200]]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Two checkpoints of one architecture."""
-    base = tmp_path_factory.mktemp("weights")
-    return [write_model(base / str(seed), seed=seed) for seed in (1, 2)]
-
-
-@pytest.fixture(scope="module")
-def texts(folders):
-    """What freshly started targets say, by checkpoint and temperature."""
-    return {
-        (i, t): run(engine_of(load_model(folder)), requests(t)).new
-        for i, folder in enumerate(folders)
-        for t in (0.0, 1.0)
-    }
-
-
-def requests(temperature, **options):
-    params = SamplingParams(temperature, seed=4)
-    return [opening(i, prompt, params, max_tokens=30, **options) for i, prompt in enumerate(PROMPTS, start=1)]
-
-
-def started(folder, **flags):
-    engine = engine_of(load_model(folder), **flags)
-    return engine, Control(engine, folder, roots=[str(folder.parents[1])])
-
-
-def knowing(new):
-    """Proposals that contain the text `new`, among others."""
-
-    def proposals(session_id, path):
-        rng = np.random.default_rng(len(path))
-        done = len(path) - len(PROMPTS[session_id - 1])
-        ahead = chain(session_id, path, new[session_id][done : done + 3])
-        return [random_tree(rng, session_id, path, VOCAB, 5), ahead]
-
-    return proposals
-
-
-def step(engine, tokens, proposals):
-    """One step with proposals; tokens of each session grow."""
-    for session_id, path in tokens.items():
-        engine.receive(proposals(session_id, path), ())
-    output = engine.step()
-    assert not output.failures
-    for commit in output.commits:
-        assert commit.base_length == len(tokens[commit.session_id])
-        tokens[commit.session_id] += commit.tokens.tolist()
-    return output
-
-
-def in_parts(control, content, size=1000):
-    with control.incoming() as incoming:
-        for start in range(0, len(content), size):
-            incoming.add(content[start : start + size])
-        incoming.finish()
-    return incoming
+from tests.support.target.controlled import PROMPTS, header, in_parts, knowing, requests, spoilt, started, step, tensor
+from tests.support.target.driving import engine_of, load_model, opening, run
+from tests.support.tiny import VOCAB, write_model
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -307,171 +242,10 @@ def test_wider_weights_are_rounded_as_in_loading(tmp_path, width, quantization, 
         assert np.array_equal(np.concatenate(reported), np.concatenate(expected))
 
 
-# --- an invalid update changes nothing and reports the reason ---
-
-
-def spoilt(folder, target, **changes):
-    """A copy of a checkpoint with other tensors; None leaves one out."""
-    shutil.copytree(folder, target)
-    tensors = {k: v for k, v in (load_file(folder / "model.safetensors") | changes).items() if v is not None}
-    save_file(tensors, target / "model.safetensors")
-    return target
-
-
-NORM = "model.norm.weight"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({NORM: None}, "missing.*model.norm.weight"),
-    ({NORM: torch.ones(47)}, r"shape \[47\]; the model's has \[48\]"),
-    ({"model.extra": torch.ones(1)}, "no tensors of these names: model.extra"),
-    ({NORM: torch.ones(48, dtype=torch.int32)}, "type I32"),
-])  # fmt: skip
-def test_weights_that_do_not_fit_change_nothing(folders, texts, tmp_path, changes, words):
-    engine, control = started(folders[0])
-    with pytest.raises(ConfigError, match=words):
-        control.read_folder(str(spoilt(folders[1], tmp_path / "spoilt", **changes)))
-    if None not in changes.values():
-        with pytest.raises(ConfigError, match=words):
-            in_parts(control, save(changes))
-    assert control.weights.weight_version == "default"
-    assert run(engine, requests(0.0)).new == texts[0, 0.0]
-
-
-DIFFERENCES = (
-    ({"rms_norm_eps": 0.5}, r"rms_norm_eps: 0\.5"),
-    ({"rope_theta": 5.0}, r"rope_theta: 5\.0"),  # the library would ignore it beside rope_parameters
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters"),
-    ({"attention_bias": True}, "attention_bias: True"),
-    ({"eos_token_id": 7}, "eos_token_id: 7"),
-    ({"model_type": "qwen2"}, "model_type: qwen2"),
-    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-    ({"hidden_size": "wide"}, "cannot be used"),
-)
-
-
-def test_folders_of_updates_are_allowed_ones_and_bring_no_code(folders, tmp_path):
-    """One message, whether a path exists or not; the code of a checkpoint is not run, even where it is trusted."""
-    engine = engine_of(load_model(folders[0]))
-    control = Control(engine, folders[0], model_path="somebody/model", trust_remote_code=True)
-    outside = spoilt(folders[1], tmp_path / "outside")
-    inside = folders[0].parent / "inside"
-    inside.symlink_to(outside)
-    (folders[0].parent / "bare").mkdir()
-    beside = f"{folders[0].parent}/../{tmp_path.name}/outside"
-    paths = [outside, inside, beside, tmp_path / "nowhere", folders[0].parent / "nowhere", folders[0].parent / "bare"]
-    paths += [outside / "config.json", "/etc/passwd", "org/name", "default", "a\0b", "x" * 5000, "~nobody/x"]
-    messages = set()
-    for path in paths:
-        with pytest.raises(ConfigError) as caught:
-            control.read_folder(str(path))
-        messages.add(caught.value.message)
-    assert len(messages) == 1
-    assert "--weight-update-roots" in messages.pop()
-    assert control.read_folder("somebody/model").path == folders[0]
-    own = spoilt(folders[1], folders[0].parent / "own")
-    settings = json.loads((own / "config.json").read_text())
-    references = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    (own / "config.json").write_text(json.dumps(settings | {"auto_map": references}))
-    (own / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\nclass Model: pass\n")
-    control.read_folder(str(own))
-    assert not (tmp_path / "ran").exists()
-    everywhere = Control(engine, folders[0], roots=["/"])
-    assert everywhere.read_folder(str(outside)).path == outside
-
-
-def test_an_update_holds_only_under_its_condition(folders):
-    engine, control = started(folders[0])
-    first, second = (checkpoint.fingerprint(folder) for folder in folders)
-    with pytest.raises(ConfigError, match=f"other weights by now, fingerprint {second}"):
-        control.read_folder(str(folders[1]), Condition(first))
-    condition = Condition(second, first)
-    folder = control.read_folder(str(folders[1]), condition)
-    assert control.update_from_folder(folder, Update("two"), condition).folder == str(folders[1])
-    with pytest.raises(ConfigError, match=f"changed meanwhile; their fingerprint is {second}"):
-        control.update_from_folder(folder, Update("three"), condition)
-    assert engine.weight_version == "two"
-    assert control.update_from_tensors(in_parts(control, save({NORM: torch.ones(48)})), Update()).folder == ""
-
-
-def test_incomplete_or_different_checkpoints_are_rejected(folders, tmp_path):
-    _, control = started(folders[0])
-    short = spoilt(folders[1], tmp_path / "short")
-    data = (short / "model.safetensors").read_bytes()
-    for content, words in ((data[:-5], "not complete"), (data[:20], "no header"), (b"x" * 99, "no header")):
-        (short / "model.safetensors").write_bytes(content)
-        with pytest.raises(ConfigError, match=words):
-            control.read_folder(str(short))
-    other = spoilt(folders[1], tmp_path / "other")
-    settings = json.loads((other / "config.json").read_text())
-    for changes, words in DIFFERENCES:
-        (other / "config.json").write_text(json.dumps(settings | changes))
-        with pytest.raises(ConfigError, match=words):
-            control.read_folder(str(other))
-    written = settings | {
-        "rms_norm_eps": settings["rms_norm_eps"] * (1 + 1e-8), "rope_theta": settings["rope_parameters"]["rope_theta"],
-        "is_llama_config": True, "rope_interleaved": False, "rope_scaling": None, "transformers.js_config": {"a": 1},
-        "torch_dtype": "bfloat16", "initializer_range": 0.5, "eos_token_id": [1], "_model_name_or_path": "hub",
-    }  # fmt: skip
-    written.pop("head_dim")  # 48 / 4 is not 16: what the class derives is compared
-    (other / "config.json").write_text(json.dumps(written))
-    with pytest.raises(ConfigError, match="head_dim: 12"):
-        control.read_folder(str(other))
-    (other / "config.json").write_text(json.dumps(written | {"head_dim": 16}))
-    control.read_folder(str(other))
-
-
-def header(entries, rest=b""):
-    content = json.dumps(entries).encode() if isinstance(entries, dict) else entries
-    return struct.pack("<Q", len(content)) + content + rest
-
-
-def tensor(start, stop, shape=(48,), dtype="F32"):
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
-
-
-@pytest.mark.parametrize(("sent", "words"), [
-    (struct.pack("<Q", 1 << 62), "at most"),
-    (struct.pack("<Q", 1 << 20), "at most"),
-    (header({NORM: tensor(1 << 40, (1 << 40) + 192)}), "a gap"),
-    (header({NORM: tensor(0, 1 << 50)}), "does not fit its shape"),
-    (header({NORM: tensor(0, 192), "model.layers.0.input_layernorm.weight": tensor(96, 288)}), "an overlap"),
-    (header({NORM: tensor(0, 192), "model.layers.0.input_layernorm.weight": tensor(200, 392)}), "a gap"),
-    (header({NORM: tensor(0, 4 << 50, (1 << 50,))}), "the model's has"),
-    (header({NORM: tensor(-192, 0)}), "does not describe"),
-    (header({NORM: tensor(0, 192, (True, 48))}), "does not describe"),
-    (header({NORM: tensor(0, 96, (48,), "F8")}), "type F8"),
-    (header(b"[" * 50_000), "does not describe"),
-    (header(b'{"%s": 1' % NORM.encode()), "does not describe"),
-])  # fmt: skip
-def test_headers_that_promise_too_much_are_refused_before_their_tensors(folders, sent, words):
-    """A caller that never stops sending fills no memory."""
-    _, control = started(folders[0])
-    with control.incoming() as incoming, pytest.raises(ConfigError, match=words):
-        incoming.add(sent)
-
-
-def test_tensors_of_one_update_at_a_time_are_received(folders):
-    _, control = started(folders[0])
-    with control.incoming(), pytest.raises(Conflict, match="another update"), control.incoming():
-        pass
-    with control.incoming():
-        pass
-
-
-def test_incomplete_streams_are_rejected(folders):
-    _, control = started(folders[0])
-    content = save({NORM: torch.ones(48)})
-    for data, words in (
-        (content[:-1], "less"),
-        (content + b"1", "more"),
-        (content[:20], "less"),
-        (b"\xff" * 30, "no safe"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            in_parts(control, data)
+# --- an invalid update changes nothing and reports the reason ---
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch_native"])
@@ -502,137 +276,13 @@ def test_an_embedding_that_is_the_head_may_come_by_either_name_or_both(tmp_path,
         incoming.add(huge)
 
 
-def sharded(folder, target):
-    """A copy of a checkpoint in several files."""
-    from transformers import AutoModelForCausalLM
-
-    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(target, max_shard_size="40KB")
-    assert len(list(target.glob("*.safetensors"))) > 2
-    return target
-
-
-@pytest.mark.parametrize(("broken", "error", "words"), [
-    (0, ConfigError, "nothing has changed"), (-1, EngineFault, "in part"),
-])  # fmt: skip
-def test_a_disk_that_fails_in_the_midst_ends_the_engine(folders, texts, tmp_path, broken, error, words):
-    engine, control = started(folders[0])
-    folder = control.read_folder(str(sharded(folders[1], tmp_path / "weights")))
-    file = list(folder.files)[broken]
-    file.write_bytes(file.read_bytes()[:500])
-    with pytest.raises(error, match=words):
-        control.update_from_folder(folder, Update())
-    if error is ConfigError:
-        assert control.weights.weight_version == "default"
-        assert run(engine, requests(0.0)).new == texts[0, 0.0]
-
-
-def test_unreadable_weights_are_rejected(folders, tmp_path):
-    _, control = started(folders[0])
-    folder = spoilt(folders[1], tmp_path / "linked")
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"cannot be read.*model\.safetensors"):
-        control.read_folder(str(folder))
-
-
-# --- pauses and flushes ---
-
-
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_a_pause_changes_no_token(folders, texts, mode):
-    engine, control = started(folders[0], page_size=4)
-    tokens = {request.session_id: request.tokens.tolist() for request in requests(1.0)}
-    for request in requests(1.0)[:3]:
-        engine.open(request)
-    for _ in range(4):
-        step(engine, tokens, knowing(texts[0, 1.0]))
-    assert control.pause(mode) == 0
-    assert engine.idle
-    engine.open(requests(1.0)[3])  # it waits
-    assert engine.idle
-    assert engine.scheduler.running == (0 if mode == "retract" else 3)
-    assert engine.load().paused
-    engine.check()
-    control.proceed()
-    assert not engine.load().paused
-    while not engine.idle:
-        step(engine, tokens, knowing(texts[0, 1.0]))
-    assert {i: path[len(PROMPTS[i - 1]) :] for i, path in tokens.items()} == texts[0, 1.0]
-
-
-def test_a_pause_can_abort(folders):
-    engine, control = started(folders[0])
-    for request in requests(0.0):
-        engine.open(request)
-    engine.step()
-    assert control.pause("abort") == 4
-    assert [commit.finish_reason for commit in engine.step().commits] == [FinishReason.ABORT] * 4
-    assert engine.idle
-    engine.open(opening(9, [5, 6], GREEDY, max_tokens=2))
-    assert engine.idle
-    control.proceed()
-    assert not engine.idle
-    engine.step()
-
-
-def test_the_cache_is_flushed_only_while_nothing_runs(folders):
-    engine, control = started(folders[0], page_size=4)
-    run(engine, requests(0.0))
-    assert len(engine.scheduler.prefix) > 0
-    engine.open(requests(0.0)[0])
-    for act in (lambda: None, engine.step, lambda: control.pause("in_place")):
-        act()
-        with pytest.raises(InvalidRequest, match="under way"):
-            control.flush_cache()
-    control.pause("retract")
-    control.flush_cache()
-    assert len(engine.scheduler.prefix) == 0
-    engine.check()
-
-
-@pytest.mark.parametrize("flush", ["update", "flush"])
-def test_a_session_that_waited_for_a_grammar_shares_pages(tmp_path, flush):
-    folder = write_tokenizer(write_model(tmp_path))
-    engine, control = started(folder, page_size=4)
-    control.pause("in_place")
-    for i in (1, 2):
-        engine.open(opening(i, PROMPTS[1], max_tokens=3, grammar=Grammar(GrammarKind.REGEX, "[a-z]+")))
-    if flush == "update":
-        control.update_from_folder(control.read_folder(str(folder)), Update())
-    else:
-        control.flush_cache()
-    engine.sessions.grammars.wait(60)
-    control.proceed()
-    cached = {}
-    while not engine.idle:
-        for commit in engine.step().commits:
-            cached.setdefault(commit.session_id, commit.cached_tokens)
-    assert cached == {1: 0, 2: 44}
-    engine.check()
-
-
-@pytest.mark.parametrize("mode", ["abort", "retract"])
-def test_no_session_starts_during_a_pause(folders, mode):
-    engine, control = started(folders[0], page_size=4, max_queued_requests=1, max_running_requests=4)
-    control.pause(mode)
-    wanted = [replace(requests(0.0)[0], session_id=i) for i in range(1, 7)]
-    for request in wanted[:5]:  # four places, and one who waits
-        engine.open(request)
-    with pytest.raises(Overloaded, match="5 requests wait already"):
-        engine.open(wanted[5])
-    assert engine.scheduler.running == 0
-    control.flush_cache()
-    control.proceed()
-    ended = 0
-    while not engine.idle:
-        ended += sum(commit.finish_reason is not FinishReason.RUNNING for commit in engine.step().commits)
-    assert ended == 5
-
-
 def parts_of_shared(control, names):
     """What GetSharedWeights sends, as tensors."""
     found = control.shared.find(names)
     return load(header_of(found) + b"".join(part for one in found.values() for part in parts_of(one.read())))
+
+
+# --- pauses and flushes ---
 
 
 def test_tensors_that_drafts_share_are_kept(tmp_path, folders):

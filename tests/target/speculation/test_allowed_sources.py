@@ -198,7 +198,7 @@ def test_proposals_for_a_session_without_the_draft_service_are_dropped(cyclic):
     engine = wanting_drafts(cyclic)
     engine.open(sessions([frozenset({HEAD})])[0])
     engine.receive([chain(0, REPEATING, [5, 6])], ())
-    assert not engine.draft_tree(0)
+    assert not engine.sessions.by_id[0].tree
     assert not engine.speculation.service.stats.started
 
 

@@ -19,7 +19,7 @@ def first_budget(engine, session_id, max_tokens, answered=False):
     """The draft budget behind the first token of a session. answered: a proposal came before."""
     engine.open(opening(session_id, PROMPT, max_tokens=max_tokens))
     if answered:
-        tree, none = engine.draft_tree(session_id), np.empty(0, np.int32)
+        tree, none = engine.sessions.by_id[session_id].tree, np.empty(0, np.int32)
         empty = none.astype(np.uint32), none, none.astype(np.float32)
         engine.receive([Proposal(session_id, tree.length, tree.root_hash, *empty, tree.length)], [])
     while not (commits := engine.step().commits):

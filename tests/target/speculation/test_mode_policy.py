@@ -47,13 +47,13 @@ def test_time_for_which_the_host_waits_beside_a_step_in_flight_belongs_to_the_st
         clock.now += 0.001
         policy.end([1], 1, 2)
         began = clock.now
-    assert policy.step_seconds == pytest.approx(0.004)
+    assert policy.pace.seconds == pytest.approx(0.004)
     clock.now += 10.0  # idle
     began = clock.now
     clock.now += 0.004
     policy.begin(1, since=began)
     policy.end([1], 1, 2)
-    assert policy.step_seconds == pytest.approx(0.004)
+    assert policy.pace.seconds == pytest.approx(0.004)
 
 
 def share_of(mode, clock, policy, steps, **kwargs):
@@ -340,7 +340,7 @@ def test_multi_step_decoding_counts_each_step():
         policy.end([], 1, 4, steps=4)
         steps += 4
     assert steps == selector.steps == TRIAL
-    assert policy.step_seconds == pytest.approx(0.03)
+    assert policy.pace.seconds == pytest.approx(0.03)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_a_step_is_held_where_that_pays(model, text, monkeypatch, left, pays, he
     tokens = [*PROMPT, *first.tokens.tolist()]
     engine.receive([chain(2, tokens, text[1 : 4 + left])], ())
     (commit,) = engine.step().commits
-    assert (commit.accepted, len(engine.draft_tree(2))) == (2, left)
+    assert (commit.accepted, len(engine.sessions.by_id[2].tree)) == (2, left)
     assert (engine.draft_wait > 0) is held
     assert len(promised) == bool(left)
     if left:
@@ -52,6 +52,6 @@ def test_explicit_trees_are_waited_for(model, text):
     (first,) = engine.step().commits
     engine.receive([chain(2, [*PROMPT, *first.tokens.tolist()], text[1:8])], ())
     engine.step()
-    assert len(engine.draft_tree(2)) > 0
+    assert len(engine.sessions.by_id[2].tree) > 0
     assert engine.draft_wait > 0
     engine.close(2)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from outrider.speculation.acceptance import accepted_path
 from outrider.speculation.noise import position_keys
 from outrider.speculation.tree import ROOT, SpeculationTree
-from services.target.engine.in_flight import expecting
-from services.target.engine.prepare import prepare
+from services.target.engine.launching.in_flight import expecting
+from services.target.engine.launching.prepare import prepare
 from services.target.kernels.cuda.ragged import ancestor_words
 from services.target.sampling import compaction
 from services.target.speculation.survivors import expected_gains, tree_tables

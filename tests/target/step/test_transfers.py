@@ -19,7 +19,7 @@ from outrider.serving.session import Session
 from outrider.speculation.acceptance import Thresholds
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree
-from services.target.engine.launch_clock import LaunchClock
+from services.target.engine.launching.launch_clock import LaunchClock
 from services.target.kernels.kv_cache import KVCache
 from services.target.kernels.pools import LayerShape
 from services.target.model.base import Model, Outputs

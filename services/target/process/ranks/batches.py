@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.target.engine.prepare import spans_for
+from services.target.engine.launching.prepare import spans_for
 from services.target.process.ranks.channel import Channel
 from services.target.step.batch import Batch, Capture, DeferredRoots, TokenArrays
 from services.target.step.layout import Layout

@@ -142,7 +142,7 @@ class ModelSource(DraftSource):
         """Most tokens of a chain for all of them; a session that allows fewer gets the first of them."""
         sessions = [work.chunk.session for work in works]
         depth = min(self._planner.depth(session) for session in sessions)
-        return min(MAX_CHAIN, depth, max(session.max_draft_tokens for session in sessions))
+        return min(MAX_CHAIN, depth, max(session.drafting.max_tokens for session in sessions))
 
     def _reserve(self, works: Sequence[SessionWork], tokens: int) -> bool:
         """As of Planner.reserve."""
@@ -166,7 +166,7 @@ def scored_chain(tokens: list[int], scores: NDArray[np.float32]) -> TreeSlice:
 def verifiable(entry: TargetSession, tokens: Sequence[int]) -> int:
     """Tokens of a chain to verify: up to one that ends the session or could not be sampled, within its limit."""
     count = 0
-    for token in tokens[: entry.session.max_draft_tokens]:
+    for token in tokens[: entry.session.drafting.max_tokens]:
         count += token >= 0
         if token < 0 or token in entry.stop_ids:
             break

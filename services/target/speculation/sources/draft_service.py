@@ -56,7 +56,7 @@ class DraftService(DraftSource):
 
     def serves(self, session: Session) -> bool:
         """True if a session allows the draft service."""
-        return self.kind in session.draft_sources
+        return self.kind in session.drafting.sources
 
     def merge(self, proposal: Proposal, entry: TargetSession) -> None:
         """Merge a proposal. One with tokens that the model does not know is dropped."""
@@ -111,7 +111,7 @@ class DraftService(DraftSource):
 
         Of a draft that is not, a token remains that is due to be tried.
         """
-        rivalled = [i for i, e in enumerate(entries) if len(drafts[i]) and rival.kind in e.session.draft_sources]
+        rivalled = [i for i, e in enumerate(entries) if len(drafts[i]) and rival.kind in e.session.drafting.sources]
         if not rivalled or not rival.exceeds_plain(demand.sessions, demand.kv_tokens):
             return drafts
         calibrations = {i: self.calibrations[entries[i].session.id] for i in rivalled}
@@ -161,9 +161,9 @@ class DraftService(DraftSource):
         """
         session = entry.session
         ratio = _READ_PER_TOKEN if fed else _READ_PER_TOKEN_ALONE
-        late = unread and session.length > ratio * self._planner.room(session) and (session.drafting_paused or not fed)
-        session.drafting_paused = paused or late
-        return 0 if session.drafting_paused else self.wanted(entry)
+        late = unread and session.length > ratio * self._planner.room(session) and (session.drafting.paused or not fed)
+        session.drafting.paused = paused or late
+        return 0 if session.drafting.paused else self.wanted(entry)
 
     def count_misses(self, works: Sequence[SessionWork], *, paused: bool) -> None:
         """Count sessions that sample without a draft token. paused: drafting is."""

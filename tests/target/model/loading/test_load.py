@@ -38,7 +38,7 @@ def test_several_eos_ids_and_a_shorter_context(tmp_path):
     (folder / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": [1, 7]}))
     model = load(folder, TargetConfig(device="cpu", context_length=100))
     assert model.eos_token_ids == (1, 7)
-    assert engine_of(model).max_session_tokens == 100
+    assert engine_of(model).sessions.longest == 100
 
 
 @pytest.mark.parametrize("ids", [-1, [-1, None], VOCAB, [VOCAB, 1 << 40]])

@@ -12,17 +12,13 @@ from outrider.errors import ConfigError
 from outrider.serving.features import FeatureFormat, FeatureSpec
 from outrider.speculation.sampling import SamplingParams
 from services.target.engine.engine import TargetEngine
-from services.target.engine.prepare import takes_prepared_spans
+from services.target.engine.launching.prepare import takes_prepared_spans
 from services.target.kernels.cpu import library
 from services.target.model.cuda.graphs import GraphRunner
 from services.target.model.linear import NativeLinear
-from services.target.model.parallel import split
-from services.target.model.parallel.shard import Shard
 from services.target.process.control import Control, Update
-from services.target.process.ranks.batches import pack, unpack
 from services.target.process.weights.group import Announced, Membership
-from services.target.step.batch import Batch, Capture, DeferredRoots, SessionWork, TokenArrays, build
-from services.target.step.layout import Layout
+from services.target.step.batch import DeferredRoots, SessionWork, build
 from tests.support.checkpoints import quantizers
 from tests.support.checkpoints.families import write_family
 from tests.support.checkpoints.quantizers import GROUP, write_quantized
@@ -145,7 +141,8 @@ def test_sampled_texts_are_those_of_one_rank(as_on_cuda, pair, tmp_path):
     requests = [opening(i, PROMPT[i:], SamplingParams(1.0, seed=i, top_p=0.9), max_tokens=NEW) for i in (1, 2, 3)]
     expected = run(engine_of(load_modules(folder)), requests).new
     engine = engine_of(pair.load(folder), page_size=4)
-    engine.overlap, engine.sampler._walks, engine.sampler._compiled = as_on_cuda, as_on_cuda, not as_on_cuda
+    sampler = engine.launcher.sampler
+    engine.overlap, sampler._walks, sampler._compiled = as_on_cuda, as_on_cuda, not as_on_cuda
 
     result = run(engine, requests, lambda i, path: ahead(i, path, expected))
     assert result.new == expected
@@ -164,34 +161,6 @@ def ahead(session_id, path, expected):
         return []
     scores = -np.ones(len(nodes), np.float32)
     return [Proposal(session_id, len(path), path_hash(np.array(path)), nodes, parents, scores)]
-
-
-def test_a_style_of_plans_that_is_not_known_is_refused():
-    with pytest.raises(ConfigError, match="in the style sequence_parallel, which is not supported"):
-        split._exchange("layer.3", torch.nn.LayerNorm(4), "sequence_parallel", None)
-
-
-@pytest.mark.parametrize(("shard", "part"), [
-    (Shard(0, 6, 1, 3, 6), [3, 4, 5]), (Shard(0, 6, 2, 1, 3), [1, 2, 4, 5]), (Shard(0, 6, 1, 4, 5), [4]),
-])  # fmt: skip
-def test_a_part_is_an_interval_of_each_group(shard, part):
-    whole = torch.arange(6)[:, None] * torch.ones(2)
-    assert shard.part(whole)[:, 1].tolist() == part
-    assert shard.whole_shape((len(part), 2)) == (6, 2)
-
-
-def test_one_expert_has_its_part_of_what_is_stacked():
-    stacked = torch.arange(2 * 8 * 3).view(2, 8, 3)  # two experts, gates above values
-    shard = Shard(1, 8, 2, 2, 4)
-    of_matrix = shard.of_matrix(2)
-    mine = torch.cat([of_matrix.part(matrix) for matrix in stacked[1].chunk(2)])
-    assert torch.equal(mine, shard.part(stacked)[1])
-    assert shard.of_matrix(1) is None
-    assert Shard(0, 2, 1, 0, 1).of_matrix(2) is None
-    assert torch.equal(Shard(2, 3, 1, 0, 2).of_matrix(2).part(stacked[1][:4]), stacked[1][:4, :2])
-
-
-# --- steps as on CUDA ---
 
 
 def test_fused_and_captured_steps_give_the_text_of_one_rank(pair, tmp_path):
@@ -276,32 +245,6 @@ def test_prepared_steps_give_the_text_of_one_rank(pair, tmp_path):
     assert found.new == expected.new
     assert found.accepted > 2
     assert engine.prepared > 1
-
-
-def test_batches_are_broadcast_completely():
-    rng = np.random.default_rng(0)
-    starts, committed, parents = [0, 37, 16], [5, 1, 3], [[], [-1, 0, 0, -1], [-1]]
-    nodes = list(map(len, parents))
-    keys = np.array(starts) + committed + nodes
-    pages = rng.integers(1, 99, int((-(-keys // 16)).sum())).astype(np.int32)
-    layout = Layout.of(starts, committed, nodes, pages, np.concatenate(parents).astype(np.int32), 16)
-    rows = int(layout.first[-1])
-    flat = TokenArrays(*rng.integers(0, 9, (2, rows)), np.array([4, 5, 6]))
-    batch = Batch(layout, flat, torch.device("cpu"), 2, Capture((1, 4), False, np.array([2])))
-    twin = unpack(np.concatenate(pack(batch)).astype(np.int64), torch.device("cpu"), None)
-    assert (twin.sample_count, len(twin.spans)) == (2, 3)
-    assert twin.capture == Capture((1, 4), False, None)
-    assert np.array_equal(twin.layout.slots, layout.slots)
-    for name in ("ids", "positions", "sampled"):
-        assert np.array_equal(getattr(twin.rows, name), getattr(flat, name))
-    for mine, its in zip(batch.spans, twin.spans, strict=True):
-        for name in ("first", "rows", "start", "committed", "page_size"):
-            assert getattr(mine, name) == getattr(its, name)
-        for name in ("pages", "positions", "parents", "slots", "tree_mask"):
-            assert np.array_equal(getattr(mine, name), getattr(its, name))
-
-
-# --- weight updates ---
 
 
 @pytest.fixture(scope="module")

@@ -287,7 +287,7 @@ def test_a_good_drafter_replaces_self_speculation(model):
         modes.add(engine.speculation.policy.mode)
         return (
             [chain(session_id, tokens, whole[len(tokens) : len(tokens) + 8], -0.01)]
-            if not engine.speculation.drafting_paused
+            if not engine.speculation.policy.drafting_paused
             else []
         )
 

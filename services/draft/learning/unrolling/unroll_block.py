@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from services.draft.learning.records.batches import Batch
-from services.draft.learning.unroll import UnrollStep, project_heads, visible_places
+from services.draft.learning.unrolling.unroll import UnrollStep, project_heads, visible_places
 from services.draft.model.layers.config import ModelConfig
 from services.draft.model.layers.decoder import layer_input, layer_output
 from services.draft.model.layers.heads import BlockHead, Inputs

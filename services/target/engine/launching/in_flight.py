@@ -201,9 +201,4 @@ def expecting(sessions: Sequence[Session]) -> Iterator[None]:
 
 def needs_only_length(entry: TargetSession) -> bool:
     """True for a session whose next token can be planned and sampled knowing nothing but its length."""
-    return (
-        entry.tally is None
-        and entry.matcher is None
-        and entry.top is None
-        and entry.session.scored == entry.session.to_score
-    )
+    return entry.tally is None and entry.matcher is None and entry.top is None and entry.session.scores.complete

@@ -10,11 +10,16 @@ _MARGIN = 3e-4  # ... and this many seconds, for a host that wakes up late
 
 
 class LaunchClock:
-    """Averages of one engine."""
+    """Averages of one engine. read: when its last step was read, by the clock."""
 
     def __init__(self) -> None:
+        self.read = 0.0
         self._launch = 0.0  # seconds of the host for a prepared step
         self._ratio = 1.0  # time between two steps over what the cost model expects of the second one
+
+    def began(self, launched: float) -> float:
+        """When the device began with a step: at its launch, or when it had finished the one before."""
+        return max(launched, self.read)
 
     def launched(self, seconds: float) -> None:
         """The host launched a prepared step."""
