@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -78,7 +79,8 @@ class PausedPolicy:
     mode, drafting_paused, without_drafts = SpeculationMode.NONE, True, True
 
     class wait:
-        remaining, reads_ahead = 0.0, True
+        now, remaining, reads, reads_ahead = 0.0, 0.0, False, True
+        gain = SimpleNamespace(committed=lambda *_: None)
         drafts_for = staticmethod(lambda _: False)
         closed = staticmethod(lambda _: None)
 
