@@ -1,6 +1,7 @@
 """The analysis of a head's limits: its trees are those of the draft engine, and each limit taken away helps."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from bench.harness.report import Report
 from bench.limits.growth import Answer, Grower, Policy, read_head
 from bench.limits.run import LIMITS, POLICIES, limits_of, measure
 from bench.limits.walks import Walks
+from outrider.config import DraftConfig
 from outrider.speculation.shape import TreeShape
 from services.draft.learning.records.store import Record
+from services.draft.train import evaluate
 from services.draft.train.evaluate import replay
 from tests.support.checkpoints.heads import eagle3, write_head
 from tests.support.checkpoints.perfect import cycle_text, write_cyclic_target, write_perfect_eagle3
@@ -41,7 +44,10 @@ def heads(tmp_path_factory):
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_trees_are_those_of_the_draft_engine(heads, layers):
+def test_trees_are_those_of_the_draft_engine(heads, layers, monkeypatch):
+    monkeypatch.setattr(
+        evaluate, "DraftConfig", partial(DraftConfig, draft_dtype="float32")
+    )  # as the analysis computes
     target, made = heads
     folder, records = made[layers]
     scores = replay("EAGLE3", folder, target, records, TREE)
