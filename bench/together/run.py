@@ -146,19 +146,20 @@ def main(argv: list[str]) -> None:
         answers = answers_of(DEFAULT_MODEL, DEFAULT_HEAD, prompts, args.answers or Path(folder), args.max_tokens)
         records = [answer.record for answer in answers]
         head = trees.of_model("EAGLE3", DEFAULT_HEAD, target, records)
+        few = _first_of_each(answers, args.copy_limit)
+        report.notes = _notes(args, answers, few, target)
         add_rows(report, Pair(("NGRAM", _HEAD), (trees.of_ngrams(records), head), answers))
+        _write(report)
         for drafter in args.drafter:
             found = trees.of_model(drafter.algorithm, drafter.folder, target, records)
             add_rows(report, Pair((drafter.name, _HEAD), (found, head), answers))
+            _write(report)
         copy = Path(folder) / "copy"
         write_cut_copy(target, copy, _COPY_LEAVES_OUT)
-        few = _first_of_each(answers, args.copy_limit)
         found = trees.of_model("STANDALONE", copy, target, [records[i] for i in few])
         pair = Pair(("STANDALONE", _HEAD), (found, [head[i] for i in few]), [answers[i] for i in few])
         add_rows(report, pair)
-    report.notes = _notes(args, answers, few, target)
-    _plot(report)
-    report.write()
+        _write(report)
 
 
 def _first_of_each(answers: Sequence[Answer], limit: int) -> list[int]:
@@ -187,6 +188,12 @@ def _notes(args: argparse.Namespace, answers: Sequence[Answer], few: Sequence[in
         "all nodes of both: up to twice as many tokens, of which no rule with the same proposals can accept more",
         f"EAGLE3: the bundled head; STANDALONE: the target without its layers {left_out}, on {len(few)} answers",
     ]
+
+
+def _write(report: Report) -> None:
+    """Write the pairs that are done: the last one takes longest."""
+    _plot(report)
+    report.write()
 
 
 def _plot(report: Report) -> None:

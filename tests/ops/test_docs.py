@@ -26,7 +26,8 @@ PATHS = re.compile(r"(?<![\w./])(?:outrider|gateway|services|docs|tests|protos|d
 LINKED = [*DOCUMENTS, ROOT / "docs" / "benchmarks" / "README.md", *(ROOT / "docs" / "benchmarks").glob("[er]*.md")]
 OF_OTHERS = {
     "--create-namespace", "--namespace", "--set",  # Helm
-    "--build", "--drafter", "--help", "--help-all", "--ignore", "--only", "--profile", "--scale",  # Docker, bench, any
+    "--build", "--drafter", "--help", "--help-all", "--ignore", "--old",
+    "--only", "--profile", "--scale",  # Docker, bench, any
     "--self-draft", "--self-draft-head",  # earlier spellings of --self-speculation
     "--sglang",  # slime's prefix
     "--http2-prior-knowledge", "--list-methods", "--policy", "--protocol", "--worker-urls",  # buf and smg

@@ -103,18 +103,20 @@ class Recordings:
     def __init__(self, folder: Path, role: str) -> None:
         self._folder, self._role, self._read = folder, role, 0
 
-    def next(self, since: float, seconds: float = 5.0) -> Rows:
-        """All rows since the last call; waits for a file of an engine that became idle, `seconds` at most.
+    def next(self, since: float, seconds: float = 3.0) -> Rows:
+        """All rows since the last call; waits for a file that was written later than `since`, and has commits.
 
-        since: when, or a little before, by the clock of files
+        A file is written once its engine has been idle for half a second. since: by the clock of files, while the
+        engine was busy, or before. seconds: to wait at most
         """
-        deadline = time.monotonic() + seconds
+        deadline, parts = time.monotonic() + seconds, list[Mapping[str, NDArray[np.float64]]]()
         while True:
             files = sorted(self._folder.glob(f"{self._role}-*.npz"))[self._read :]
-            if (files and files[-1].stat().st_mtime >= since) or time.monotonic() > deadline:
+            self._read += len(files)
+            parts += [dict(np.load(file)) for file in files]
+            late = [part for part, file in zip(parts[::-1], files[::-1], strict=False) if file.stat().st_mtime >= since]
+            if any(len(part["commits"]) for part in late) or time.monotonic() > deadline:
                 break
             time.sleep(0.02)
-        self._read += len(files)
-        parts = [dict(np.load(file)) for file in files]
         empty = {name: np.empty((0, columns)) for name, columns in COLUMNS.items()}
         return {name: np.concatenate([empty[name], *(part[name] for part in parts)]) for name in COLUMNS}

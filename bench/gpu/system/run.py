@@ -204,8 +204,8 @@ class System:
         with contextlib.ExitStack() as stack:
             stack.enter_context(processes.services(self.folder, *flags, simulated, self.deadline - start))
             urls = {one: stack.enter_context(processes.gateway(self.folder, one)) for one in transports}
-            processes.ask_once(urls[transports[0]], prompts[cells[0][0]][0])
             since = time.time()
+            processes.ask_once(urls[transports[0]], prompts[cells[0][0]][0])
             for recording in self.recordings:  # of an idle service: the target has captured its steps by then
                 recording.next(since, _CAPTURE_SECONDS)
             self.report.notes.append(f"All processes were ready after {time.monotonic() - start:.0f} s.")
@@ -248,7 +248,7 @@ class System:
                 turn = load.generate(url, prompts, chosen.new_tokens, speculation=speculates, seed=kind.seed)
                 if number:
                     turns[kind].append(turn)
-        since = time.time()
+        since = time.time() - (time.perf_counter() - turns[kinds[-1]][-1].end)
         rows = [recording.next(since) for recording in self.recordings]
         plain = load.median_rate(turns[kinds[0]])
         expected = turns[kinds[0]][0].texts

@@ -2,10 +2,10 @@
 
 1. Flags are checked, the target's checkpoint is read, and the algorithm defines the draft model.
 2. The target generates answers to conversations (data/prompts.py), in a child process or in a running service, and
-   streams its hidden states; tokens and states are stored on disk (data/collect.py, ../learning/store.py). The child
-   process ends when there are enough answers, because it would compete with the training for the cores.
-3. The draft vocabulary is the tokens that the target generates most often (../learning/vocabulary.py).
-4. The draft model is trained (../learning: batches.py, unroll.py, objective.py, optimize.py), with checkpoints.
+   streams its hidden states; tokens and states are stored on disk (data/collect.py, ../learning/records/store.py). The
+   child process ends when there are enough answers, because it would compete with the training for the cores.
+3. The draft vocabulary is the tokens that the target generates most often (../learning/records/vocabulary.py).
+4. The draft model is trained (../learning: records/batches.py, unroll.py, objective.py, optimize.py), with checkpoints.
 5. The draft model is published into the output folder in the format of its algorithm (../learning/algorithms), with the
    scale of logits that gives the longest accept length (temperature.py).
 6. Held-out answers are replayed through the draft engine (evaluate.py), and a report is written (report.py).
