@@ -77,10 +77,14 @@ def test_a_switched_head(tmp_path):
 
 def test_a_delay_changes_while_a_connection_is_open(tmp_path):
     async def talk(delay):
+        ended = asyncio.Event()
+
         async def echo(reader, writer):
             while piece := await reader.read(1 << 16):
                 writer.write(piece)
             writer.close()
+            await writer.wait_closed()
+            ended.set()
 
         async with await asyncio.start_unix_server(echo, tmp_path / "far"):
             reader, writer = await asyncio.open_unix_connection(tmp_path / "near")
@@ -90,6 +94,8 @@ def test_a_delay_changes_while_a_connection_is_open(tmp_path):
                 await reader.readexactly(4)
                 yield time.monotonic() - start
             writer.close()
+            await writer.wait_closed()
+            await ended.wait()
 
     async def both(delay):
         return [seconds async for seconds in talk(delay)]

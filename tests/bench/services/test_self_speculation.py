@@ -17,7 +17,7 @@ def test_row_of_the_report(tmp_path, number_format, source):
     engines = engines_of(model, number_format, source, 2)
     prompts = [np.array([5 + i, 6, 7], np.uint32) for i in range(5)]
     row = compare(engines, prompts, SamplingParams(1.0, seed=3), 2, 30)
-    assert 1 <= row["accept length"] <= row["draft tokens"] + 1
+    assert 1 <= row["accept length"] <= row["draft tokens"] + 1 + 1e-9
     assert 0 < row["acceptance rate"] <= 1
     assert row["speedup"] == pytest.approx(row["self"] / row["plain"])
     assert 0 < row["floor ms"] < row["ms per token"]

@@ -25,6 +25,7 @@ def make(request, tmp_path_factory):
     def make(growth=GROWTH, **flags):
         engine = feature_engine(request.param, folder, target, draft_page_size=4, **flags)
         engine.drafter.set_expansion_shapes(ROUND_BY_ROUND)
+        engine.drafter.grow_by_levels()
         if growth is not None:
             engine.drafter.set_growth([StepShape(sessions, 8, 1, growth) for sessions in (1, 4)])
         return engine

