@@ -106,8 +106,8 @@ def test_trees_that_grow_ahead_reach_over_a_delay(models, drafts, head, monkeypa
 
 @pytest.mark.parametrize(("delay", "share"), [(0.0, 0.8), (0.005, 0.8), (0.02, 0.6)])
 def test_a_target_that_waits_where_it_pays_is_faster_than_one_that_always_does(models, drafts, delay, share):
-    """In virtual time: a perfect head, whose trees hold the next ones, leaves no reason to wait at any distance. Without
-    draft tokens left the target waits all the same, which the mode selector weighs."""
+    """In virtual time: a perfect head, whose trees hold the next ones, leaves no reason to wait at any distance.
+    Without draft tokens left the target waits all the same, which the mode selector weighs."""
     engine, times = drafts["eagle 3"], Times(0.02, delay, tree=0.003, level=0.001)
     length = 3 * LENGTH  # it measures first
     recordings = list(record(str(models[0]), None, engine.drafter, [[45], [50, 5, 9, 60, 61]], length, 0.0))
