@@ -6,11 +6,12 @@ import asyncio
 import importlib
 import importlib.util
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -171,9 +172,28 @@ def _healthcheck(flags: list[str]) -> int:
     from outrider.supervisor.health import is_healthy
 
     ask = tyro.cli(Healthcheck, prog="outrider healthcheck", args=flags)
-    healthy = asyncio.run(is_healthy(ask.address, ask.timeout, tls=ask.service_tls(), token=ask.service_token()))
+    healthy = _run(is_healthy(ask.address, ask.timeout, tls=ask.service_tls(), token=ask.service_token()))
     print("healthy" if healthy else f"{ask.address} is not healthy", file=sys.stdout if healthy else sys.stderr)
     return 0 if healthy else 1
+
+
+def _run(asking: Coroutine[Any, Any, bool]) -> bool:
+    """Run a coroutine; Ctrl-C raises KeyboardInterrupt at once.
+
+    asyncio.run itself may miss a signal that arrives just before the event loop begins to wait. A handler of the loop
+    wakes it by a file descriptor.
+    """
+
+    async def interruptible() -> bool:
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine that runs is a task"
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
+        return await asking
+
+    try:
+        return asyncio.run(interruptible())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 def _token(flags: list[str]) -> int:

@@ -7,7 +7,7 @@ from services.draft.process.app import describe
 from tests.support.checkpoints.families import FAMILIES
 from tests.support.checkpoints.mtp import write_mtp
 from tests.support.checkpoints.perfect import CYCLE, write_perfect_mtp
-from tests.support.invariance.engines import draft_engine, target_engine
+from tests.support.invariance.engines import as_on_cuda, draft_engine, target_engine
 from tests.support.invariance.pair import Faults, Pair, request
 
 KNOWN = [[45], [50, 5, 9, 60, 61], CYCLE[3:].tolist() * 3, [70, 71, 72, 73, 74]]
@@ -53,3 +53,8 @@ def test_a_perfect_mtp_layer_is_accepted(tmp_path, by, layers, tree):
     todo = [request(i, prompt, 1.0, LENGTH) for i, prompt in enumerate(KNOWN)]
     run = Pair(target, lambda: draft, Faults(lost=0.1, doubled=0.2, delay=2)).run(todo)
     assert run.tokens == Pair(target).run(todo).tokens
+    plain, prepared = Pair(target).run(todo).tokens, as_on_cuda(target_engine(folder), prepares=True)
+    for faults in (Faults(), Faults(lost=0.1, doubled=0.2, delay=2)):
+        run = Pair(prepared, lambda: draft, faults, draft_steps=12).run(todo)
+        assert run.tokens == plain
+        assert run.verified > 0
