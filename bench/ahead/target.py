@@ -30,6 +30,7 @@ class PacedTarget:
         self._counts, self._seconds = Counts(), 0.0
         self._lengths: dict[int, int] = {}  # by open session: committed tokens
         self._policies: dict[Setting, ModePolicy] = {}
+        engine.speculation.multi_step.window = 0.0  # plain steps of a large model come one by one
         self._step, self._launch = engine.step, engine.launcher.sampler.launch
         vars(engine)["step"] = self.step
         vars(engine.launcher.sampler)["launch"] = self.launch
