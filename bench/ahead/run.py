@@ -183,7 +183,6 @@ def add_expected(rows: list[dict[str, Any]]) -> None:
 
 
 def _notes(args: argparse.Namespace) -> list[str]:
-    tree, level = (1e3 * seconds for seconds in _VIRTUAL_SECONDS)
     return [
         f"{args.model_path} in {args.quantization} and its EAGLE-3 head; {args.limit} prompts, {args.new_tokens} new "
         f"tokens, greedy, one session, {args.rounds} rounds; all texts are equal",
@@ -195,11 +194,18 @@ def _notes(args: argparse.Namespace) -> list[str]:
         "time of the target's steps, which sleeps after computing",
         "expected (bench/ahead/theory.py): from the accept length of waiting and the share in time of two tiers at the "
         f"least delay, and {1e3 * _TREE_SECONDS:g} ms from a commit to its tree",
+        *([_virtual_note(args)] if args.virtual_prompts else []),
+    ]
+
+
+def _virtual_note(args: argparse.Namespace) -> str:
+    tree, level = (1e3 * seconds for seconds in _VIRTUAL_SECONDS)
+    return (
         f"virtual time (bench/ahead/virtual.py): tokens/s of {args.virtual_prompts} prompts. Head and trees are real; "
         "the target's text and hidden states are recorded; the clock moves by given times: the step, the delay, "
         f"{tree:g} ms for a program of the draft that grows a tree and {level:g} ms for one that grows a level. auto: "
-        "the target waits where that pays beside what has survived",
-    ]
+        "the target waits where that pays beside what has survived"
+    )
 
 
 def _plot(report: Report, modes: Sequence[str]) -> None:
