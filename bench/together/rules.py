@@ -116,7 +116,7 @@ class Combined(Rule):
 
     def learn(self, tokens: Sequence[int]) -> None:
         """As of Rule."""
-        self._claims.learn(tokens, _walked(self._tree, tokens))
+        self._claims.learn(tokens, self._tree.path_of(tokens))
 
 
 class Oracle(Rule):
@@ -137,7 +137,7 @@ def replay(rule: Rule, texts: Sequence[Text], trees: Sequence[Sequence[Trees]], 
         while place < len(text.tokens):
             found = rule.chosen([own[number][place] for own in trees], budget)
             rest = text.tokens[place:]
-            count = min(len(_walked(found, rest)) + 1, len(rest))
+            count = min(len(found.path_of(rest)) + 1, len(rest))
             rule.learn(rest[:count])
             steps.append(Step(number, count))
             place += count
@@ -187,14 +187,3 @@ def _add_path(tree: SpeculationTree, tokens: Sequence[int]) -> None:
     for token in tokens:
         assert node is not None
         node = tree.add(node, token, 0.0)
-
-
-def _walked(tree: SpeculationTree, tokens: Sequence[int]) -> list[int]:
-    path: list[int] = []
-    node = ROOT
-    for token in tokens:
-        node = next((child for child in tree.children_of(node) if tree.token[child] == token), ROOT)
-        if node == ROOT:
-            break
-        path.append(node)
-    return path

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,6 +107,17 @@ class SpeculationTree:
             tokens.append(self.token[node])
             node = self.parent[node]
         return tokens[::-1]
+
+    def path_of(self, tokens: Iterable[int]) -> list[int]:
+        """Nodes along tokens below the root, as far as the tree has them."""
+        path: list[int] = []
+        node = ROOT
+        for token in tokens:
+            node = next((child for child in self.children_of(node) if self.token[child] == token), ROOT)
+            if node == ROOT:
+                break
+            path.append(node)
+        return path
 
     def find(self, draft: TreeSlice) -> list[int]:
         """The nodes of a slice of the present root's tree; -1 for those that are not in the tree any more."""

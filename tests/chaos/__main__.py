@@ -59,7 +59,7 @@ class Options:
     drafter: Literal["STANDALONE", "NGRAM", "EAGLE3"] | None = None
     """Drafter of the system. Default: STANDALONE, and a few cells with EAGLE3."""
     minutes: float = math.inf
-    """Begin no further cell after so many minutes."""
+    """Minutes after which no further cell begins."""
     resume: bool = False
     """Run only the cells that the page does not have yet, of the same commit, machine and settings."""
     log: str = "chaos.log"

@@ -81,7 +81,7 @@ class Options:
     """Tests and benchmarks that need a GPU."""
 
     minutes: float = math.inf
-    """End everything after so many minutes."""
+    """Minutes after which everything ends."""
     only: tuple[str, ...] = ()
     """Run only these parts, in their usual order."""
     output: Path | None = None

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from outrider.speculation.shape import TreeShape
 from outrider.speculation.tree import ROOT, SpeculationTree
-from services.draft.sessions.frontier import Frontier
+from services.draft.sessions.frontier import Frontier, best_of_merged
 from services.draft.sessions.prefix_kv import SCRATCH_SLOTS
 
 
@@ -139,10 +139,8 @@ class BeamFrontier(Frontier):
         alone = self._merged and not self.held  # only the other drafter grows this tree
         if not self.complete and not alone:
             return []
-        if self._merged:  # the best ones that a target with these flags verifies, and that one without them does
-            count = self.shape.rows - 1
-            shaped = tree.best_nodes(count, self.shape.steps, self.shape.topk)
-            return sorted({*shaped, *tree.best_nodes(count)})
+        if self._merged:
+            return best_of_merged(tree, self.shape)
         score, candidates = tree.path_score, self._candidates  # parents come before children
         flat = sorted(range(len(candidates)), key=lambda i: -score[candidates[i]])
         return [candidates[i] for i in sorted(flat[: self.shape.rows - 1])]

@@ -191,7 +191,7 @@ class DraftEngine(Engine):
     def _apply(self, session: DraftSession, commit: Commit, known: int) -> None:
         tokens = commit.tokens[known:]
         session.draft_budget = commit.draft_budget
-        path = session.path_of(tokens.tolist())
+        path = session.tree.path_of(tokens.tolist())
         count_commit(self.stats, session, tokens.tolist(), path)
         if session.grower.claims is not None:
             session.grower.claims.learn(tokens.tolist(), path)

@@ -167,6 +167,13 @@ class RootFrontier(Frontier):
         return not self.root_expanded and self.held and not self.blocked
 
 
+def best_of_merged(tree: SpeculationTree, shape: TreeShape) -> list[int]:
+    """The nodes to propose of an explicit tree that several drafters grow: the best ones that a target with the shape's
+    flags verifies, and the best ones for a target without them."""
+    count = shape.rows - 1
+    return sorted({*tree.best_nodes(count, shape.steps, shape.topk), *tree.best_nodes(count)})
+
+
 class BlockFrontier(RootFrontier):
     """The frontier of a drafter whose expansion of the root is the whole tree."""
 
@@ -189,8 +196,4 @@ class BlockFrontier(RootFrontier):
         alone = self._merged and not self.held  # only the other drafter grows this tree
         if not self.root_expanded and not alone:
             return []
-        count = self._shape.rows - 1
-        best = tree.best_nodes(count)
-        if self._merged:  # also the best ones that a target with these flags verifies
-            best = [*{*best, *tree.best_nodes(count, self._shape.steps, self._shape.topk)}]
-        return sorted(best)
+        return best_of_merged(tree, self._shape) if self._merged else sorted(tree.best_nodes(self._shape.rows - 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from outrider.serving.messages import OpenSession
 from outrider.speculation.proposal import UNLIMITED_DRAFT, Proposal
-from outrider.speculation.tree import ROOT, SpeculationTree
+from outrider.speculation.tree import SpeculationTree
 from services.draft.sessions.claims import ClaimModels
 from services.draft.sessions.features import FeatureRows
 from services.draft.sessions.frontier import Frontier, TreeLimits
@@ -128,17 +128,6 @@ class DraftSession:
         return self.frontiers[drafter].best_leaves(self.tree, count) if self.expandable(drafter) else []
 
     # --- commits ---
-
-    def path_of(self, tokens: Iterable[int]) -> list[int]:
-        """Nodes along tokens below the root, as far as the tree has them."""
-        path: list[int] = []
-        node = ROOT
-        for token in tokens:
-            node = next((child for child in self.tree.children_of(node) if self.tree.token[child] == token), ROOT)
-            if node == ROOT:
-                break
-            path.append(node)
-        return path
 
     def commit(self, tokens: NDArray[np.uint32], root_expanded: bool) -> list[int]:
         """Move the root down. Returns the old index of each surviving node, in its new order.

@@ -146,7 +146,7 @@ def test_several_layers_each_predict_a_token_further(tmp_path, family, count, le
     if count > 2:
         model.session.grower.add(0, [11], [-1], [-0.1])
         model.session.grower.add(ROOT, [12], [-1], [-0.1])
-        expand([model.session.path_of([12])[0]], known)  # while an accepted row moves
+        expand([model.session.tree.path_of([12])[0]], known)  # while an accepted row moves
     model.session.regrow()
     model.prefix_kv.forget_provisional()
     close(
@@ -197,7 +197,7 @@ def test_chained_layers_read_the_state_of_the_layer_before(tmp_path):
     expand([3, 5], known)
     model.commit([5])
     model.session.grower.add(ROOT, [12], [-1], [-0.1])
-    expand([model.session.path_of([12])[0]], known)  # while an accepted row moves
+    expand([model.session.tree.path_of([12])[0]], known)  # while an accepted row moves
     model.session.regrow()
     model.prefix_kv.forget_provisional()
     logits = model.run(4, feed=1, features=features[known : known + 1])

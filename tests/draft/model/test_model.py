@@ -115,7 +115,7 @@ def test_prefix_tree_and_commit_equal_recomputation(folder):
 
     # Committing 5, 8 moves their rows into the prefix KV; nodes below survive and can be expanded.
     session, prefix_kv = model.session, model.prefix_kv
-    model.moves = prefix_kv.accept(session.length, 2, session.path_of([5, 8]))
+    model.moves = prefix_kv.accept(session.length, 2, session.tree.path_of([5, 8]))
     assert prefix_kv.computed == session.length + 2
     kept = session.commit(np.array([5, 8], np.uint32), root_expanded=True)
     prefix_kv.renumber(kept, range(len(kept)))
@@ -126,7 +126,7 @@ def test_prefix_tree_and_commit_equal_recomputation(folder):
     assert prefix_kv.free_slots == 64 - 3
 
     # A miss: the tree is gone, the root is computed as a row of the prefix KV.
-    model.moves = prefix_kv.accept(session.length, 1, session.path_of([77]))
+    model.moves = prefix_kv.accept(session.length, 1, session.tree.path_of([77]))
     prefix_kv.renumber(session.commit(np.array([77], np.uint32), root_expanded=False), ())
     tokens = [*tokens, 77]
     np.testing.assert_allclose(model.run(4, feed=1)[0], all_logits(folder, tokens)[-1], atol=2e-4)

@@ -35,22 +35,12 @@ class Pair:
         chosen_nodes = []
         for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
             chosen_nodes.append(chosen.add(ROOT if parent < 0 else chosen_nodes[parent], token, 0.0))
-        accepted = len(walk(chosen, text))
+        accepted = len(chosen.path_of(text))
         committed = text[: accepted + 1]
-        self.claims.learn(committed, walk(self.tree, committed))
+        self.claims.learn(committed, self.tree.path_of(committed))
         self.tree.clear()
         self.claims.clear()
         return accepted
-
-
-def walk(tree, tokens):
-    path, node = [], ROOT
-    for token in tokens:
-        node = next((child for child in tree.children_of(node) if tree.token[child] == token), ROOT)
-        if node == ROOT:
-            break
-        path.append(node)
-    return path
 
 
 def probability(pair, node):

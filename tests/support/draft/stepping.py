@@ -48,7 +48,7 @@ class Stepper:
     def commit(self, tokens, ready=True):
         """Commit tokens, of which the first are nodes of the tree."""
         session, prefix_kv = self.session, self.prefix_kv
-        self.moves = prefix_kv.accept(session.length, len(tokens), session.path_of(tokens))
+        self.moves = prefix_kv.accept(session.length, len(tokens), session.tree.path_of(tokens))
         kept = session.commit(np.array(tokens, np.uint32), root_expanded=ready)
         prefix_kv.renumber(kept, range(len(kept)))
 

@@ -31,7 +31,7 @@ def session_at(length, seed=0, shape=None):
 def accepted_of(session):
     """Draft tokens that the target would accept."""
     expected = [TEXT.after(int(session.tokens[-1]), i + 1) for i in range(DEPTH)]
-    return len(session.path_of(expected))
+    return len(session.tree.path_of(expected))
 
 
 def grown_by_levels(simulated, length, seed):
