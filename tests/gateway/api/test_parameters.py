@@ -153,7 +153,7 @@ def test_a_timeout_ends_an_answer(gateway, target, draft, by_header):
     body = {"prompt": "A", "max_tokens": 350, "ignore_eos": True, "temperature": 0}
     headers = {"X-Request-Timeout": "1.5"} if by_header else {}
     body |= {} if by_header else {"timeout": 1.5}
-    target.engine.delay = 0.1  # the whole text takes 35 s
+    target.engine.delay = 0.3  # the whole text takes 35 s, with all proposals accepted
     try:
         response = gateway.client.post("/v1/completions", json=body, headers=headers)
         assert response.status_code == 504

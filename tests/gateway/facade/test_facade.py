@@ -131,7 +131,7 @@ def test_the_rest_of_the_context_is_the_limit(engine):
 
 
 def test_abort_ends_a_request(engine, target, monkeypatch):
-    monkeypatch.setattr(target.engine, "delay", 0.05)
+    monkeypatch.setattr(target.engine, "delay", 0.1)
     messages = engine.ask(stream=True, name="long", ignore_eos=True)
     assert next(messages).HasField("chunk")
     engine.abort("long")
@@ -144,12 +144,12 @@ def test_abort_ends_a_request(engine, target, monkeypatch):
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_cancelled_call_ends_its_sessions(engine, target, draft, monkeypatch, n):
-    monkeypatch.setattr(target.engine, "delay", 0.1)
+    monkeypatch.setattr(target.engine, "delay", 0.3)
     messages = engine.ask(stream=True, ignore_eos=True, n=n)
     next(messages)
     until(lambda: target.sessions == n)
     messages.cancel()
-    until(lambda: target.sessions == 0 and draft.sessions == 0, seconds=25)  # the whole text takes 40 s
+    until(lambda: target.sessions == 0 and draft.sessions == 0, seconds=30)  # the whole text takes 40 s
 
 
 # --- log-probabilities ---
