@@ -17,8 +17,7 @@ from outrider.errors import ConfigError
 from outrider.native import vectors
 from services.target.kernels.cpu import library
 from tests.support.emulated import kernels as emulation
-from tests.support.emulated import plugin
-from tests.support.target import less_optimized
+from tests.support.emulated import less_optimized, plugin
 
 TARGET = Path(__file__).parent
 KERNELS = (

@@ -1,6 +1,6 @@
 """A pytest plugin: the CPU kernels are compiled with less optimization, in a fraction of the time.
 
-OUTRIDER_VECTORS=avx2 python -m pytest -p tests.support.target.less_optimized tests/target/kernels/test_kernels.py
+OUTRIDER_VECTORS=avx2 python -m pytest -p tests.support.emulated.less_optimized tests/target/kernels/test_kernels.py
 """
 
 import pytest
