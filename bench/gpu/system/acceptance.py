@@ -10,6 +10,7 @@ SGLang and llama.cpp simulate accept lengths, too, but in the verification; here
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -20,7 +21,7 @@ from services.draft.drafters.model import ModelDrafter
 from services.draft.sessions.session import DraftSession
 
 _SIBLING = math.log(1e-3)  # the claims of candidates that are never right, relative to what the first one leaves
-_FAR = 1000  # tokens of the text from a right token to a wrong one
+_FAR = 1000  # at least so many tokens of the text lie between a token and the one that replaces it as a wrong one
 _MASK = (1 << 64) - 1
 
 
@@ -45,6 +46,8 @@ class SimulatedAcceptance:
         """accept_lengths: seed s has the one at index s modulo their number. depth: of the trees."""
         self._text = text
         self._table = [acceptance_of(length, depth) for length in accept_lengths]
+        # Coprime to the text's size, so that repeated steps reach every token of it.
+        self._far = next(step for step in itertools.count(_FAR) if math.gcd(step, text.size) == 1)
 
     def attach(self, drafter: ModelDrafter) -> None:
         """Replace the candidates of all later expansions of a drafter, however unlikely its random head finds them."""
@@ -119,7 +122,7 @@ class SimulatedAcceptance:
     def _wrong(self, token: int, taken: set[int]) -> int:
         """A token that is not among `taken`: the drafted one, if possible."""
         while token in taken:
-            token = self._text.after(token, _FAR)
+            token = self._text.after(token, self._far)
         return token
 
     def _probability(self, session: DraftSession) -> float:

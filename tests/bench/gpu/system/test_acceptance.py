@@ -116,3 +116,13 @@ def test_accept_lengths_that_no_tree_can_have_are_refused():
     with pytest.raises(ValueError, match="between 1 and the tree's 3"):
         acceptance_of(4.0, 3)
     assert acceptance_of(1.0, 3) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_wide_trees_over_a_short_text_have_siblings_that_differ():
+    """A thousand tokens on lie only nine different ones, for a text of 180."""
+    text = Continuation(300, 180)
+    session = session_at(10)
+    tokens = np.arange(400, 420).tolist()
+    grown = Expansion(session, ROOT, tokens, [-1] * len(tokens), [-1.0] * len(tokens), places=[-1] * len(tokens))
+    expansion = SimulatedAcceptance(text, [3.0], DEPTH).replaced(grown)
+    assert len(set(expansion.tokens)) == len(tokens)
