@@ -67,6 +67,8 @@ class ServedModel:
             return self.running
         if self.failure:
             reason = f"the model `{self.name}` cannot be served: {self.failure}"
+        elif (refused := self.health.orchestrator.sessions.absence.all_refused()) is not None:
+            reason = refused.message
         elif self.health.orchestrator.targets:
             reason = f"the gateway waits for a target of the model `{self.name}`; retry later"
         else:

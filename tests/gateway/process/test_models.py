@@ -253,6 +253,8 @@ def test_replicas_join_and_leave_the_pools_of_a_model(gateway, folder, targets, 
         gateway.client.post("/add_worker", params=query, headers=gateway.admin).raise_for_status()
         reason = "serves counting; its pool is for org/third"
         until(lambda: any(reason in (one["reason"] or "") for one in workers(gateway, model=EMPTY)))
+        asked = gateway.client.post("/v1/completions", json={"model": EMPTY, "prompt": "A"})
+        assert reason in error_of(asked, 503)["message"]
         gateway.client.post("/remove_worker", params=query, headers=gateway.admin).raise_for_status()
         assert post(model_id=EMPTY).status_code == 202
         until(lambda: all_say(gateway, f"/health?model={EMPTY}", "ok"))
