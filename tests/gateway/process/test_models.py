@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import signal
 
 import grpc
 import httpx
@@ -318,6 +319,43 @@ def test_aborts_find_requests_of_all_models(gateway):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_the_file_is_read_again_at_sighup(gateway, folder, targets):
+    file = folder / "models.toml"
+    before = file.read_text()
+
+    def read_again(content):
+        file.write_text(content)
+        gateway.process.send_signal(signal.SIGHUP)
+
+    def names():
+        """Of several new connections, which reach all workers."""
+        answers = [httpx.get(gateway.url + "/v1/models").json()["data"] for _ in range(8)]
+        return {tuple(one["id"] for one in answer) for answer in answers}
+
+    try:
+        read_again(before.replace('"org/third"', "3"))
+        until(lambda: "the models stay as they were" in gateway.log.read_text())
+        assert "[third] model-path" in gateway.log.read_text()
+        assert names() == {(FIRST, "one", SECOND, EMPTY)}
+        stream = Stream(gateway, model=SECOND, max_tokens=100)
+        started(stream)
+        first = before[: before.index(f'["{SECOND}"]')].replace('"one"', '"uno"')
+        joins = f'[fourth]\ntarget = "{targets[FIRST].address}"\n'
+        read_again(f'{first}[{EMPTY}]\ntarget = "{targets[FIRST].address}"\n{joins}')
+        assert text(gateway, FIRST) == "BCD"  # as it was, until the changed one is up
+        until(lambda: names() == {(FIRST, "uno", EMPTY, "fourth")})
+        for model in (EMPTY, "fourth"):
+            until(lambda model=model: all_say(gateway, f"/health?model={model}", "ok"))
+        assert [text(gateway, model) for model in (FIRST, EMPTY, "fourth") for _ in range(3)] == ["BCD"] * 9
+        assert error_of(gateway.client.post("/v1/completions", json={"model": SECOND, "prompt": "A"}), 404)
+        stream.join(40)
+        assert len(stream.tokens) == 100  # it ended where it was
+    finally:
+        read_again(before)
+        until(lambda: names() == {(FIRST, "one", SECOND, EMPTY)})
+        until(lambda: all_say(gateway, f"/health?model={SECOND}", "ok"))
+
+
 async def test_the_page_offers_the_models(gateway, tmp_path):
     async with Browser(CHROMIUM, tmp_path) as browser:
         await browser.open(f"{gateway.url}/")
