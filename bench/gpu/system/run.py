@@ -308,7 +308,7 @@ def _notes(selection: Selection, bandwidth: float) -> list[str]:
     return [
         *notes,
         "Random weights in the shapes of Llama-3.1-8B and its EAGLE-3 head. asked: the simulated accept length. The "
-        "drafter computes everything, then its candidates are replaced: by the known continuation with a probability "
-        f"a position and rank that gives this length with {'these trees' if tree else 'trees of 16 nodes'}, otherwise by "
-        "wrong tokens (bench/gpu/system/acceptance.py)",
+        "drafter computes everything, then its candidates are replaced, by wrong tokens or by the known continuation, "
+        "with probabilities by rank that give this length "
+        f"{'with these trees' if tree else 'with the best 16 nodes'} (bench/gpu/system/acceptance.py)",
     ]

@@ -80,7 +80,7 @@ def test_accept_lengths_are_those_asked_for(accepted, children, shape):
 
 
 def test_one_program_grows_the_tree_that_a_calibrated_head_would():
-    """The random head has found other paths; the rows that the drafter keeps of expanded nodes are those of new ones."""
+    """The random head has found other paths; the drafter keeps rows of the new tree's expanded nodes."""
     simulated = SimulatedAcceptance(TEXT, LENGTHS, CHILDREN, growths=[GROWTH])
     session = session_at(10)
     parents = [-1] * 4 + [node for node in range(16) for _ in range(4)]
