@@ -37,7 +37,7 @@ class SimulatedAcceptance:
         growths: Sequence[Growth] = (),
     ) -> None:  # fmt: skip
         """accept_lengths: seed s has the one at index s modulo their number; of explicit trees of this shape, or of
-        adaptive ones of 16 nodes. children: candidates of a node. growths: what programs grow of adaptive trees.
+        adaptive ones of 15 nodes. children: candidates of a node. growths: what programs grow of adaptive trees.
 
         Raises ValueError for an accept length that such trees cannot have.
         """

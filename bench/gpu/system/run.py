@@ -310,5 +310,5 @@ def _notes(selection: Selection, bandwidth: float) -> list[str]:
         "Random weights in the shapes of Llama-3.1-8B and its EAGLE-3 head. asked: the simulated accept length. The "
         "drafter computes everything, then its candidates are replaced, by wrong tokens or by the known continuation, "
         "with probabilities by rank that give this length "
-        f"{'with these trees' if tree else 'with the best 16 nodes'} (bench/gpu/system/acceptance.py)",
+        f"{'with these trees' if tree else 'with the 15 best nodes of adaptive ones'} (bench/gpu/system/acceptance.py)",
     ]

@@ -43,7 +43,7 @@ def accepted_of(session, best=None):
 
 
 def by_node(simulated, length, seed):
-    """Of an adaptive tree that grows node by node, and whose 16 best nodes are verified."""
+    """Of an adaptive tree that grows node by node, and whose 15 best nodes are verified."""
     session, node = session_at(length, seed), ROOT
     for _ in range(16):
         scores = [math.log(0.25)] * 4
@@ -51,7 +51,7 @@ def by_node(simulated, length, seed):
         assert len(set(expansion.tokens)) == len(DRAFTED)
         session.grower.add(expansion.node, expansion.tokens, expansion.parents, expansion.log_scores)
         node = session.best_leaves(1)[0][1]
-    return accepted_of(session, 16)
+    return accepted_of(session, 15)
 
 
 def at_once(simulated, length, seed):
