@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import ray
+from omegaconf import OmegaConf
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.utils.device import get_visible_devices_keyword
 from verl.workers.rollout.replica import RolloutReplica
@@ -23,7 +24,8 @@ class OutriderReplica(RolloutReplica):  # type: ignore[misc]  # verl is not inst
 
     async def launch_servers(self) -> None:
         """As verl calls it, once its workers exist. Raises ValueError for settings that do not fit."""
-        options = Options.of((self.config.engine_kwargs or {}).get("outrider"))
+        given = (self.config.engine_kwargs or {}).get("outrider")
+        options = Options.of(OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given)
         if self.config.enable_rollout_routing_replay:
             raise ValueError("rollout.enable_rollout_routing_replay is not supported: no routed experts are returned")
         address = options.address(self.replica_rank)

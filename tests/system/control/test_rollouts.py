@@ -56,17 +56,24 @@ def logprobs_of(answer, side="output"):
 
 
 def test_log_probabilities_are_those_of_a_plain_forward(running, folder):
-    """Its rounding in float32 is that of transformers, measured against float64."""
+    """Its rounding in float32 is that of transformers, measured against float64. At the sampling temperature, as a
+    trainer's loss and SGLang have them; those of a prompt at 1.
+    """
     plain, exact = (AutoModelForCausalLM.from_pretrained(folder, dtype=d) for d in (torch.float32, torch.float64))
-    answers = [generate(running, seed=seed, logprob_start_len=0) for seed in (7, 8)]
-    answers.append(generate(running, sampling={"temperature": 0.0}, logprob_start_len=0))
-    for answer in answers:
+    temperatures = (1.0, 1.0, 0.0, 0.6, 1.7)
+    answers = [
+        generate(running, seed=7 + number, sampling={"temperature": temperature}, logprob_start_len=0)
+        for number, temperature in enumerate(temperatures)
+    ]
+    divisor = torch.ones(len(PROMPT) + 40 - 1, 1)
+    for temperature, answer in zip(temperatures, answers, strict=True):
+        divisor[len(PROMPT) - 1 :] = temperature or 1.0
         new = tokens_of(answer)
         assert new == answer["output_ids"]
         path = torch.tensor([PROMPT + new])
         with torch.no_grad():
             of_plain, expected = (
-                model(path).logits[0, :-1].log_softmax(-1).gather(-1, path[0, 1:, None])[:, 0].double()
+                (model(path).logits[0, :-1] / divisor).log_softmax(-1).gather(-1, path[0, 1:, None])[:, 0].double()
                 for model in (plain, exact)
             )
         assert logprobs_of(answer, "input")[0] is None
