@@ -94,6 +94,6 @@ class LaunchedGateway:
 async def _healthy(gateway: RolloutGateway) -> bool:
     try:
         await gateway.get("/health")
-    except (RolloutError, OSError):
+    except RolloutError:
         return False
     return True

@@ -66,10 +66,10 @@ class RolloutGateway:
         while True:
             try:
                 found: dict[str, Any] = await self._call("POST", "/generate", body)
-            except (_Later, aiohttp.ClientConnectionError) as error:
+            except _Later as error:
                 if time.monotonic() > deadline:
-                    raise RolloutError(f"{self.url}/generate: no answer for {self._patience:.0f} s: {error}") from error
-                await asyncio.sleep(error.seconds if isinstance(error, _Later) else _WAIT_SECONDS)
+                    raise RolloutError(f"no answer for {self._patience:.0f} s: {error}") from error
+                await asyncio.sleep(error.seconds)
             else:
                 return found
 
@@ -109,7 +109,7 @@ class RolloutGateway:
         params = {} if version is None else {"weight_version": version}
         try:
             await self._call("POST", "/update_weights_from_tensor", content, params)
-        except (RolloutError, aiohttp.ClientError) as error:
+        except RolloutError as error:
             if sent:
                 raise RolloutError(
                     f"{error}; the first {sent} tensors of this update are in place already, so generation stays "
@@ -131,13 +131,16 @@ class RolloutGateway:
                 "headers": {"Content-Type": "application/octet-stream"},
                 "timeout": aiohttp.ClientTimeout(total=_UPDATE_SECONDS),
             }
-        async with self._session.request(method, route, params=params, **sent) as response:
-            if response.status < 400:
-                return await response.json()
-            reason = f"{self.url}{route}: {response.status}: {_message(await response.text())}"
-            if response.status in _RETRIED:
-                raise _Later(reason, response.headers.get("Retry-After"))
-            raise RolloutError(reason)
+        try:
+            async with self._session.request(method, route, params=params, **sent) as response:
+                if response.status < 400:
+                    return await response.json()
+                reason = f"{self.url}{route}: {response.status}: {_message(await response.text())}"
+                if response.status in _RETRIED:
+                    raise _Later(reason, response.headers.get("Retry-After"))
+                raise RolloutError(reason)
+        except aiohttp.ClientError as error:
+            raise _Later(f"{self.url}{route}: {error or type(error).__name__}") from error
 
 
 class _Later(RolloutError):

@@ -41,8 +41,8 @@ class OutriderServer:
         self._gateway = await gateway.__aenter__()  # for the life of the actor
         try:
             info = await gateway.get("/server_info")
-        except OSError as error:
-            raise RolloutError(f"no gateway of Outrider answers at {url}: {error}") from error
+        except RolloutError as error:
+            raise RolloutError(f"no gateway of Outrider answers: {error}") from error
         own = int(info["context_length"])
         self._context = min(own, self._facts.max_model_len or own)
 
