@@ -307,13 +307,3 @@ def test_weights_from_verl(running, replica, folder):
     assert fingerprints[0] == fingerprints[1]
     assert fingerprints[0][1] != tuple(old) == tuple(late["token_ids"])
     assert late["extra_fields"]["global_steps"] == 8
-
-
-def test_settings_of_verl():
-    options = Options.of({"addresses": ["a:1", "b:2"]})
-    assert [options.address(rank) for rank in (0, 1)] == ["a:1", "b:2"]
-    with pytest.raises(ValueError, match="names 2 gateways, and verl makes a replica 3"):
-        options.address(2)
-    with pytest.raises(ValueError, match="adresses is unknown"):
-        Options.of({"adresses": []})
-    assert Options.of(None).address(0) is None
