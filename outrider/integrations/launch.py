@@ -17,6 +17,7 @@ from outrider.process.parent_death import tied_to_parent
 
 _POLL_SECONDS = 0.5
 _LAST_LINES = 30  # of its output, for an error
+_LAST_SECONDS = 5.0  # to read them
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
@@ -68,6 +69,7 @@ class LaunchedGateway:
             async with asyncio.timeout(seconds), RolloutGateway(self.url, self.key) as gateway:
                 while not await _healthy(gateway):
                     if self._process.returncode is not None:
+                        await self.stop()
                         raise RolloutError(self._failure(f"ended with code {self._process.returncode}"))
                     await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:
@@ -75,10 +77,13 @@ class LaunchedGateway:
             raise RolloutError(self._failure(f"was not healthy after {seconds:.0f} s")) from None
 
     async def stop(self) -> None:
-        """End it."""
-        if self._process is not None and self._process.returncode is None:
+        """End it, and read what it still wrote."""
+        if self._process is None or self._reading is None:
+            return
+        if self._process.returncode is None:
             self._process.terminate()
             await self._process.wait()
+        await asyncio.wait([self._reading], timeout=_LAST_SECONDS)  # a process that it started may hold the pipe
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
