@@ -131,25 +131,25 @@ def test_the_rest_of_the_context_is_the_limit(engine):
 
 
 def test_abort_ends_a_request(engine, target, monkeypatch):
-    monkeypatch.setattr(target.engine, "delay", 0.05)
+    monkeypatch.setattr(target.engine, "delay", 0.1)
     messages = engine.ask(stream=True, name="long", ignore_eos=True)
     assert next(messages).HasField("chunk")
     engine.abort("long")
     end = list(messages)[-1].complete
     assert end.finish_reason == "abort"
-    assert 0 < end.completion_tokens < 200
+    assert 0 < end.completion_tokens < 390
     engine.abort("unknown")
-    until(lambda: target.sessions == 0, seconds=5)
+    until(lambda: target.sessions == 0)
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_cancelled_call_ends_its_sessions(engine, target, draft, monkeypatch, n):
-    monkeypatch.setattr(target.engine, "delay", 0.05)
+    monkeypatch.setattr(target.engine, "delay", 0.3)
     messages = engine.ask(stream=True, ignore_eos=True, n=n)
     next(messages)
-    assert target.sessions == n
+    until(lambda: target.sessions == n)
     messages.cancel()
-    until(lambda: target.sessions == 0 and draft.sessions == 0, seconds=5)
+    until(lambda: target.sessions == 0 and draft.sessions == 0, seconds=30)  # the whole text takes 40 s
 
 
 # --- log-probabilities ---
@@ -250,7 +250,7 @@ def test_a_full_target_is_resource_exhausted(engine, target):
     code, message = refusal(engine.ask([BUSY], **{engine.limit: 1}))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "retry" in message
-    until(lambda: target.sessions == 0, seconds=5)
+    until(lambda: target.sessions == 0)
 
 
 def test_choices_that_do_not_all_fit_leave_no_session(folder, target, draft, monkeypatch):

@@ -88,7 +88,7 @@ async def test_sessions_of_a_target_that_drains_go_on_elsewhere():
     assert not drain.done()  # the other target may refuse it yet
     await commit(stays, session, [5])
     assert session.tokens == [1, 2, 3, 4, 5]
-    await asyncio.wait_for(drain, 5)
+    await asyncio.wait_for(drain, 60)
     assert pools.open().target is stays
     assert pools.open().target is stays
     assert leaves.availability.state is ReplicaState.DRAINING
@@ -116,7 +116,7 @@ async def test_a_session_without_room_elsewhere_ends_where_it_is():
     await asyncio.sleep(0.1)
     assert not drain.done()
     await commit(leaves, session, [6], finish=FinishReason.STOP)
-    await asyncio.wait_for(drain, 5)
+    await asyncio.wait_for(drain, 60)
 
 
 async def test_the_last_target_drains_until_its_sessions_end_or_another_comes():
@@ -139,7 +139,7 @@ async def test_the_last_target_drains_until_its_sessions_end_or_another_comes():
     assert session.target is late
     assert sent(late) == ([[1, 2, 3]], [])
     await commit(late, session, [4])
-    await asyncio.wait_for(drain, 5)
+    await asyncio.wait_for(drain, 60)
     assert pools.open().target is late
 
 
@@ -359,7 +359,7 @@ async def test_a_replica_that_is_added_while_it_drains_stays(served):
     served.decide(served.first.address, added=False)
     await asyncio.sleep(0.01)
     served.orchestrator.sessions.close(session)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while served.orchestrator.targets:
             await asyncio.sleep(0.01)
     served.decide("unix:/nowhere/x", added=True)

@@ -159,7 +159,7 @@ def test_workers_agree_whatever_the_order_of_decisions():
 
 
 async def until(condition):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 
