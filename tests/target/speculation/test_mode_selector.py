@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.target.speculation.estimates.mode_trial import Steps
 from services.target.speculation.mode_policy import SERVICE_MODES
 from services.target.speculation.mode_selector import TRIAL, ModeSelector, PrefillCost, SpeculationMode
 
@@ -23,7 +24,7 @@ def test_a_losing_mode_is_still_retried(loser):
         tried += selector.mode is loser
         seconds = 0.001 * selector.steps * (1.2 if selector.mode is loser else 1.0)
         selector.add_step(selector.steps, seconds)
-        selector.end_trial(selector.steps, seconds)
+        selector.end_trial(Steps(selector.steps, seconds))
     assert tried > 600
 
 
@@ -34,7 +35,7 @@ def test_one_hopeless_draft_mode_delays_the_other():
         taken.append(selector.mode)
         tokens, seconds = (1.2, 2.0) if selector.mode is not SpeculationMode.NONE else (1.0, 1.0)
         selector.add_step(tokens, seconds)
-        selector.end_trial(tokens, seconds)
+        selector.end_trial(Steps(tokens, seconds))
     assert taken == [SpeculationMode.WAIT_FOR_DRAFT] + 11 * [SpeculationMode.NONE]
     assert selector.loss == pytest.approx(2.0 - 1.2)
 
@@ -47,7 +48,7 @@ def test_drafts_must_gain_more_than_noise(gain, plain):
     for _ in range(4):
         tokens = gain if selector.mode is SpeculationMode.DRAFT_IF_READY else 1.0
         selector.add_step(tokens, 1.0)
-        selector.end_trial(tokens, 1.0)
+        selector.end_trial(Steps(tokens, 1.0))
     assert (selector.mode is SpeculationMode.NONE) == plain
 
 
@@ -66,7 +67,7 @@ def test_rejected_drafts_get_no_credit_for_a_fast_trial(right, drafts_win, own):
         )  # the machine happened to be fast in trials with drafts
         tokens += own
         selector.add_step(TRIAL * tokens, TRIAL * seconds)
-        selector.end_trial(TRIAL * tokens, TRIAL * seconds, steps=TRIAL, own=TRIAL * own)
+        selector.end_trial(Steps(TRIAL * tokens, TRIAL * seconds, TRIAL, TRIAL * own))
     assert modes.count(SpeculationMode.WAIT_FOR_DRAFT if drafts_win else alone) > 30
 
 
@@ -75,8 +76,8 @@ def test_a_trial_without_tokens_is_the_worst():
         [SpeculationMode.DRAFT_IF_READY, SpeculationMode.NONE], SpeculationMode.DRAFT_IF_READY, PrefillCost()
     )
     selector.add_step(0.0, 1.0)
-    selector.end_trial(0.0, 1.0)
+    selector.end_trial(Steps(0.0, 1.0))
     assert selector.mode is SpeculationMode.NONE
     selector.add_step(1.0, 1.0)
-    selector.end_trial(1.0, 1.0)
+    selector.end_trial(Steps(1.0, 1.0))
     assert selector.mode is SpeculationMode.NONE
