@@ -234,12 +234,9 @@ class Speculation:
             wanted, sessions, tokens, prompts=prompt_tokens, steps=steps, own=own, unread=unread,
             drafted=len(served), accepted=sum(commit.accepted for commit in served),
         )  # fmt: skip
-        now, latency = self.policy.wait.now, self.policy.wait.latency
-        for commit in commits:
-            if commit.draft_budget:
-                latency.asked(commit.session_id, commit.base_length + len(commit.tokens), now)
         if not prompt_tokens and 0 < len(wanted) <= _FEW_SESSIONS:
             self._wait_where_it_pays(commits, wanted, tokens)
+        self.policy.asked({one.session_id: one.base_length + len(one.tokens) for one in commits if one.draft_budget})
 
     def _wait_where_it_pays(self, commits: Sequence[Commit], wanted: Sequence[int], tokens: int) -> None:
         """Let the next step begin at once if what has survived of the trees promises enough."""

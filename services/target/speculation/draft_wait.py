@@ -96,6 +96,12 @@ class DraftWait:
             self._awaited.discard(session_id)
             self._misses.pop(session_id, None)
 
+    def asked(self, lengths: Mapping[int, int]) -> None:
+        """Commits ask for draft tokens, which the next step waits for or not. lengths: of their sessions, with them."""
+        now, held = self._clock(), self.remaining > 0.0
+        for session_id in self._drafted & lengths.keys():
+            self.latency.asked(session_id, lengths[session_id], now, held=held)
+
     def release(self) -> None:
         """Hold the next step no longer; its sessions do not count as waited for in vain."""
         self._awaited.clear()
@@ -122,14 +128,16 @@ class DraftWait:
         step_seconds: float,
         *,
         hold: bool,
+        tries: bool = False,
         reading: Mapping[int, float] | None = None,
     ) -> None:
         """A step has ended. wanted: sessions whose draft tokens are wanted next. step_seconds: of a usual step.
 
-        hold: the mode waits for proposals. reading: seconds in which drafters read sessions that have no answer yet
+        hold: the mode waits for proposals. tries: a trial of it begins, for which answers are measured. reading:
+        seconds in which drafters read sessions that have no answer yet
         """
         longest, reads = longest_wait(step_seconds), False
-        awaited = self.any_of(wanted) if self.latency.seconds <= longest else set()
+        awaited = self.any_of(wanted) if tries or self.latency.held_seconds <= longest else set()
         if self.has_drafter and reading and self._vain < _MAX_VAIN and 2 * len(reading) > len(wanted):
             unread = {one for one in reading if one not in self._misses}
             longest = max(longest, min(sum(reading[one] for one in unread), _MAX_FIRST_WAIT))

@@ -108,6 +108,11 @@ class ModePolicy:
             self._selectors, self._load = {False: {}, True: {}}, -1
         self.wait.received(session_id, fresh=fresh, length=length)
 
+    def asked(self, lengths: Mapping[int, int]) -> None:
+        """As of DraftWait; behind `end`."""
+        if self.wait.has_drafter:
+            self.wait.asked(lengths)
+
     def end(
         self,
         wanted: Collection[int],
@@ -148,7 +153,8 @@ class ModePolicy:
         hold = self.mode is SpeculationMode.WAIT_FOR_DRAFT
         each = self.prefill_cost.seconds_per_prompt_token
         reading = {one: each * length for one, length in unread.items()} if unread else None
-        self.wait.end(now, wanted, self.pace.seconds or computing, hold=hold, reading=reading)
+        tries = self._trial.steps < 0 and self.selector is not None and self.selector.probes
+        self.wait.end(now, wanted, self.pace.seconds or computing, hold=hold, tries=tries, reading=reading)
 
     def _account(self, count: int, tokens: int, prompts: int, computing: float, waited: float) -> None:
         """All steps, measured or not, show what trials cost and when the next are due. computing, waited: seconds."""

@@ -140,6 +140,7 @@ class ModeSelector:
 
     gain: throughput of the better mode with a draft service over that without; until measured, derived from the
         gain at fewer sessions
+    probes: the present trial comes after a pause; what has been measured may have changed
     loss: seconds that a trial with drafts costs where they are far behind; None if they are not, or not measured
     """
 
@@ -170,6 +171,7 @@ class ModeSelector:
         self._drafted = Steps(drafted=_PRIOR_STEPS, accepted=_PRIOR_STEPS)  # of all modes, of trials with proposals
         self._short = False
         self._sessions = 1.0
+        self.probes = True
         self.loss: float | None = fewer.loss if fewer is not None else None
         self.gain: float = fewer.gain / _GAIN_LOSS**doublings if fewer is not None else 0.0
         self._first_pause = _FIRST_DELAY if many else _FIRST_PAUSE
@@ -226,6 +228,7 @@ class ModeSelector:
         self._update_gain(rates)
         due = [mode for mode in self._measured if mode is not best and self._due(mode, rates, best) <= self._elapsed]
         self.mode = due[0] if due else best
+        self.probes = bool(due) and not self._measured[self.mode].retry_soon
         expected = rates.get(self.mode) or self._rate_predicted(self.mode, self._measured[best].total) or math.inf
         self._short = self.mode is not best and expected < _FAR_BEHIND * rates[best]
 
@@ -320,14 +323,14 @@ class ModeSelector:
         nothing of it. Drafting beside the target is taken to cost it nothing."""
         if not steps.steps:
             return None
-        step, own, latency = (steps.seconds - steps.held) / steps.steps, steps.own / steps.steps, self._latency.seconds
+        step, own = (steps.seconds - steps.held) / steps.steps, steps.own / steps.steps
         drafted = held = 0.0
         if mode is not SpeculationMode.NONE:
-            if mode not in DRAFT_MODES or not latency:
+            if mode not in DRAFT_MODES or not self._latency.count:
                 return None
-            drafted, held = 1.0, latency
+            drafted, held = 1.0, self._latency.held_seconds
         if mode is SpeculationMode.DRAFT_IF_READY:
-            drafted, held = share_in_time(self._accepted, step, latency), 0.0
+            drafted, held = share_in_time(self._accepted, step, self._latency.seconds), 0.0
         accepted = drafted * self._accepted
         predicted = Steps()
         predicted.add(Steps(1.0 + own + accepted, step + held, 1.0, own, drafted, accepted, held), scale=_PRIOR_STEPS)

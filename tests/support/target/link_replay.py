@@ -76,19 +76,20 @@ class Replay:
         self._arrivals: list[tuple[float, int]] = []
         self._trees: dict[int, int] = {}  # depth of those that have arrived, by root
         self._length = 0
+        self._text: _Text
 
     def answer(self, length: int) -> float:
         """Commit a text of `length` tokens. Returns its tokens/s behind the first token."""
         self._answers += 1
         text = _Text(random.Random(f"{self._seed}/{self._answers}"), self.link.foretold, length)
         noise, policy, link, clock = random.Random(self._answers), self.policy, self.link, self._clock
-        self._arrivals, self._trees, self._length = [], {}, 1
+        self._arrivals, self._trees, self._length, self._text = [], {}, 1, text
         policy.begin(1)
         clock.now += 3 * link.step
         self._committed(1, 0, 0, link.step, prompts=50)
         start = clock.now
         while self._length < length:
-            self._hold(text)
+            self._hold()
             self.modes.append(policy.mode)
             drafted = policy.mode in DRAFT_MODES and bool(self._trees)
             policy.begin(1)
@@ -101,9 +102,8 @@ class Replay:
             self._trees = {root: depth for root, depth in self._trees.items() if root + depth >= self._length}
             if grown:
                 self._trees[self._length] = text.depth(self._length)
-            self._take(text)
+            self._take()
             self._committed(1 + accepted, drafted, accepted, link.latency * noise.uniform(0.9, 1.2))
-            self._weigh(text, accepted)
         policy.wait.closed(self._answers)
         return (length - 1) / (clock.now - start)
 
@@ -111,32 +111,34 @@ class Replay:
         asks = self.policy.mode in DRAFT_MODES
         wanted = [self._answers] if asks or not self.policy.wait.has_drafter else []
         self.policy.end(wanted, 1, tokens, prompts=prompts, drafted=drafted, accepted=accepted)
+        if not prompts:
+            self._weigh(accepted)
         if wanted and not self.policy.drafting_paused:
-            self.policy.wait.latency.asked(self._answers, self._length, self._clock.now)
+            self.policy.asked({self._answers: self._length})
             heapq.heappush(self._arrivals, (self._clock.now + latency, self._length))
 
-    def _weigh(self, text: _Text, accepted: int) -> None:
+    def _weigh(self, accepted: int) -> None:
         """As the controller does."""
         wait, now = self.policy.wait, self._clock.now
         wait.gain.committed(now, {self._answers: accepted}, 1 + accepted)
         if wait.remaining and self._trees:
-            promised = max(text.promise(root, self._length) for root in self._trees)
+            promised = max(self._text.promise(root, self._length) for root in self._trees)
             if not wait.gain.pays([promised]):
                 wait.release()
 
-    def _hold(self, text: _Text) -> None:
+    def _hold(self) -> None:
         begun = self._clock.now
         while (remaining := self.policy.wait.remaining) > 0:
             due = self._arrivals[0][0] if self._arrivals else math.inf
             self._clock.now = min(self._clock.now + remaining, max(due, self._clock.now)) + 1e-9
-            self._take(text)
+            self._take()
         self.held.append(self._clock.now - begun)
 
-    def _take(self, text: _Text) -> None:
+    def _take(self) -> None:
         """Merge what has arrived."""
         while self._arrivals and self._arrivals[0][0] <= self._clock.now:
             _, root = heapq.heappop(self._arrivals)
-            depth = text.depth(root)
+            depth = self._text.depth(root)
             if root + depth >= self._length:
                 self._trees[root] = depth
             self.policy.received(self._answers, fresh=root >= self._length, length=root)

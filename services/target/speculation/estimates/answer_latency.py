@@ -1,12 +1,15 @@
 """How long a draft takes to answer a commit: the network both ways, and the draft itself.
 
-It belongs to draft and link, so that what one session shows holds for the next, in every mode and at every load.
+It belongs to draft and link, so that what one session shows holds for the next, in every mode and at every load. On the
+target's cores a draft takes longer where the target computes meanwhile, so that answers that a step waits for are
+averaged apart.
 """
 
 from __future__ import annotations
 
 from services.target.speculation.estimates.average import Average
 
+_WEIGHT = 0.25  # of the last answer: the first ones of a draft that has just started may be slow
 _LONGEST = 1.0  # seconds; what takes longer was a pause of the draft
 _MOST = 16  # commits of a session that are remembered: as many steps as an answer may take
 
@@ -14,27 +17,32 @@ _MOST = 16  # commits of a session that are remembered: as many steps as an answ
 class AnswerLatency:
     """Measures one engine's answers; knows sessions by id, and their commits by length.
 
-    seconds: from a commit to its answer, on average; 0 before the first one
+    count: answers measured
     """
 
     def __init__(self) -> None:
-        self._average = Average()
-        self._asked: dict[int, dict[int, float]] = {}
+        self._all, self._held = Average(_WEIGHT), Average(_WEIGHT)
+        self._asked: dict[int, dict[int, tuple[float, bool]]] = {}
 
     @property
     def seconds(self) -> float:
-        """As above."""
-        return self._average.value
+        """Seconds from a commit to its answer, on average; 0 before the first one."""
+        return self._all.value
+
+    @property
+    def held_seconds(self) -> float:
+        """The same where the next step waits for it, as far as is known."""
+        return min(self._held.value, self._all.value) if self._held.count else self._all.value
 
     @property
     def count(self) -> int:
-        """Answers measured."""
-        return self._average.count
+        """As above."""
+        return self._all.count
 
-    def asked(self, session_id: int, length: int, now: float) -> None:
-        """A commit asks for draft tokens. length: of the session with it."""
+    def asked(self, session_id: int, length: int, now: float, *, held: bool) -> None:
+        """A commit asks for draft tokens. length: of the session with it; held: the next step waits for the answer."""
         asked = self._asked.setdefault(session_id, {})
-        asked[length] = now
+        asked[length] = now, held
         if len(asked) > _MOST:
             del asked[next(iter(asked))]
 
@@ -43,11 +51,14 @@ class AnswerLatency:
         asked = self._asked.get(session_id)
         if not asked or length not in asked:
             return
-        seconds = now - asked.pop(length)
+        begun, held = asked.pop(length)
+        seconds = now - begun
         for earlier in [one for one in asked if one < length]:  # a draft answers the last commit that it knows
             del asked[earlier]
         if seconds < _LONGEST:
-            self._average.add(seconds)
+            self._all.add(seconds)
+            if held:
+                self._held.add(seconds)
 
     def closed(self, session_id: int) -> None:
         """A session has ended."""

@@ -47,4 +47,4 @@ class WaitGain:
         if min(self._latency.count, self._accepted.count, self._seconds.count) < _LEAST:
             return True
         more = sum(max(self._accepted.value - own, 0.0) for own in promised)
-        return more * self._seconds.value > self._tokens.value * self._latency.seconds
+        return more * self._seconds.value > self._tokens.value * self._latency.held_seconds

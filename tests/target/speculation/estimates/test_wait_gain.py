@@ -12,7 +12,7 @@ def measured(step, latency, accepted=1.6, sessions=1):
     gain, now, due = WaitGain(answers), 0.0, 0.0
     for number in range(40):
         for one in range(sessions):
-            answers.asked(one, number, now)
+            answers.asked(one, number, now, held=True)
             answers.answered(one, number, now + latency)
             gain.answered(one)
         now += latency + step
