@@ -190,8 +190,10 @@ class ModeSelector:
     def steps(self) -> int:
         """Length of the present trial: short at first, so that a losing mode ends soon."""
         doublings = min(self.trials // len(self._measured), _DOUBLINGS)
-        if self._short and not self._measured[self.mode].trials:
-            doublings = 0
+        if not self._measured[self.mode].trials:
+            if self.mode is SpeculationMode.NONE:
+                return _FIRST_TRIAL // 2  # each step commits a token: nothing but its time is unknown
+            doublings = 0 if self._short else doublings
         return min(_FIRST_TRIAL << doublings, _SHORT_TRIAL if self._short else TRIAL)
 
     def add_step(self, tokens: float, seconds: float) -> None:
@@ -275,8 +277,10 @@ class ModeSelector:
     def _first_due(self, mode: SpeculationMode, rates: dict[SpeculationMode, float], best: SpeculationMode) -> float:
         """When a mode has its first trial."""
         drafted = [other for other in rates if other in DRAFT_MODES]
+        if mode not in DRAFT_MODES:  # drafters have nothing to catch up on
+            return 0.0
         if not drafted:
-            return self._delay if mode in DRAFT_MODES else 0.0
+            return self._delay
         known = self._measured[drafted[-1]].total
         untried = [other for other in self._measured if other not in rates]
         predicted = {other: self._rate_predicted(other, known) for other in untried}
@@ -284,8 +288,6 @@ class ModeSelector:
             lost = 1.0 - predicted[mode] / max(rates[best], *predicted.values())
             pause = _pause((self.steps + SETTLING) * known.seconds / known.steps * lost, _COST_SHARE)
             return min(pause, self._first_pause * _PAUSE_GROWTH)  # as after two losses: it may be wrong
-        if mode not in DRAFT_MODES:  # drafters have nothing to catch up on
-            return 0.0
         if self.loss is None:
             return self._delay
         latest = max(self._measured[other].trial.ended for other in drafted)

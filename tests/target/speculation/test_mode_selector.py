@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.target.speculation.estimates.answer_latency import AnswerLatency
 from services.target.speculation.estimates.mode_trial import Steps
 from services.target.speculation.mode_policy import SERVICE_MODES
 from services.target.speculation.mode_selector import TRIAL, ModeSelector, PrefillCost, SpeculationMode
@@ -81,3 +82,38 @@ def test_a_trial_without_tokens_is_the_worst():
     selector.add_step(1.0, 1.0)
     selector.end_trial(Steps(1.0, 1.0))
     assert selector.mode is SpeculationMode.NONE
+
+
+def test_luck_with_a_text_is_no_merit_of_a_mode():
+    """Both modes had proposals in all steps, of the same length; one of them met an easy stretch of text."""
+    modes = [SpeculationMode.WAIT_FOR_DRAFT, SpeculationMode.DRAFT_IF_READY]
+    selector = ModeSelector(modes, modes[0], PrefillCost())
+    selector.end_trial(Steps(16.0, 0.08, 4, drafted=4, accepted=12.0))
+    selector.mode = modes[1]
+    selector.end_trial(Steps(4.0, 0.08, 4, drafted=4))
+    assert selector.throughput(modes[0]) == pytest.approx(selector.throughput(modes[1]))
+    selector.mode = modes[1]
+    selector.end_trial(Steps(4.0, 0.04, 4, drafted=4))
+    assert selector.throughput(modes[0]) < 0.9 * selector.throughput(modes[1])
+
+
+@pytest.mark.parametrize(("latency", "ends"), [(0.004, False), (0.030, True)])
+def test_a_trial_ends_early_where_another_mode_with_drafts_is_predicted_to_be_far_ahead(latency, ends):
+    answers = AnswerLatency()
+    selector = ModeSelector(SERVICE_MODES, SpeculationMode.WAIT_FOR_DRAFT, PrefillCost(), latency=answers)
+    one = Steps(2.6, 0.020 + latency, 1, drafted=1, accepted=1.6, held=latency)
+    assert not selector.hopeless(one), "no answer has been measured"
+    answers.asked(1, 10, 0.0, held=True)
+    answers.answered(1, 10, latency)
+    assert selector.hopeless(one) is ends
+    selector.add_step(one.tokens, one.seconds)
+    selector.end_trial(one)
+    taken = []
+    for _ in range(2):
+        taken.append(selector.mode)
+        plain = selector.mode is SpeculationMode.NONE
+        new = Steps(2.0, 0.040, 2) if plain else Steps(6.0, 0.080, 4, drafted=2, accepted=2)
+        selector.add_step(new.tokens, new.seconds)
+        selector.end_trial(new)
+    assert taken[0] is SpeculationMode.NONE
+    assert (taken[1] is SpeculationMode.DRAFT_IF_READY) is ends
