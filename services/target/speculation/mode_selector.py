@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from services.target.speculation.estimates.answer_latency import AnswerLatency
@@ -169,6 +169,8 @@ class ModeSelector:
         self._elapsed = 0.0  # seconds in steps
         self._since = Steps()  # the last trial's end: all steps, measured or not
         self._drafted = Steps(drafted=_PRIOR_STEPS, accepted=_PRIOR_STEPS)  # of all modes, of trials with proposals
+        if fewer is not None:
+            self._drafted = replace(fewer._drafted)
         self._short = False
         self._sessions = 1.0
         self.probes = True

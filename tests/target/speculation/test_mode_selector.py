@@ -95,6 +95,9 @@ def test_luck_with_a_text_is_no_merit_of_a_mode():
     selector.mode = modes[1]
     selector.end_trial(Steps(4.0, 0.04, 4, drafted=4))
     assert selector.throughput(modes[0]) < 0.9 * selector.throughput(modes[1])
+    more = ModeSelector(modes, modes[0], PrefillCost(), selector)
+    more.end_trial(Steps(4.0, 0.04, 4, drafted=4))
+    assert more.throughput(modes[0]) > 150.0, "more sessions begin with what fewer have shown"
 
 
 @pytest.mark.parametrize(("latency", "ends"), [(0.004, False), (0.030, True)])
