@@ -40,7 +40,7 @@ class OnlineOptions:
     decay: float = 0.8
     steps: int = 24
     epochs: float = 4.0
-    held_out: int = 8
+    held_out: int = 4
     warmup: int = 20
     averaging: float = 0.95
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from services.draft.learning.records.batches import Batch, PackShape, build, learnt_rows, plan
 from services.draft.online.replay_buffer import ReplayBuffer, Segment
 
 _CANDIDATES = 24  # segments among which a pack is chosen
-_EVALUATION_PACKS = 4
+_EVALUATION_PACKS = 8
 
 
 class SegmentSampler:
@@ -23,6 +24,7 @@ class SegmentSampler:
         self.buffer = buffer
         self.epochs, self.replay = epochs, replay
         self._shape = shape
+        self._evaluated = _EVALUATION_PACKS * shape.learnt  # rows of an evaluation
         self._order = np.random.default_rng(0)
         self.used = 0  # recent rows that were used, or dropped from the buffer before
         self._due = 0.0  # replayed packs that are due
@@ -58,22 +60,28 @@ class SegmentSampler:
         fullest = max(packs, key=lambda pack: int(counts[pack].sum()))
         return build(segments, [fullest], self._shape, self._order)
 
-    def recent_held_out(self, rows: int) -> list[Batch]:
-        """The latest held-out segments, in packs; only those of the target's present weights if they have `rows`."""
-        segments = self.buffer.recent(held_out=True)
+    def recent_held_out(self) -> list[Batch]:
+        """The latest held-out segments, in packs; only those of the target's present weights if these suffice."""
+        segments = self.buffer.recent(held_out=True)[::-1]
         current = [segment for segment in segments if segment.version == self.buffer.version]
-        enough = learnt_rows(self.buffer.segments(current).entries)[1].sum() >= rows
-        return self._packs(current if enough else segments)
+        return self._packs(current if sum(self._counts(current)) >= self._evaluated else segments)
 
-    def replayed_held_out(self) -> list[Batch]:
-        """Held-out segments of earlier traffic, in packs."""
-        return self._packs(_older_half(self.buffer.replayed(held_out=True)))
+    def earliest_held_out(self) -> list[Batch]:
+        """The earliest held-out segments of the sample of all traffic, in packs.
+
+        More of the sample would be less strict: the longer traffic is another, the more of the sample is that traffic.
+        """
+        return self._packs(self.buffer.replayed(held_out=True))
+
+    def _counts(self, chosen: Sequence[Segment]) -> NDArray[np.int64]:
+        """Trained rows of each segment in a pack, [n]."""
+        return np.minimum(learnt_rows(self.buffer.segments(chosen).entries)[1], self._shape.learnt)
 
     def _packs(self, chosen: Sequence[Segment]) -> list[Batch]:
-        segments = self.buffer.segments(chosen[-_EVALUATION_PACKS * _CANDIDATES :])
-        if not len(segments):
-            return []
-        packs = plan(segments.entries, np.arange(len(segments)), self._shape, self._order)[:_EVALUATION_PACKS]
+        """The first segments, as many as are evaluated."""
+        ends = np.cumsum(self._counts(chosen))
+        segments = self.buffer.segments(chosen[: np.searchsorted(ends, self._evaluated, side="right")])
+        packs = plan(segments.entries, np.arange(len(segments)), self._shape, self._order)
         return [build(segments, [pack], self._shape, self._order) for pack in packs]
 
 

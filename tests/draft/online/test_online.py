@@ -287,7 +287,7 @@ def test_training_pauses_without_new_rows(learnt):
         ({"draft_tp_size": 2}, "--draft-tp-size"), ({"draft_feature_dtype": "float8_e4m3"}, "--draft-feature-dtype"),
         ({"online_share": 0.0}, "--online-share"), ({"online_share": 0.95}, "--online-share"),
         ({"online_learning_rate": 0.0}, "--online-learning-rate"),
-        ({"online_bytes": 1 << 20}, "--online-bytes 1048576 is too small .*; set 6291456"),
+        ({"online_bytes": 1 << 20}, "--online-bytes 1048576 is too small .*; set 3145728"),
         ({"online": False, "online_output": "x"}, "needs --online"),
     ],
 )  # fmt: skip

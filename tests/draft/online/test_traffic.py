@@ -8,6 +8,7 @@ from outrider.serving.features import FeatureBlock
 from outrider.speculation.proposal import Commit, FinishReason
 from services.draft.online.background import Background
 from services.draft.online.state import STATE, load_state, save_state
+from services.draft.online.swap import LearntWeights
 from tests.support.draft.online import online_engine
 from tests.support.invariance.pair import request
 
@@ -37,7 +38,7 @@ def test_state_is_kept_over_a_restart(models, tmp_path, caplog):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(again.trainer.target.draft_ids, learner.trainer.target.draft_ids)
     assert again.run_once() > 0
-    learner.swap(learner.averaged)  # newer weights than the state
+    learner.swap(LearntWeights(learner.averaged, learner.ids))  # newer weights than the state
     newer = online_engine(models[1], models[0], **flags).drafter.learner
     assert facts(newer)[2:] == facts(learner)[2:]
     assert newer.ids.tolist() == sorted(learner.ids.tolist())
