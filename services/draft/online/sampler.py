@@ -63,15 +63,19 @@ class SegmentSampler:
     def recent_held_out(self) -> list[Batch]:
         """The latest held-out segments, in packs; only those of the target's present weights if these suffice."""
         segments = self.buffer.recent(held_out=True)[::-1]
-        current = [segment for segment in segments if segment.version == self.buffer.version]
-        return self._packs(current if sum(self._counts(current)) >= self._evaluated else segments)
+        current = self._current(segments)
+        return self._packs(current if self._counts(current).sum() >= self._evaluated else segments)
 
     def earliest_held_out(self) -> list[Batch]:
-        """The earliest held-out segments of the sample of all traffic, in packs.
+        """The earliest held-out segments of the sample of all traffic, in packs; of the target's present weights.
 
-        More of the sample would be less strict: the longer traffic is another, the more of the sample is that traffic.
+        With more of the sample, a shift of the traffic would take it over. A target with other weights does not write
+        the earlier texts again.
         """
-        return self._packs(self.buffer.replayed(held_out=True))
+        return self._packs(self._current(self.buffer.replayed(held_out=True)))
+
+    def _current(self, segments: Sequence[Segment]) -> list[Segment]:
+        return [segment for segment in segments if segment.version == self.buffer.version]
 
     def _counts(self, chosen: Sequence[Segment]) -> NDArray[np.int64]:
         """Trained rows of each segment in a pack, [n]."""
