@@ -96,7 +96,7 @@ class Learner:
         self.worse = 0
         self._options, self._clock = options, clock
         shape = PackShape(1, options.length, options.learnt, options.unroll_steps)
-        self.sampler = SegmentSampler(buffer, shape, options.epochs, options.replay)
+        self.sampler = SegmentSampler(buffer, shape, options.epochs)
         objective = Objective(head, options.unroll_steps, options.decay, mixed_precision, *logits)
         self.serving = Weights(learnt, *host.targets(learnt.ids))
         self.ids, self.averaged = learnt.ids, _copy(learnt.params)
@@ -191,7 +191,7 @@ class Learner:
         if frozen is None:
             return
         buffer = self.sampler.buffer
-        stored = {s.number: s.record for s in (*buffer.replayed(held_out=False), *buffer.recent(held_out=False))}
+        stored = {s.number: s.record for s in (*buffer.sample(), *buffer.recent(held_out=False))}
         size = self.trainer.target.draft_ids.shape[0]
         counts = vocabulary.token_counts((r.tokens[max(r.first, 0) :] for r in stored.values()), size)
         if change := vocabulary.exchange(self.ids, counts, frozen):

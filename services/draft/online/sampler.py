@@ -15,19 +15,15 @@ _EVALUATION_PACKS = 8
 
 
 class SegmentSampler:
-    """Packs of segments. Every recent row is used `epochs` times on average; a share of the packs is replayed.
+    """Packs of segments. Every recent row is used `epochs` times on average."""
 
-    Replayed are the older half of the buffer's sample of all segments: the newer half resembles the recent ones.
-    """
-
-    def __init__(self, buffer: ReplayBuffer, shape: PackShape, epochs: float, replay: float) -> None:
+    def __init__(self, buffer: ReplayBuffer, shape: PackShape, epochs: float) -> None:
         self.buffer = buffer
-        self.epochs, self.replay = epochs, replay
+        self.epochs = epochs
         self._shape = shape
         self._evaluated = _EVALUATION_PACKS * shape.learnt  # rows of an evaluation
         self._order = np.random.default_rng(0)
         self.used = 0  # recent rows that were used, or dropped from the buffer before
-        self._due = 0.0  # replayed packs that are due
 
     def empty_batch(self) -> Batch:
         """A batch without segments, for the warm-up."""
@@ -39,11 +35,6 @@ class SegmentSampler:
         self.used = max(self.used, round((learnt - self.buffer.recent_learnt) * self.epochs))
         if self.used >= learnt * self.epochs:
             return None
-        self._due += self.replay
-        if self._due >= 1.0:
-            self._due -= 1.0
-            if (batch := self._random_pack(_older_half(self.buffer.replayed(held_out=False)))) is not None:
-                return batch
         batch = self._random_pack(self.buffer.recent(held_out=False))
         if batch is not None:
             self.used += int((batch.reach > 0).sum())
@@ -72,7 +63,7 @@ class SegmentSampler:
         With more of the sample, a shift of the traffic would take it over. A target with other weights does not write
         the earlier texts again.
         """
-        return self._packs(self._current(self.buffer.replayed(held_out=True)))
+        return self._packs(self._current(self.buffer.sample()))
 
     def _current(self, segments: Sequence[Segment]) -> list[Segment]:
         return [segment for segment in segments if segment.version == self.buffer.version]
@@ -87,7 +78,3 @@ class SegmentSampler:
         segments = self.buffer.segments(chosen[: np.searchsorted(ends, self._evaluated, side="right")])
         packs = plan(segments.entries, np.arange(len(segments)), self._shape, self._order)
         return [build(segments, [pack], self._shape, self._order) for pack in packs]
-
-
-def _older_half(segments: Sequence[Segment]) -> Sequence[Segment]:
-    return segments[: (len(segments) + 1) // 2]

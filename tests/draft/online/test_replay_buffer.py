@@ -142,20 +142,22 @@ def numbers(segments):
     return [int(segment.record.temperature) for segment in segments]
 
 
-def test_replayed_segments_are_a_uniform_sample_of_all():
-    """Recent ones are the latest; of the first and the second half of all there are as many."""
+def test_sample_is_uniform_over_all_held_out_segments():
+    """Recent ones are the latest; of the first and the second half of all there are as many in the sample."""
     halves = np.zeros(2, int)
     for seed in range(30):
-        buffer = ReplayBuffer(4 * 40 * 20, ROW, 20, 4, 10**6, seed=seed)
+        buffer = ReplayBuffer(4 * 40 * 20, ROW, 20, 4, 1, seed=seed)
         for number in range(200):
-            marked(buffer, number)
+            marked(buffer, number, held_out=True)
             assert buffer.bytes <= 2 * 40 * 20
-        assert numbers(buffer.recent(held_out=False)) == list(range(180, 200))
-        kept = numbers(buffer.replayed(held_out=False))
+        assert numbers(buffer.recent(held_out=True)) == list(range(180, 200))
+        kept = numbers(buffer.sample())
         assert kept == sorted(kept)
         assert len(kept) == 20
         halves += np.bincount(np.array(kept) // 100, minlength=2)
     assert abs(halves[0] - halves.sum() / 2) < 4 * np.sqrt(halves.sum() / 4)
+    marked(buffer, 1)
+    assert len(buffer.sample()) == 20, "trained segments are not in the sample"
 
 
 def test_segments_outlive_some_updates_of_the_target():
@@ -167,12 +169,12 @@ def test_segments_outlive_some_updates_of_the_target():
     buffer.outdate()
     recording.finish(np.arange(1000, 1011, dtype=np.uint32))  # of the old weights
     marked(buffer, 4)
-    assert numbers(buffer.recent(held_out=False)) == numbers(buffer.replayed(held_out=False)) == [1, 3, 4]
+    assert numbers(buffer.recent(held_out=False)) == [1, 3, 4]
+    assert numbers(buffer.recent(held_out=True)) == numbers(buffer.sample()) == [2]
     assert [segment.version for segment in buffer.recent(held_out=False)] == [0, 0, 1]
     buffer.outdate()
-    for kind in (buffer.recent, buffer.replayed):
-        assert numbers(kind(held_out=False)) == [4]
-        assert numbers(kind(held_out=True)) == []
+    assert numbers(buffer.recent(held_out=False)) == [4]
+    assert numbers(buffer.recent(held_out=True)) == numbers(buffer.sample()) == []
     buffer.outdate()
     assert buffer.version == 2, "another gateway reported the same update"
     assert numbers(buffer.recent(held_out=False)) == [4]

@@ -14,7 +14,7 @@ ROWS = 17  # of a segment, 16 of them trained
 @pytest.fixture
 def sampler():
     """Of evaluations of 8 packs of 32 rows, so of 16 segments."""
-    return SegmentSampler(ReplayBuffer(1 << 20, 4, 64, 8, held_out=1), PackShape(1, 64, 32, 2), 1.0, 0.0)
+    return SegmentSampler(ReplayBuffer(1 << 20, 4, 64, 8, held_out=1), PackShape(1, 64, 32, 2), 1.0)
 
 
 def add(sampler, numbers):
