@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from services.draft.learning.records.store import Record
 
+_FIRST_SESSIONS = 32
 _ENTRY = np.dtype([("rows", "<u4"), ("first", "<u4"), ("temperature", "<f4")])
 
 
@@ -107,7 +108,7 @@ def _filled(part: _Part, segments: Iterable[Segment], oldest: int) -> _Part:
 
 
 class ReplayBuffer:
-    """Segments; those of one in `held_out` sessions are held out of the training.
+    """Segments; those of one in `held_out` sessions are held out of the training, of the first ones more.
 
     learnt: trainable rows since the start; version: updates of the target's weights
     """
@@ -132,9 +133,10 @@ class ReplayBuffer:
         self._keys = np.random.default_rng(seed)
 
     def next_held_out(self) -> bool:
-        """True if the next session is to be held out."""
+        """True if the next session is to be held out: every other one at first, for enough to judge by."""
         self._sessions += 1
-        return self._sessions % self._held_out == 0
+        every = min(2, self._held_out) if self._sessions <= _FIRST_SESSIONS else self._held_out
+        return self._sessions % every == 0
 
     def reserve(self, size: int) -> bool:
         """Reserve bytes for a session that is being recorded; negative sizes release them. False without room."""
