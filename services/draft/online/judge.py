@@ -31,7 +31,7 @@ from services.draft.online.swap import LearntWeights
 _MIN_ROWS = 64
 _KEPT = 0.98  # of the first weights' accept length on earlier traffic
 _PARTS = 10  # tried parts are multiples of one over this
-_RISE = 2  # steps by which the part may rise from one evaluation to the next
+_RISE = 1  # of these, by which the part may rise from one evaluation to the next
 
 
 class Weights(NamedTuple):
@@ -45,8 +45,7 @@ class Verdict(NamedTuple):
     """better: than the served weights; worse: beyond chance. before, after: accept lengths on recent sessions.
 
     weights: to serve if they are better; part: of the way from the first weights to the learnt ones
-    retained: accept length on earlier traffic over that of the first weights; None if it was not needed, or without
-        such sessions
+    retained: accept length on earlier traffic over that of the first weights; None without such sessions
     rows: of recent sessions
     """
 
@@ -78,15 +77,13 @@ class Judge:
         recent = self._sampler.recent_held_out()
         if _rows(recent) < _MIN_ROWS:
             return None
-        old, now = self.accepted(served, recent), self.accepted(new, recent)
-        worse, weights, part, retained = is_better(now, old), new, 1.0, None
-        if not worse and _rows(earlier := self._sampler.earliest_held_out()) >= _MIN_ROWS:
+        weights, part, retained = new, 1.0, None
+        if _rows(earlier := self._sampler.earliest_held_out()) >= _MIN_ROWS:
             weights, part, retained = self.retaining(new, earlier)
-            now = self.accepted(weights, recent) if part < 1 else now
-        enough = retained is None or retained >= _KEPT
+        old, now = self.accepted(served, recent), self.accepted(weights, recent)
+        better = is_better(old, now) and (retained is None or retained >= _KEPT)
         return Verdict(
-            enough and is_better(old, now), worse, 1 + float(old.mean()), 1 + float(now.mean()), weights, part,
-            retained, len(old),
+            better, is_better(now, old), 1 + float(old.mean()), 1 + float(now.mean()), weights, part, retained, len(old)
         )  # fmt: skip
 
     def retaining(self, new: Weights, earlier: Sequence[Batch]) -> tuple[Weights, float, float]:

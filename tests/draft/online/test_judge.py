@@ -45,19 +45,19 @@ def judge(accepted, rows=200, earlier=200):
     [
         (0.0, 0.0, False, False, 1.0, 1.0),
         (0.5, 0.0, True, False, 1.0, 1.0),
-        (-0.5, 0.0, False, True, 1.0, None),
+        (-0.5, 0.0, False, True, 1.0, 1.0),
         (0.5, -0.02, True, False, 1.0, 0.99),
         # Of two tokens 0.04 may be lost.
-        (2.0, -0.19, False, False, 0.2, 0.981),
+        (2.0, -0.19, False, True, 0.2, 0.981),
         (2.0, -0.049, True, False, 0.8, 0.98),
-        (2.0, -1.0, False, False, 0.1, 0.95),
+        (2.0, -1.0, False, True, 0.1, 0.95),
     ],
 )
 def test_the_largest_part_of_the_way_that_keeps_earlier_traffic(recent, earlier, better, worse, part, retained):
     found = judge({RECENT: lambda value: recent * value, EARLIER: lambda value: earlier * value})
     verdict = found.verdict(weights(SERVED), weights(NEW))
     assert (verdict.better, verdict.worse, verdict.part) == (better, worse, pytest.approx(part))
-    assert verdict.retained == (None if retained is None else pytest.approx(retained, abs=2e-3))
+    assert verdict.retained == pytest.approx(retained, abs=2e-3)
     assert verdict.weights.learnt.params["fuse"][0] == pytest.approx(part)
     assert verdict.after == pytest.approx(2 + recent * part, abs=0.02)
 
@@ -67,7 +67,7 @@ def test_the_part_rises_again_step_by_step():
     assert found.verdict(weights(SERVED), weights(NEW)).part == pytest.approx(0.2)
     found = judge({RECENT: lambda value: 2.0 * value})
     found._last = 2
-    assert [round(found.verdict(weights(SERVED), weights(NEW)).part, 1) for _ in range(5)] == [0.4, 0.6, 0.8, 1.0, 1.0]
+    assert [round(found.verdict(weights(SERVED), weights(NEW)).part, 1) for _ in range(5)] == [0.3, 0.4, 0.5, 0.6, 0.7]
 
 
 def test_entries_of_other_tokens_are_the_learnt_ones():
