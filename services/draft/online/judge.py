@@ -6,8 +6,8 @@ replay, so the weights that are served lie between the first and the learnt ones
 
     served = first + part * (learnt - first)
 
-with the largest part that keeps enough. It gives up less of what was learnt than it wins back of what was forgotten.
-Training goes on from the learnt weights.
+with the largest part that keeps enough beyond chance. This gives up less of what was learnt than it wins back of what
+was forgotten. Training goes on from the learnt weights.
 """
 
 from __future__ import annotations
@@ -77,25 +77,28 @@ class Judge:
         recent = self._sampler.recent_held_out()
         if _rows(recent) < _MIN_ROWS:
             return None
-        weights, part, retained = new, 1.0, None
+        weights, part, retained, enough = new, 1.0, None, True
         if _rows(earlier := self._sampler.earliest_held_out()) >= _MIN_ROWS:
-            weights, part, retained = self.retaining(new, earlier)
+            weights, part, retained, enough = self.retaining(new, earlier)
         old, now = self.accepted(served, recent), self.accepted(weights, recent)
-        better = is_better(old, now) and (retained is None or retained >= _KEPT)
         return Verdict(
-            better, is_better(now, old), 1 + float(old.mean()), 1 + float(now.mean()), weights, part, retained, len(old)
+            enough and is_better(old, now), is_better(now, old), 1 + float(old.mean()), 1 + float(now.mean()),
+            weights, part, retained, len(old),
         )  # fmt: skip
 
-    def retaining(self, new: Weights, earlier: Sequence[Batch]) -> tuple[Weights, float, float]:
-        """The weights nearest to the new ones that keep enough of earlier traffic, their part, and what they keep."""
-        then = 1 + self.accepted(self.first, earlier).mean()
+    def retaining(self, new: Weights, earlier: Sequence[Batch]) -> tuple[Weights, float, float, bool]:
+        """The weights nearest to the new ones that keep enough of earlier traffic, beyond chance.
+
+        With their part, what they keep, and whether it is enough.
+        """
+        then, enough = 1 + self.accepted(self.first, earlier), False
         for steps in range(min(self._last + _RISE, _PARTS), 0, -1):
             part, self._last = steps / _PARTS, steps
             weights = self.between(new, part) if part < 1 else new
-            retained = float((1 + self.accepted(weights, earlier).mean()) / then)
-            if retained >= _KEPT:
+            kept = 1 + self.accepted(weights, earlier)
+            if enough := is_better(_KEPT * then, kept):
                 break
-        return weights, part, retained
+        return weights, part, float(kept.mean() / then.mean()), enough
 
     def between(self, new: Weights, part: float) -> Weights:
         """Weights at a part of the way from the first ones to new ones. Entries of other tokens are the new ones'."""

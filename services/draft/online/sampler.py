@@ -75,6 +75,6 @@ class SegmentSampler:
     def _packs(self, chosen: Sequence[Segment]) -> list[Batch]:
         """The first segments, as many as are evaluated."""
         ends = np.cumsum(self._counts(chosen))
-        segments = self.buffer.segments(chosen[: np.searchsorted(ends, self._evaluated, side="right")])
+        segments = self.buffer.segments(chosen[: int(np.searchsorted(ends, self._evaluated, side="right"))])
         packs = plan(segments.entries, np.arange(len(segments)), self._shape, self._order)
         return [build(segments, [pack], self._shape, self._order) for pack in packs]
