@@ -93,7 +93,7 @@ class ModelRunner:
     def take_decisions(self, before: ModelRunner) -> None:
         """Take what the API has decided about the replicas of a runner that this one replaces. Called before `open`."""
         for decision in before._members.decisions:
-            self._members.decide(decision)
+            self._members.take(decision)
 
     async def open(self) -> None:
         """Let the other workers ask for the pools, and take what was decided there."""
