@@ -113,10 +113,11 @@ async def test_a_changed_model_serves_as_it_was_until_its_target_is_up(gateway):
     assert a.events == ["stop"]  # without withdrawing what the new one of its name answers
 
 
-async def test_a_model_that_is_away_is_replaced_at_once(gateway):
+@pytest.mark.parametrize(("ready", "table"), [(False, 'target = "x:2"\n'), (True, 'draft = "z:1"\n')])
+async def test_a_model_that_is_away_or_has_no_more_targets_is_replaced_at_once(gateway, ready, table):
     a, b = gateway.first
-    a.served.ready = False
-    await gateway.read('[a]\ntarget = "x:2"\n[b]\ntarget = "y:1"\n')
+    a.served.ready = ready
+    await gateway.read(f'[a]\n{table}[b]\ntarget = "y:1"\n')
     assert gateway.served[-1] == [gateway.made[-1], b]
     assert gateway.made[-1].name == "a"
 
