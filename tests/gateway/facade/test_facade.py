@@ -81,6 +81,7 @@ def test_sampling_reaches_the_target(engine, target):
     assert (seen.stop.max_tokens, seen.stop.min_tokens, seen.stop.ignore_eos) == (4, 2, True)
     assert 9 in seen.stop.stop_token_ids
     assert (seen.grammar.kind.name, seen.grammar.text) == ("REGEX", "a+")
+    assert seen.scaled_logprobs == (engine.pb is not vllm_engine_pb2)  # SGLang reports them at the temperature
 
 
 def test_unset_fields_are_neutral(vllm, target):

@@ -19,7 +19,7 @@ HEADS = dict(KV_HEADS=8, GROUP=4, HEADS=4, BLOCKS=1, HEAD_COUNT=32, D1=128, D2=0
     TREE=True, WINDOW=True, SOFTCAP=True, SINKS=True, WIDE=False, ORDERED=True, BIAS=True,
     ROWS=64, OUTPUTS=64, INPUTS=64, BLOCK=1024, HALF=64, HALF_PAD=64, NORMED=True, SHIFTED=True, ADDED=True, AFTER=True,
     EVEN=True, GATED=True, GELU=True, PAIRS=16, CHAINED=True, TABLES=True)
-SMALL = dict(M=32, N=32)  # tiles of attention, which is compiled in a fraction of the time; largest ones have a test
+SMALL = dict(M=16, N=16)  # tiles of attention, which is compiled in a fraction of the time; largest ones have a test
 for kernel in (triton_kernels.attend, triton_kernels.fold, triton_cache.write_rows, triton_cache.move_rows,
                triton_cache.move_paths, invariant_matmul._product, invariant_matmul._sum,
                small_batch_matmul.small_batch_linear, small_batch_matmul.small_batch_rotary,
