@@ -1,8 +1,8 @@
 """The models that a gateway runs, and the file of --models, which is read again at SIGHUP.
 
 A new model joins. One that is gone gets no new requests, and ends with its last session. One whose table has changed is
-replaced: it serves as it was until a target of the new table is up, and its sessions end where they are. A mistake in
-the file changes nothing.
+replaced: it serves as it was until a target of the new table is up, if that names any, and its sessions end where they
+are. A mistake in the file changes nothing.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class ModelsReload:
         self._coming.clear()
         self._runners = []
         for runner, before in zip(runners, found, strict=True):
-            if before is None or before is runner or not before.served.ready:
+            waits = before is not None and before is not runner and before.served.ready and runner.config.target
+            if before is None or not waits:
                 self._runners.append(runner)
             else:
                 self._runners.append(before)
