@@ -110,7 +110,7 @@ class ModelsReload:
                 await runner.open()
             runner.start()
             await runner.begin()
-            if (replaces := self._coming.get(runner.name) is runner):
+            if replaces := self._coming.get(runner.name) is runner:
                 del self._coming[runner.name]
                 index = next(i for i, one in enumerate(self._runners) if one.name == runner.name)
                 before, self._runners[index] = self._runners[index], runner

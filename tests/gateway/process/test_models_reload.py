@@ -46,9 +46,9 @@ class Gateway:
         self.made.append(Coming(config, **self._options))
         return self.made[-1]
 
-    async def read(self, timeout):
+    async def read(self, seconds):
         """Read a table with this --request-timeout, of which a target is up later."""
-        self._file.write_text(TABLE.format(timeout))
+        self._file.write_text(TABLE.format(seconds))
         self._reload._apply(model_configs(self._config))
         await asyncio.sleep(0.01)
 
