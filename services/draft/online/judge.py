@@ -71,6 +71,10 @@ class Judge:
         """Run the programs once."""
         self.accepted(self.between(self.first, 0.5), [self._sampler.empty_batch()])
 
+    def restarted(self) -> None:
+        """Training goes on from the served weights, all of whose way from the first ones keeps enough."""
+        self._last = _PARTS
+
     def verdict(self, served: Weights, new: Weights) -> Verdict | None:
         """The verdict on new weights; None without enough held-out rows."""
         recent = self._sampler.recent_held_out()

@@ -138,7 +138,7 @@ class ModePolicy:
         if self._selects:
             self.prefill_cost.committed(tokens)
             self._account(count, tokens, prompts, computing, seconds - computing)
-            held = min(seconds - computing, self.wait.longest)
+            held = max(0.0, min(seconds - computing, self.wait.longest))
             if self.wait.reads:  # no part of a usual step
                 self.prefill_cost.held(held)
                 seconds, held = computing, 0.0

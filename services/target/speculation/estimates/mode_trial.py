@@ -71,8 +71,7 @@ class ModeTrial:
         usual = self._usual.get(mode, seconds / steps)
         self._usual[mode] = usual + _EMA_WEIGHT * (min(seconds / steps, _MAX_EXCESS * usual) - usual)
         if seconds > _MAX_EXCESS * steps * usual:
-            seconds = steps * usual
-            new = replace(new, seconds=seconds, held=min(new.held, seconds))
+            new = replace(new, seconds=steps * usual, held=new.held * steps * usual / seconds)
         self.steps += round(steps)
         if self.steps > 0:
             self.total.add(new)
