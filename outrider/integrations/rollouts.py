@@ -79,8 +79,8 @@ class RolloutGateway:
         """Replace weights by a trainer's tensors. Returns their number. Raises RolloutError for those that do not fit.
 
         They are sent in calls of up to `bucket_bytes`, each of which takes effect as a whole. With more than one,
-        generation is paused meanwhile, and stays so if a later one fails, because the targets then have a part of the
-        new weights: a whole update ends that.
+        generation is paused meanwhile, and stays so if a later one fails, or any gets no answer, because the targets
+        may then have a part of the new weights: a whole update ends that.
         """
         held: dict[str, Any] = {}
         size = sent = 0
@@ -109,6 +109,11 @@ class RolloutGateway:
         params = {} if version is None else {"weight_version": version}
         try:
             await self._call("POST", "/update_weights_from_tensor", content, params)
+        except _NoAnswer as error:
+            raise RolloutError(
+                f"{error}; the targets may have these tensors or not"
+                + (", so generation stays paused until a whole update succeeds" if paused else "; update them again")
+            ) from error
         except RolloutError as error:
             if sent:
                 raise RolloutError(
@@ -139,8 +144,8 @@ class RolloutGateway:
                 if response.status in _RETRIED:
                     raise _Later(reason, response.headers.get("Retry-After"))
                 raise RolloutError(reason)
-        except aiohttp.ClientError as error:
-            raise _Later(f"{self.url}{route}: {error or type(error).__name__}") from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise _NoAnswer(f"{self.url}{route}: {str(error) or type(error).__name__}") from error
 
 
 class _Later(RolloutError):
@@ -149,6 +154,10 @@ class _Later(RolloutError):
     def __init__(self, reason: str, wait: str | None = None) -> None:
         super().__init__(reason)
         self.seconds = float(wait) if wait and wait.isdigit() else _WAIT_SECONDS
+
+
+class _NoAnswer(_Later):
+    """No answer came, so that what the gateway has done is unknown."""
 
 
 def _message(text: str) -> str:
