@@ -68,21 +68,24 @@ class ModelsReload:
         """Run these models. Raises ConfigError before anything has changed."""
         known = {runner.name: runner for runner in self._runners}
         found = [known.get(one.served_model_name[0]) for one in configs]
+        coming = [self._coming.get(one.served_model_name[0]) for one in configs]
         runners = [
-            before if before is not None and before.config == one else self._make(one)
-            for one, before in zip(configs, found, strict=True)
+            next((made for made in of_name if made is not None and made.config == one), None) or self._make(one)
+            for one, of_name in zip(configs, zip(found, coming, strict=True), strict=True)
         ]
-        for runner in self._coming.values():  # of the file before this one
-            self._leave(runner)
-        self._coming.clear()
+        former, self._coming = self._coming, {}
+        for runner in former.values():
+            if runner not in runners:
+                self._leave(runner)
         self._runners = []
         for runner, before in zip(runners, found, strict=True):
-            if before is None or before is runner or not before.served.ready:
+            starts = before is not runner and runner not in former.values()
+            if before is None or before is runner or (starts and not before.served.ready):
                 self._runners.append(runner)
             else:
                 self._runners.append(before)
                 self._coming[runner.name] = runner
-            if before is not runner:
+            if starts:
                 if before is not None:
                     runner.take_decisions(before)
                 self._starts[runner] = asyncio.create_task(self._start(runner), name=f"start of {runner.name}")
@@ -103,15 +106,19 @@ class ModelsReload:
 
     async def _start(self, runner: ModelRunner) -> None:
         try:
-            await runner.open()
+            if self._coming.get(runner.name) is not runner:  # else the present one answers the other workers
+                await runner.open()
             runner.start()
             await runner.begin()
-            if self._coming.get(runner.name) is runner:
+            if replaces := self._coming.get(runner.name) is runner:
                 del self._coming[runner.name]
                 index = next(i for i, one in enumerate(self._runners) if one.name == runner.name)
                 before, self._runners[index] = self._runners[index], runner
                 self._leave(before)
+                runner.take_decisions(before)  # those since its start
             self._publish()
+            if replaces:
+                await runner.open()
             await runner.follow()
         except Exception:  # the other models go on
             log.exception("the model %s cannot be run", runner.name)
