@@ -24,7 +24,7 @@ from outrider.errors import InvalidRequest, Unavailable
 from outrider.telemetry import REQUEST_ID
 from outrider.transport.statuses import details, statuses
 
-_STARTING = "the gateway is starting; it waits for a target service"
+_STARTING = "the gateway waits for a target of its default model; retry later"
 
 
 class Facade:
@@ -46,8 +46,8 @@ class Facade:
         """Register the service at a server."""
         type(self).register(self, server)
 
-    def serve(self, backend: Backend) -> None:
-        """Answer calls from now on; before that every call is Unavailable."""
+    def serve(self, backend: Backend | None) -> None:
+        """Answer calls from now on; before that, and with None, every call is Unavailable."""
         self._backend = backend
 
     # --- for subclasses ---

@@ -97,7 +97,8 @@ class Orchestrator:
         self.metrics.services.forget(link.service, link.address)
 
     async def stop(self) -> None:
-        """End all sessions and streams."""
+        """End all sessions and streams; new sessions are refused."""
+        self.sessions.absence.for_good()
         for session in list(self.sessions.by_id.values()):
             self.sessions.fail(session, Unavailable("the gateway is shutting down; retry elsewhere"))
         for link in self.links:

@@ -25,6 +25,7 @@ class TargetAbsence:
         self._model = model
         self._since: float | None = None  # by the event loop's clock; None while a target is up
         self._refused_since: float | None = None  # by the same clock; None while a target may serve
+        self._for_good = False
 
     def began(self) -> None:
         """The last target that was up is lost."""
@@ -34,8 +35,14 @@ class TargetAbsence:
         """A target is up."""
         self._since = None
 
+    def for_good(self) -> None:
+        """No target comes any more: the model has left the gateway, or the gateway ends."""
+        self._for_good = True
+
     def check(self) -> None:
         """Raise Unavailable if a new session would wait in vain, or targets have been away for too long."""
+        if self._for_good:
+            raise Unavailable(f"{self._owner} serves no longer; retry later", retry_after=1)
         if (error := self.none_usable() or self.all_refused()) is not None:
             raise error
         if all(target.draining for target in self._placement.targets):

@@ -191,11 +191,9 @@ async def _follow(start: asyncio.Task[None], runner: ModelRunner, serve_facades:
 
 
 def _serve_facades(services: Sequence[Facade], models: Models, keys: Keys, tracing: Tracing | None) -> None:
-    """Let the facades serve the default model, because their messages name none. Does nothing before it is up."""
+    """Let the facades serve the default model, because their messages name none; nothing before it is up."""
     model = models.default.running
-    if model is None:
-        return
-    backend = Backend(model.generator, model.facts, model.control, keys, tracing)
+    backend = Backend(model.generator, model.facts, model.control, keys, tracing) if model is not None else None
     for facade in services:
         facade.serve(backend)
 

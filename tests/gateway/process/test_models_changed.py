@@ -5,14 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.admission.admission import Admission
+from gateway.admission.admission import Admission, Keys
 from gateway.control.models import Models
+from gateway.facade import facades
 from gateway.pools.members import Service
+from gateway.process.app import _serve_facades
 from gateway.process.model import ModelRunner
 from gateway.process.models_file import model_configs
 from gateway.process.models_reload import ModelsReload
+from gateway.sessions.request import GenerationRequest, StopOptions
 from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig
+from outrider.errors import Unavailable
+from outrider.speculation.sampling import SamplingParams
 
 TABLE = '[a]\ntarget = "unix:/none/target"\nrequest-timeout = {}\n'
 
@@ -38,7 +43,8 @@ class Gateway:
         self._options = {"peers": self.peers, "admission": Admission(8), "report": lambda: None, "alone": False}
         file.write_text(TABLE.format(1))
         self.first = ModelRunner(*model_configs(self._config), **self._options)
-        self.first.served.running, self.first.served.health = object(), SimpleNamespace(ready=True)
+        known = self.first.served.health.orchestrator
+        self.first.served.running, self.first.served.health = object(), SimpleNamespace(ready=True, orchestrator=known)
         self.models = Models([self.first.served], self.peers)
         self._reload = ModelsReload(self._config, self.models, [self.first], self._make, lambda: None)
 
@@ -100,3 +106,25 @@ async def test_replicas_added_while_a_change_comes_stay(gateway):
     assert "unix:/none/added" in [one["address"] for one in gateway.made[0].served.replicas.own()]
     await gateway.made[0].served.replicas.add(Service.TARGET, "unix:/none/later")
     assert gateway.decided == ["unix:/none/added", "unix:/none/later"]
+
+
+async def test_a_request_that_comes_after_its_model_has_left_is_refused(gateway):
+    """It has chosen the model before, and took long to be read."""
+    sessions = gateway.first.served.health.orchestrator.sessions
+    request = GenerationRequest([0], SamplingParams(), StopOptions(1))
+    assert sessions.open(request).target is None  # its target may come
+    await gateway.first.stop()
+    assert not sessions.by_id
+    with pytest.raises(Unavailable, match="the model `a` serves no longer"):
+        sessions.open(request)
+
+
+async def test_facades_serve_no_former_default_model(gateway):
+    (facade,) = facades(("sglang",))
+    gateway.first.served.running = SimpleNamespace(generator=None, facts=None, control=None)
+    keys = Keys(GatewayConfig())
+    _serve_facades([facade], gateway.models, keys, None)
+    assert facade._backend is not None
+    gateway.first.served.running = None
+    _serve_facades([facade], gateway.models, keys, None)
+    assert facade._backend is None
