@@ -24,10 +24,30 @@ struct Float8Lines {
   }
 };
 
+// Bytes of a group of 64 k as bfloat16.
+constexpr int64_t kWideGroup = kGroup * kPanel * 2;
+
+[[gnu::noinline]] inline void widen_group(const char* from, char* to) {
+  const Float8Lines lines;
+  for (int64_t i = 0; i < kGroup * kPanel / 32; ++i) _mm512_store_si512(to + i * 64, lines.load(from + i * 32));
+}
+
+// A thread's room for a panel as bfloat16, or for a group of one that a single pass reads.
+inline char* wide_panel(const Pass& pass) {
+  static thread_local Buffer memory;
+  const size_t bytes = size_t(pass.x.rows <= kDotRows ? kWideGroup : pass.weight.k / kGroup * kWideGroup);
+  if (memory.bytes() < bytes) memory = Buffer(bytes);
+  return memory.as<char>();
+}
+
+// Few rows widen numbers in the loop that multiplies them. More rows read them widened, which the first pass does for all
+// passes over the panel. To the same bits.
 template <int M>
 [[gnu::noinline]] void tile_float8(const Pass& pass) {
+  constexpr bool kFew = M <= kFewRows;
   const Float8Lines lines;
   constexpr int64_t kSteps = kChunk / 4;  // of two k, of a chunk
+  char* wide = kFew ? nullptr : wide_panel(pass);
   __m512 sum[M][2];
   each_float8_group<M>(pass, [&](const Float8Group& group, float* sums) __attribute__((always_inline)) {
     if (group.fresh) {
@@ -35,16 +55,25 @@ template <int M>
       for (int m = 0; m < M; ++m) sum[m][0] = sum[m][1] = _mm512_setzero_ps();
     }
     const char* weight = group.values;
+    if constexpr (!kFew) {
+      char* room = wide + (pass.x.rows <= kDotRows ? 0 : group.index * kWideGroup);
+      if (pass.row == 0) widen_group(weight, room);
+      weight = room;
+    }
     int64_t line = group.line;
     for (int64_t chunk = 2 * group.index; chunk < 2 * group.index + 2; ++chunk) {
       const char* x = pass.chunk(chunk);
 #pragma GCC unroll 1
-      for (int64_t i = 0; i < kSteps; i += 2, x += 8, weight += 128) {
+      for (int64_t i = 0; i < kSteps; i += 2, x += 8, weight += kFew ? 128 : 256) {
         pass.fetch(line++);
 #pragma GCC unroll 2
         for (int64_t j = 0; j < 2; ++j) {
-          const __m512i w0 = lines.load(weight + j * 64), w1 = lines.load(weight + j * 64 + 32);
-          step<Pairs, M>(sum, w0, w1, x + j * 4);
+          if constexpr (kFew) {
+            step<Pairs, M>(sum, lines.load(weight + j * 64), lines.load(weight + j * 64 + 32), x + j * 4);
+          } else {
+            const char* from = weight + j * 128;
+            step<Pairs, M>(sum, _mm512_load_si512(from), _mm512_load_si512(from + 64), x + j * 4);
+          }
         }
       }
     }
