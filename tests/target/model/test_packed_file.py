@@ -20,6 +20,7 @@ from services.target.kernels.cpu.matrices import packed_file
 from services.target.model import program_builder
 from services.target.model.dense.load import load_dense
 from services.target.model.gguf import convert
+from services.target.model.loading.load import load
 from tests.support.checkpoints.families import write_family
 from tests.support.checkpoints.ggufs import write_gguf
 from tests.support.checkpoints.quantizers import FP8, fp8, write_quantized
@@ -76,7 +77,8 @@ def cache(tmp_path, monkeypatch):
 
 def loaded(folder, **flags):
     """A model, whose packed weights are on the disk by now."""
-    model = load_dense(folder, TargetConfig(**({"device": "cpu", "dtype": "float32"} | flags)))
+    config = TargetConfig(**({"device": "cpu", "dtype": "float32"} | flags))
+    model = load_dense(folder, config) or load(folder, config)
     packed_file.write_pending()
     return model
 
