@@ -18,19 +18,15 @@ from rich.progress import Progress
 
 from bench.ahead import theory
 from bench.ahead.control import Mode
-from bench.ahead.recorded import chat_tokens, record
 from bench.ahead.system import Answer, System, started
-from bench.ahead.virtual import Times, head_engine, run_virtually
-from bench.harness.flags import load_prompts, non_negative_int, positive_float, positive_int
+from bench.harness.flags import load_prompts, positive_float, positive_int
 from bench.harness.prompts import BUNDLED_PROMPTS
 from bench.harness.ratios import ratio
-from bench.harness.report import Report, format_row, new_figure
-from outrider.config import DraftConfig, flag_of
-from outrider.drafts import resolve_drafter
+from bench.harness.report import Report, new_figure
+from outrider.config import flag_of
 
 _PLAIN = "plain"
 _TREE_SECONDS = 0.006  # from a commit to its tree without a delay: streams, features, and the program of the tree
-_VIRTUAL_SECONDS = (0.003, 0.001)  # of a program that grows a tree, and of one that grows a level
 Answers = Mapping[str, Sequence[Answer]]
 
 
@@ -51,23 +47,13 @@ def main(argv: Sequence[str]) -> None:
                         help="shortest time of a target's step, in ms; 1 leaves it as it is")  # fmt: skip
     parser.add_argument("--modes", nargs="+", choices=[mode.value for mode in Mode], default=[m.value for m in Mode])
     parser.add_argument("--rounds", type=positive_int, default=1, help="how often each mode answers each prompt")
-    parser.add_argument("--virtual-prompts", type=non_negative_int, default=6,
-                        help="number of prompts for the table in virtual time; 0 leaves it out")  # fmt: skip
-    parser.add_argument("--virtual-only", action="store_true", help="measure in virtual time alone")
     args = parser.parse_args(argv)
     prompts, modes = load_prompts(parser, args.prompts), [Mode(mode) for mode in args.modes]
     report = Report("ahead", "Drafting ahead with a head, by network delay and length of the target's step")
     report.notes = _notes(args)
     cells = list(itertools.product(args.steps, args.delays))
-    if args.virtual_prompts:
-        rows = virtual_rows(args, [prompt.turns[0] for prompt in prompts[: args.virtual_prompts]], modes, cells)
-        if args.virtual_only:
-            report.rows = rows
-        else:
-            report.more.append(("In virtual time", rows))
-    if not args.virtual_only:
-        _measure_all(report, args, [prompt.turns[0] for prompt in prompts[: args.limit]], modes, cells)
-        _plot(report, [mode.value for mode in modes])
+    _measure_all(report, args, [prompt.turns[0] for prompt in prompts[: args.limit]], modes, cells)
+    _plot(report, [mode.value for mode in modes])
     report.write()
 
 
@@ -100,27 +86,6 @@ def _measure_all(
             add_expected(report.rows)
             report.write()
             progress.advance(bar)
-
-
-def virtual_rows(
-    args: argparse.Namespace, texts: Sequence[str], modes: Sequence[Mode], cells: Sequence[tuple[float, float]]
-) -> list[dict[str, Any]]:
-    """A row for each cell in virtual time, with tokens/s, accept length and share in time of each mode."""
-    engine = head_engine(resolve_drafter(DraftConfig(**_draft_flags(args)), args.model_path))  # type: ignore[arg-type]
-    prompts = chat_tokens(args.model_path, texts)
-    recordings = list(record(args.model_path, args.quantization, engine.drafter, prompts, args.new_tokens, 0.0))
-    rows = []
-    for step_ms, delay_ms in cells:
-        times = Times(step_ms / 1e3, delay_ms / 1e3, *_VIRTUAL_SECONDS)
-        row: dict[str, Any] = {"step ms": step_ms, "delay ms": delay_ms, _PLAIN: 1e3 / step_ms}
-        for mode in modes:
-            totals = run_virtually(engine, recordings, times, mode)
-            row[mode.value] = totals.tokens / totals.seconds
-            row[f"accept length, {mode.value}"] = totals.tokens / totals.steps
-            row[f"in time, {mode.value}"] = totals.drafted / totals.steps
-        rows.append(row)
-        print(format_row(row), flush=True)
-    return rows
 
 
 def measure(
@@ -194,18 +159,7 @@ def _notes(args: argparse.Namespace) -> list[str]:
         "time of the target's steps, which sleeps after computing",
         "expected (bench/ahead/theory.py): from the accept length of waiting and the share in time of two tiers at the "
         f"least delay, and {1e3 * _TREE_SECONDS:g} ms from a commit to its tree",
-        *([_virtual_note(args)] if args.virtual_prompts else []),
     ]
-
-
-def _virtual_note(args: argparse.Namespace) -> str:
-    tree, level = (1e3 * seconds for seconds in _VIRTUAL_SECONDS)
-    return (
-        f"virtual time (bench/ahead/virtual.py): tokens/s of {args.virtual_prompts} prompts. Head and trees are real; "
-        "the target's text and hidden states are recorded; the clock moves by given times: the step, the delay, "
-        f"{tree:g} ms for a program of the draft that grows a tree and {level:g} ms for one that grows a level. auto: "
-        "the target waits where that pays beside what has survived"
-    )
 
 
 def _plot(report: Report, modes: Sequence[str]) -> None:

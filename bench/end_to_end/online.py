@@ -77,19 +77,25 @@ def measure(flags: Sequence[str], parts: Sequence[Part], args: argparse.Namespac
     """Run all parts on one system. Without training there are no pauses, and equal parts are sent once."""
     training, results, known = "--online" in flags, [], {}
     with served(args.model, flags, args.dtype) as url, Progress() as progress:
-        bar = progress.add_task("with training" if training else "without training", total=len(parts))
+        bar = progress.add_task("with training" if training else "without training", total=_requests(parts, training))
         for part in parts:
             key = tuple(part.prompts)
             if training or key not in known:
                 body = {"temperature": args.temperature, "max_tokens": args.max_tokens}
                 body |= {} if part.learnt else {"cache_salt": "held-out"}
-                _, answers = asyncio.run(generate(url, [[text] for text in part.prompts], args.concurrency, body))
+                turns = [[text] for text in part.prompts]
+                _, answers = asyncio.run(generate(url, turns, args.concurrency, body, lambda _: progress.advance(bar)))
                 known[key] = [answer for (answer,) in answers]
                 time.sleep(part.pause if training else 0.0)
             metrics = httpx.get(f"{url}/metrics", timeout=60).raise_for_status().text
             results.append(Result(known[key], learning_counters(metrics)))
-            progress.advance(bar)
     return results
+
+
+def _requests(parts: Sequence[Part], training: bool) -> int:
+    """Number of requests of all parts on one system."""
+    sent = [tuple(part.prompts) for part in parts]
+    return sum(map(len, sent if training else set(sent)))
 
 
 def length_ratio(online: Sequence[Outcome], frozen: Sequence[Outcome]) -> tuple[float, float, float]:
@@ -194,13 +200,28 @@ def _notes(args: argparse.Namespace, size: int, old: Sequence[Prompt]) -> list[s
 
 
 def plot(report: Report) -> None:
-    """Accept length by round."""
-    figure = new_figure(6.4, 3.6)
-    axes = figure.subplots()
-    rows = [row for row in report.rows if row["round"].isdigit()]
-    for name, style in (("online", "o-"), ("frozen", "s--")):
-        axes.plot([int(r["round"]) for r in rows], [r[name] for r in rows], style, label=name)
-    axes.set(xlabel="round", ylabel="accept length", title="prompts unseen by the drafter")
-    axes.set_ylim(bottom=1.0)
-    axes.legend()
+    """Accept length by part, and its ratio to that without training, with intervals."""
+    figure = new_figure(9.6, 3.6)
+    lengths, ratios = figure.subplots(1, 2)
+    rows = [row for row in report.rows if " to " not in row["round"]]
+    old = [i for i, row in enumerate(rows) if not row["round"].isdigit()]
+    new = [i for i in range(len(rows)) if i not in old]
+    for name, style, color in (("online", "o", "C0"), ("frozen", "s", "C1")):
+        lengths.plot(new, [rows[i][name] for i in new], f"{style}-", color=color, label=f"{name}, new traffic")
+        if old:
+            lengths.plot(
+                old, [rows[i][name] for i in old], style, color=color, mfc="none", label=f"{name}, old traffic"
+            )
+    lengths.set_ylim(bottom=1.0)
+    for part, style, label in ((new, "o", "new traffic"), (old, "s", "old traffic")):
+        if part:
+            means = [rows[i]["over_frozen"] for i in part]
+            below = [rows[i]["over_frozen"] - rows[i]["low"] for i in part]
+            above = [rows[i]["high"] - rows[i]["over_frozen"] for i in part]
+            ratios.errorbar(part, means, [below, above], fmt=style, capsize=3, label=label)
+    ratios.axhline(1.0, color="gray", linewidth=0.8)
+    for axes, label in ((lengths, "accept length"), (ratios, "accept length, online over frozen (95 %)")):
+        axes.set(xlabel="round", ylabel=label)
+        axes.set_xticks(range(len(rows)), [row["round"].replace(", ", "\n") for row in rows], fontsize=7)
+        axes.legend(fontsize=8)
     report.save(figure)

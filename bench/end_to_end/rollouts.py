@@ -30,7 +30,7 @@ from outrider.drafts import DEFAULT_HEAD
 
 _EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "rollouts.py"
 
-_FLAGS = f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {DEFAULT_HEAD}"
+_FLAGS = f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {DEFAULT_HEAD} --speculative-always"
 
 
 def example() -> ModuleType:

@@ -92,11 +92,13 @@ def measure_parts(parts: Sequence[str], name: str, *, tiny: bool) -> None:
 
 
 def measure_system(selection: system.Selection, *, tiny: bool) -> BenchError | None:
-    """Measure the whole system, and write docs/benchmarks/gpu-system.* after each cell.
+    """Measure the whole system, and write docs/benchmarks/gpu-system.*, or gpu-system-apart.* with the draft on another
+    device, after each cell.
 
     tiny: writes only into a folder that was named. Returns the error that ended it, so that other parts still run.
     """
-    report, keeps = Report("gpu-system", system.TITLE), _keeps(tiny=tiny)
+    name = "gpu-system" if selection.draft_device == "auto" else "gpu-system-apart"
+    report, keeps = Report(name, system.TITLE), _keeps(tiny=tiny)
     try:
         for _ in system.measure(selection, report, tiny=tiny, draws=keeps):
             if keeps:

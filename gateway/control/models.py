@@ -6,7 +6,7 @@ A model is there from the start, with its pools; it can be asked once its first 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,8 @@ class ServedModel:
             return self.running
         if self.failure:
             reason = f"the model `{self.name}` cannot be served: {self.failure}"
+        elif (refused := self.health.orchestrator.sessions.absence.all_refused()) is not None:
+            reason = refused.message
         elif self.health.orchestrator.targets:
             reason = f"the gateway waits for a target of the model `{self.name}`; retry later"
         else:
@@ -88,7 +90,7 @@ class ServedModel:
 class Models:
     """All models of a gateway, in the order in which they were named. Requests without a name go to the first one.
 
-    several: routes show and ask for the model. peers: the other workers
+    peers: the other workers
     """
 
     def __init__(self, models: Sequence[ServedModel], peers: Peers, *, any_model: bool = False) -> None:
@@ -97,8 +99,16 @@ class Models:
         self._any_model = any_model
         self._connections = CollectorRegistry()
         self._unread = unread_answers(self._connections)
-        self.several = len(self._models) > 1
         self.peers = peers
+
+    def set(self, models: Iterable[ServedModel]) -> None:
+        """Serve these models from now on."""
+        self._models = list(models)
+
+    @property
+    def several(self) -> bool:
+        """True if routes show the models, and ask for one."""
+        return len(self._models) > 1
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models)

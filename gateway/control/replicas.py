@@ -139,7 +139,7 @@ class Replicas:
         """Take what was decided in other workers."""
         for decisions in (await self._peers.ask("decisions")).values():
             for decision in sorted(map(Decision.from_json, decisions), key=lambda one: one.stamp):
-                self._members.decide(decision)
+                self._members.take(decision)
 
     async def keep_up(self) -> None:
         """Catch up again and again, until cancelled."""

@@ -157,6 +157,7 @@ def _request(request: Any) -> GenerationRequest:
         grammar=grammar(params),
         logprobs=top,
         prompt_logprobs=top if start >= 0 else None,
+        scaled_logprobs=True,
     )
 
 

@@ -66,7 +66,7 @@ class SessionTable:
         """Open a session. request: resolved. draft: the one to open it on first, instead of the best one.
 
         While all targets are away the session waits; raises Unavailable once they have been away for too long, if none
-        of them can serve before it is sent weights or restarted, or if the pool has none.
+        of them can serve before it is sent weights, or is started with what fits, or if the pool has none.
         """
         self.absence.check()
         session = Session(next(self._ids), request)
@@ -159,8 +159,9 @@ class SessionTable:
                 self.leave_target(target, wait=True)
 
     def target_absent(self) -> None:
-        """A target cannot be used: sessions that wait for one end at once if none of them can."""
-        if self._timers and (error := self.absence.none_usable()) is not None:
+        """A target cannot be used: sessions that wait for one end at once if none can, and soon if none fits."""
+        error = self.absence.none_usable() or self.absence.refused_for_long()
+        if self._timers and error is not None:
             for session in self.on_target(None):
                 self.fail(session, error)
 

@@ -90,7 +90,7 @@ class TargetRelay:
                     draft.commit(frame.commits)  # a draft ignores sessions that it does not have
         if frame.features.session_ids:
             try:
-                feature_relay.relay(frame.features, self._table.by_id, placement.drafts, self._metrics.services)
+                feature_relay.relay(frame.features, self._table.by_id, placement, self._metrics.services)
             except InvalidRequest as error:  # drafts detect the gap; texts do not need hidden states
                 self._unreadable.add(target, error)
         if rows:

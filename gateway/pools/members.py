@@ -145,6 +145,14 @@ class Members:
         self._apply(decision.service, drain=decision.drain)
         return True
 
+    def take(self, decision: Decision) -> bool:
+        """Take a decision that may be older than these members. False as of `decide`.
+
+        Where a removal hid nothing, only members that the API had added before need it: names that came later stay.
+        """
+        known = (decision.service, decision.address) in self._decisions
+        return (known or decision.added or decision.hides) and self.decide(decision)
+
     def decision(self, service: Service, address: str) -> Decision | None:
         """What the API last said about a replica; None if it said nothing."""
         return self._decisions.get((service, address))

@@ -32,12 +32,13 @@ from gateway.grpc.service import SERVICE_NAME, GatewayServicer
 from gateway.process.listeners import Listeners
 from gateway.process.model import ModelRunner
 from gateway.process.models_file import model_configs
+from gateway.process.models_reload import ModelsReload
 from gateway.process.waiting import WARN_AFTER
 from gateway.telemetry import request_log
 from gateway.workers.parent import supervise_workers
 from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig, parse_flags
-from outrider.errors import Unavailable
+from outrider.errors import ConfigError, Unavailable
 from outrider.placement.shares import share_of_gateway
 from outrider.process import process
 from outrider.process.cpu_affinity import run_network_on
@@ -63,7 +64,17 @@ def main(argv: Sequence[str]) -> int:
 
 async def _supervise(config: GatewayConfig) -> int:
     model_configs(config)  # a mistake in the file is an error here, before any worker reads it
-    return await supervise_workers(config)
+    return await supervise_workers(config, (lambda: _can_be_read(config)) if config.models is not None else None)
+
+
+def _can_be_read(config: GatewayConfig) -> bool:
+    """True if the file of --models has no mistake, which is logged otherwise."""
+    try:
+        model_configs(config)
+    except ConfigError as error:
+        log.error("%s; the models stay as they were", error.message)
+        return False
+    return True
 
 
 async def serve(config: GatewayConfig, peers: Peers | None = None) -> int:
@@ -84,9 +95,13 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
     servicer, keys = GatewayServicer(), Keys(config)
     facade_services, changed = facades(config.grpc_facades), asyncio.Event()
     admission = Admission(config.max_pending_requests)
+    hangup = _hangups() if config.models is not None else asyncio.Event()
     configs = model_configs(config)
-    runners = [ModelRunner(one, peers, admission, changed.set, alone=len(configs) == 1) for one in configs]
+    run = partial(ModelRunner, peers=peers, admission=admission, report=changed.set)
+    runners = [run(one, alone=len(configs) == 1) for one in configs]
     models = Models([runner.served for runner in runners], peers, any_model=config.accept_any_model)
+    serve_facades = partial(_serve_facades, facade_services, models, keys, tracing)
+    reload = ModelsReload(config, models, runners, partial(run, alone=False), serve_facades)
     app = _with_cors(edge, config.allowed_origins)
     listeners = Listeners(config, app, keys, models.count_unread, shared=peers.several)
     tls = config.server_tls()
@@ -106,7 +121,9 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         for runner in runners:
             runner.start()
         STARTUP.done("Python and libraries")
-        starts += [asyncio.create_task(runner.begin(), name="start of a model") for runner in runners]
+        for runner in runners:
+            starts.append(asyncio.create_task(runner.begin(), name="start of a model"))
+            reload.started(runner, starts[-1])
         if await unless(stop, _first_model(starts, config, runners)) is None:
             return 0
         await peers.serve(models.answers)
@@ -114,9 +131,7 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         if tracing is not None:
             edge.app = Traced(edge.app, tracing)
         servicer.serve(models, config, keys, tracing)
-        serve_facades = partial(_serve_facades, facade_services, models, keys, tracing)
-        if models.default.running is not None:
-            serve_facades()
+        serve_facades()
         if late:
             await listeners.open(grpc_names, tls)
         await listeners.set_serving(True)
@@ -125,10 +140,9 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         log.info("REST on %s://%s, gRPC on %s", scheme, rest_address, grpc_address)
         STARTUP.done("tokenizer and routes")
         log.info("%s", STARTUP.describe())
-        following = [_follow(start, runner) for start, runner in zip(starts, runners, strict=True)]
-        if models.default.running is None:
-            following.append(_after(starts[0], serve_facades))
-        await unless(stop, _gather(_report_health(models, listeners, changed), *following))
+        following = [_follow(start, runner, serve_facades) for start, runner in zip(starts, runners, strict=True)]
+        following += [_report_health(models, listeners, changed), reload.follow(hangup)]
+        await unless(stop, _gather(*following))
         if admission.running:
             log.info("%d requests get %g s to end", admission.running, config.drain_timeout)
         await listeners.set_serving(False)
@@ -137,8 +151,7 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
     finally:
         for task in (stop, *starts):
             task.cancel()
-        for runner in runners:
-            await runner.stop()
+        await reload.stop()
         await peers.stop()
         await listeners.close()
 
@@ -169,19 +182,19 @@ async def _first_model(
     return True
 
 
-async def _follow(start: asyncio.Task[None], runner: ModelRunner) -> None:
-    await start
-    await runner.follow()
-
-
-async def _after(start: asyncio.Task[None], work: Callable[[], None]) -> None:
-    await start
-    work()
+async def _follow(start: asyncio.Task[None], runner: ModelRunner, serve_facades: Callable[[], None]) -> None:
+    await asyncio.wait({start})
+    if not start.cancelled():  # as the start of a model is that left before its first target came
+        start.result()
+        serve_facades()
+        await runner.follow()
 
 
 def _serve_facades(services: Sequence[Facade], models: Models, keys: Keys, tracing: Tracing | None) -> None:
-    """Let the facades serve the default model, because their messages name none."""
-    model = models.default.serving
+    """Let the facades serve the default model, because their messages name none. Does nothing before it is up."""
+    model = models.default.running
+    if model is None:
+        return
     backend = Backend(model.generator, model.facts, model.control, keys, tracing)
     for facade in services:
         facade.serve(backend)
@@ -200,6 +213,13 @@ async def _report_health(models: Models, listeners: Listeners, changed: asyncio.
         drafts = [draft for model in models for draft in model.health.orchestrator.drafts]
         ready = any(target.open_to_sessions for model in models for target in model.health.orchestrator.targets)
         await listeners.report(ready=ready, draft=any(draft.open_to_sessions for draft in drafts))
+
+
+def _hangups() -> asyncio.Event:
+    """An event that SIGHUP sets."""
+    hangup = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
+    return hangup
 
 
 def _stop_or_leave() -> asyncio.Event:

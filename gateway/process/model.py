@@ -50,7 +50,7 @@ _RETRY = 15.0  # seconds between attempts to serve a model of several whose file
 class ModelRunner:
     """Runs one model. Use: `open`, `start`, `begin`, `follow`, `stop`. Lives in one event loop.
 
-    served: the model, for routes. links: its replicas
+    config: of the model. served: the model, for routes. links: its replicas
     """
 
     def __init__(
@@ -61,13 +61,14 @@ class ModelRunner:
         alone: it is the only model of the gateway, which ends with an error of this model at its start
         """
         scope = "" if alone else config.served_model_name[0]
-        self._config, self._alone = config, alone
+        self.config, self._alone = config, alone
         self._admission = admission
         self._peers = peers.of_model(scope)
         metrics = Metrics()
         routing = Routing(config.cache_threshold, config.balance_abs_threshold, config.balance_rel_threshold)
         self._orchestrator = Orchestrator([], [], metrics, routing=routing, model=scope)
         members = Members(map(parse, config.target), map(parse, config.draft), scope)
+        self._members = members
         discovery = Discovery(members, config.discovery_interval)
         connection = Connection(config.service_tls(), config.stream_transport, config.service_token())
         path = display_name(config.model_path) if config.model_path is not None else ""
@@ -78,6 +79,21 @@ class ModelRunner:
         self._background: list[asyncio.Task[Any]] = []
         self._early = EarlyTokenizer()
         self._first: TargetLink | None = None
+
+    @property
+    def name(self) -> str:
+        """Its own name; empty for the only model of a gateway that was given none."""
+        return next(iter(self.config.served_model_name), "")
+
+    @property
+    def open_sessions(self) -> int:
+        """Sessions of the model that run or wait."""
+        return len(self._orchestrator.sessions.by_id)
+
+    def take_decisions(self, before: ModelRunner) -> None:
+        """Take what the API has decided about the replicas of a runner that this one replaces. Called before `open`."""
+        for decision in before._members.decisions:
+            self._members.take(decision)
 
     async def open(self) -> None:
         """Let the other workers ask for the pools, and take what was decided there."""
@@ -97,7 +113,7 @@ class ModelRunner:
 
         Of several models none ends the gateway: the reason is logged, and the model waits without end.
         """
-        config = self._config
+        config = self.config
         # Where replicas may be found later, the gateway waits for the first one without end.
         seconds = config.connect_timeout if self._alone and self.links.targets_are_fixed else None
         while True:
@@ -125,7 +141,7 @@ class ModelRunner:
         await asyncio.sleep(_RETRY)
 
     async def _serve(self, target: TargetLink, tokenizer: ModelTokenizer, defaults: SamplingDefaults) -> None:
-        config, served, info = self._config, self.served, target.info
+        config, served, info = self.config, self.served, target.info
         assert info is not None, "a link that is up has info"
         names = config.served_model_name or (info.model.model_path,)
         facts = Facts(config, info, self._peers, target.tokenizer.files)
@@ -164,7 +180,7 @@ class ModelRunner:
         Raises ConfigError for a target that a flag names and that does not fit; with --require-draft also for a draft,
         and Unavailable for one that does not come.
         """
-        orchestrator, links, config = self._orchestrator, self.links, self._config
+        orchestrator, links, config = self._orchestrator, self.links, self.config
         links.start_drafts()
         required = config.connect_timeout if config.require_draft else None
         others = [target for target in orchestrator.targets if target is not self._first]
@@ -176,6 +192,11 @@ class ModelRunner:
         if required is not None and config.draft and not any(map(links.is_named, orchestrator.drafts)):
             work.append(any_draft(orchestrator, required))
         await asyncio.gather(*work)
+
+    def withdraw(self) -> None:
+        """The other workers' requests are for no model of this name any more."""
+        if not self._alone:
+            self._peers.withdraw()
 
     async def stop(self) -> None:
         """End its sessions and streams."""

@@ -57,8 +57,8 @@ class GenerationRequest:
     """One generation, after the edge's own checks.
 
     seed: None draws one; numbers below 0 count from the end of 64 bits
-    cache_salt, grammar, logprobs, prompt_logprobs, priority, max_draft_tokens, draft_sources, traceparent, caller: as
-    in OpenSession
+    cache_salt, grammar, logprobs, prompt_logprobs, scaled_logprobs, priority, max_draft_tokens, draft_sources,
+    traceparent, caller: as in OpenSession
     watch_draft: step statistics include the draft tokens that the draft service scored highest
     counted: False keeps the generation out of metrics and logs, as for probes
     prompt_field: the client's name of the prompt, for errors
@@ -73,6 +73,7 @@ class GenerationRequest:
     grammar: Grammar | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    scaled_logprobs: bool = False
     priority: int = 0
     max_draft_tokens: int | None = None
     draft_sources: frozenset[SourceKind] = ALL_SOURCES

@@ -193,6 +193,7 @@ class Session:
             draft_sources=request.draft_sources,
             traceparent=request.traceparent,
             caller=request.caller,
+            scaled_logprobs=request.scaled_logprobs,
         )
 
     def commit(

@@ -3,6 +3,7 @@
     reserve the ports
     start the workers ──► a worker that dies is restarted; one that cannot start ends all
     a signal ──► all workers refuse new requests, and finish the running ones
+    SIGHUP with --models ──► all workers read the file again
 
 The kernel distributes connections over the listening workers (SO_REUSEPORT). The parent serves no client; with
 --health-listen it answers health checks for all workers.
@@ -13,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,13 +37,18 @@ _HEALTH_INTERVAL = 1.0  # seconds between health checks of serving workers
 _START_UP = 60.0  # seconds in which a service that does not fit ends all workers; later only the worker that meets it
 
 
-async def supervise_workers(config: GatewayConfig) -> int:
-    """Run --gateway-workers processes until a signal. Returns the exit code. Raises ConfigError, EngineFault."""
+async def supervise_workers(config: GatewayConfig, on_hangup: Callable[[], bool] | None = None) -> int:
+    """Run --gateway-workers processes until a signal. Returns the exit code. Raises ConfigError, EngineFault.
+
+    on_hangup: called at SIGHUP, which otherwise ends all; if it returns True the workers receive the signal as well
+    """
     config.check()
     stop, hurry = stop_and_kill_events()
     health = GrpcServer() if config.health_listen is not None else None
     with reserved_ports(config), socket_folder("outrider-gateway-") as folder:
         children = _children(config, folder)
+        if on_hangup is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _hang_up, children, on_hangup)
         if health is not None:
             await health.start(config.health_listen or "", ())
         try:
@@ -69,6 +77,14 @@ def worker_config(config: GatewayConfig, index: int, folder: Path) -> GatewayCon
         health_listen=health_address(folder, index),
         control_socket=config.control_socket if index == 0 else None,
     )
+
+
+def _hang_up(children: Sequence[Child], wanted: Callable[[], bool]) -> None:
+    if wanted():
+        for child in children:
+            if child.pid is not None:  # one that starts may end by it, and is started again
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGHUP)
 
 
 def _children(config: GatewayConfig, folder: Path) -> list[Child]:

@@ -66,6 +66,11 @@ class Peers:
 
             self._server = await asyncio.start_unix_server(answer, path, limit=_MAX_REQUEST)
 
+    def withdraw(self, prefix: str = "") -> None:
+        """Answer no requests with this beginning any more."""
+        for question in [one for one in self._answers if one.startswith(prefix)]:
+            del self._answers[question]
+
     async def ask(self, question: str, content: Any = None) -> dict[int, Any]:
         """The other workers' answers, by index."""
         others = [index for index in range(self.count) if index != self.index]
@@ -146,6 +151,10 @@ class _PeersOfModel(Peers):
     async def serve(self, answers: Answers) -> None:
         """As in Peers."""
         await self._peers.serve({self._prefix + question: answer for question, answer in answers.items()})
+
+    def withdraw(self, prefix: str = "") -> None:
+        """As in Peers, of this model's requests."""
+        self._peers.withdraw(self._prefix + prefix)
 
     async def ask(self, question: str, content: Any = None) -> dict[int, Any]:
         """As in Peers."""

@@ -160,9 +160,7 @@ class OnlineOptions:
     """Learning rate of online learning."""
     online_bytes: int = 1 << 30
     """Memory for the hidden states that online learning reads, in bytes: half for sessions in progress, half for the
-    latest ones and a sample of all."""
-    online_replay: float = 0.25
-    """Share of earlier traffic in what online learning trains on, at most 0.9, so that little of it is forgotten."""
+    latest ones and a held-out sample of all."""
     online_versions: int = 8
     """Updates of the target's weights for which online learning uses hidden states that were computed before."""
     online_output: str | None = None

@@ -155,7 +155,7 @@ class ModelOptions:
 
     models: str | None = None
     """File of several models behind this gateway (TOML): a table a model, with the model's name as its header and the
-    model's own flags, such as target and draft. Default: one model, from the flags."""
+    model's own flags, such as target and draft. Read again at SIGHUP. Default: one model, from the flags."""
     model_path: str | None = None
     """Checkpoint that the targets must serve, as their own --model-path names it; other targets are refused. Default:
     that of the first target that is up."""

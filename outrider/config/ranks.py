@@ -6,12 +6,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from outrider.errors import ConfigError
 
-if TYPE_CHECKING:
-    from outrider.config.target import TargetConfig, TargetOptions
+
+class RankOptions(Protocol):
+    """What decides where ranks compute: fields of the target's configuration."""
+
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def nnodes(self) -> int: ...
+    @property
+    def node_rank(self) -> int: ...
+    @property
+    def dist_init_addr(self) -> str | None: ...
+    @property
+    def device(self) -> str: ...
+
+
+class RankedConfig(RankOptions, Protocol):
+    """What several ranks may not be able to do, beside."""
+
+    @property
+    def deterministic(self) -> bool: ...
+    @property
+    def self_speculation(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -32,7 +53,7 @@ class RankPlaces:
         return self.devices[rank - self.first]
 
 
-def rank_places(config: TargetOptions) -> RankPlaces:
+def rank_places(config: RankOptions) -> RankPlaces:
     """Where the ranks of a target compute. Raises ConfigError for numbers and devices that do not fit together."""
     size, nodes, node = config.tp_size, config.nnodes, config.node_rank
     if size < 1:
@@ -71,7 +92,7 @@ def device_names(device: str, count: int) -> tuple[str, ...]:
     return names
 
 
-def check_ranks(config: TargetConfig) -> None:
+def check_ranks(config: RankedConfig) -> None:
     """Raise ConfigError for what several ranks cannot do."""
     places = rank_places(config)
     if places.size == 1:

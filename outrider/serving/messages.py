@@ -73,6 +73,7 @@ class OpenSession:
     grammar: grammar of the text, which then ends with an end-of-sequence token, also with ignore_eos
     logprobs, prompt_logprobs: number of most likely tokens reported with the log-probability of each new token, and of
         each prompt token; None reports none. Those of the prompt are reported only without committed tokens.
+    scaled_logprobs: those of new tokens are at the sampling temperature; else at temperature 1, as those of the prompt
     feature_spec: id of the FeatureSpec whose hidden states are sent from position `features_from` on; 0 for none
     drafting_paused: True if drafting is paused until a commit has a draft budget
     priority: waiting sessions with lower numbers are admitted first
@@ -99,6 +100,7 @@ class OpenSession:
     traceparent: str = ""
     draft_sources: frozenset[SourceKind] = ALL_SOURCES
     caller: str = ""
+    scaled_logprobs: bool = False
 
     def validate(self, vocab_size: int, max_tokens: int) -> None:
         """Raise InvalidRequest unless all tokens are in the vocabulary and fewer than max_tokens."""

@@ -38,6 +38,7 @@ def open_to_pb(request: OpenSession) -> common_pb2.OpenSession:
         traceparent=request.traceparent,
         draft_sources=draft_sources_to_pb(request.draft_sources),
         caller=request.caller,
+        scaled_logprobs=request.scaled_logprobs,
     )
 
 
@@ -62,6 +63,7 @@ def open_from_pb(message: common_pb2.OpenSession) -> OpenSession:
         traceparent=message.traceparent,
         draft_sources=draft_sources_from_pb(message.draft_sources),
         caller=message.caller,
+        scaled_logprobs=message.scaled_logprobs,
     )
 
 

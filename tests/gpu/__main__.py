@@ -27,6 +27,8 @@ from pathlib import Path
 
 import tyro
 
+from outrider.placement.devices import gpus
+
 _ROOT = Path(__file__).parents[2]
 _GRACE = 40.0  # seconds from SIGTERM to SIGKILL: a benchmark ends its processes, which takes up to 30 each
 _LEAST = 30.0  # seconds that must be left for a part to begin
@@ -40,12 +42,16 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Part:
-    """One process. arguments: of Python. seconds: that it may take. pages: it writes reports of benchmarks."""
+    """One process. arguments: of Python. seconds: that it may take. pages: it writes reports of benchmarks.
+
+    gpus: that the machine must have
+    """
 
     name: str
     arguments: tuple[str, ...]
     seconds: float
     pages: bool = False
+    gpus: int = 1
 
 
 def _tests(name: str, *files: str, seconds: float) -> Part:
@@ -53,8 +59,8 @@ def _tests(name: str, *files: str, seconds: float) -> Part:
     return Part(name, ("-m", "pytest", "-q", "-m", "gpu", "--timeout", "150", *paths), seconds)
 
 
-def _bench(name: str, *arguments: str, seconds: float) -> Part:
-    return Part(name, ("-m", "bench", *arguments), seconds, pages=True)
+def _bench(name: str, *arguments: str, seconds: float, gpus: int = 1) -> Part:
+    return Part(name, ("-m", "bench", *arguments), seconds, pages=True, gpus=gpus)
 
 
 _HEAD = ("--models", "head of Llama-8B")
@@ -63,6 +69,8 @@ PARTS = (
     Part("doctor", ("-m", "outrider", "doctor"), 60),
     _tests("tests-steps", "prepared", "target", seconds=120),
     _bench("system", "gpu", "--parts", "system", "--seconds", f"{_SYSTEM_SECONDS - 30:g}", seconds=_SYSTEM_SECONDS),
+    _bench("system-apart", "gpu", "--parts", "system", "--draft-device", "cuda:1", "--transports", "grpc",
+           "--contexts", "1024", "--seconds", "210", seconds=240, gpus=2),
     _bench("engine", "gpu", "--parts", "engine", "--name", "gpu-engine", seconds=120),
     _tests("tests-draft", "draft", seconds=180),
     _bench("trees", "trees", *_HEAD, "--steps", "10", "--name", "draft-trees-gpu", seconds=180),
@@ -93,9 +101,10 @@ class Options:
 class Run:
     """The parts of one run, and its summary."""
 
-    def __init__(self, deadline: float, output: Path | None) -> None:
-        """deadline: by the monotonic clock."""
+    def __init__(self, deadline: float, output: Path | None, gpus: int = 1) -> None:
+        """deadline: by the monotonic clock. gpus: of the machine."""
         self._deadline = deadline
+        self._gpus = gpus
         self._pages = output
         self.folder = output or _ROOT / ".gpu"
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -105,6 +114,9 @@ class Run:
     def parts(self, parts: Sequence[Part]) -> None:
         """Run parts one after the other, as far as there is time."""
         for part in parts:
+            if part.gpus > self._gpus:
+                self._note(f"{part.name}: did not run, because it needs {part.gpus} GPUs")
+                continue
             left = self._deadline - time.monotonic() - _GRACE
             if left < _LEAST:
                 self._note(f"{part.name}: did not run, because the time was over (--minutes)")
@@ -194,7 +206,7 @@ def main(options: Options) -> int:
     if shutil.which("nvidia-smi") is None:
         print("There is no NVIDIA GPU on this machine; nothing of this ran.", file=sys.stderr)
         return 1
-    run = Run(time.monotonic() + 60 * options.minutes, options.output)
+    run = Run(time.monotonic() + 60 * options.minutes, options.output, len(gpus()))
     run.parts(parts)
     print(f"\n{(run.folder / 'summary.txt').read_text()}", flush=True)
     return int(run.failed)

@@ -4,9 +4,6 @@ import random
 
 import pytest
 
-from bench.ahead.control import Mode
-from bench.ahead.recorded import record
-from bench.ahead.virtual import Times, run_virtually
 from tests.support.checkpoints.blocks import write_perfect_dflash
 from tests.support.checkpoints.heads import eagle3, write_head
 from tests.support.checkpoints.perfect import (
@@ -102,24 +99,6 @@ def test_trees_that_grow_ahead_reach_over_a_delay(models, drafts, head, monkeypa
 
     waiting = (1 + 2 * delay) * LENGTH / (depth + 1)  # of a target that waits for each tree, in steps' time
     assert steps(ahead=True) < 0.6 * min(waiting, steps(ahead=False))
-
-
-@pytest.mark.parametrize(("delay", "share"), [(0.0, 0.8), (0.005, 0.8), (0.02, 0.6)])
-def test_a_target_that_waits_where_it_pays_is_faster_than_one_that_always_does(models, drafts, delay, share):
-    """In virtual time: a perfect head, whose trees hold the next ones, leaves no reason to wait at any distance.
-    Without draft tokens left the target waits all the same, which the mode selector weighs."""
-    engine, times = drafts["eagle 3"], Times(0.02, delay, tree=0.003, level=0.001)
-    length = 3 * LENGTH  # it measures first
-    recordings = list(record(str(models[0]), None, engine.drafter, [[45], [50, 5, 9, 60, 61]], length, 0.0))
-    rates = {}
-    for mode in (Mode.WAITING, Mode.TIERS, Mode.AUTO):
-        totals = run_virtually(engine, recordings, times, mode)
-        assert totals.tokens == 2 * (length - 1)
-        assert (totals.held == 0) is (mode is Mode.TIERS)
-        rates[mode] = totals.tokens / totals.seconds
-    assert rates[Mode.TIERS] > rates[Mode.WAITING]
-    assert rates[Mode.AUTO] > share * rates[Mode.TIERS]
-    assert rates[Mode.AUTO] > rates[Mode.WAITING]
 
 
 TREE = (3, 4, 12)

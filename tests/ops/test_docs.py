@@ -32,6 +32,7 @@ OF_OTHERS = {
     "--sglang",  # slime's prefix
     "--http2-prior-knowledge", "--list-methods", "--policy", "--protocol", "--worker-urls",  # buf and smg
     "--unix-socket",  # curl
+    "--no-deps",  # pip
     "--generate", "--head",  # Ray
     "--offload-rollout", "--rollout-external-engine-addrs", "--rollout-num-gpus-per-engine", "--rollout-top-p",  # slime
     "--sglang-speculative-*", "--update-weight-disk-dir", "--update-weight-mode", "--update-weight-transport",

@@ -38,6 +38,13 @@ def test_without_time_nothing_begins(tmp_path):
     assert not run.failed
 
 
+def test_parts_for_more_gpus_than_there_are_do_not_begin(tmp_path):
+    run = gpu.Run(time.monotonic() + 100, tmp_path, gpus=1)
+    run.parts([gpu.Part("two", ("-c", "raise SystemExit(1)"), 30.0, gpus=2)])
+    assert "two: did not run, because it needs 2 GPUs" in (tmp_path / "summary.txt").read_text()
+    assert not run.failed
+
+
 def test_pages_go_into_the_named_folder(tmp_path):
     run = gpu.Run(time.monotonic() + 100, tmp_path)
     run.parts([gpu.Part("page", ("-c", "import sys; print(sys.argv[1:])"), 30.0, pages=True)])

@@ -1,8 +1,8 @@
 """The draft service with clocks and, for a random head, with simulated acceptance.
 
 `python -m bench.gpu.system.draft OPTIONS.json FLAGS...`. The options are a JSON object with `folder`, for recordings,
-and `simulated`: null for a drafter as it is, else an object with `first` and `size` of the known text,
-`accept_lengths` and `depth`.
+and `simulated`: null for a drafter as it is, else an object with `first` and `size` of the known text, and
+`accept_lengths`.
 """
 
 from __future__ import annotations
@@ -73,13 +73,16 @@ def main(options: dict[str, Any], flags: Sequence[str]) -> int:
         from bench.gpu.system.acceptance import SimulatedAcceptance
         from bench.gpu.system.continuation import Continuation
         from services.draft.drafters.model import ModelDrafter
+        from services.draft.sessions.batch import Growth
 
         if isinstance(engine.drafter, ModelDrafter):
             ProgramClock(engine.drafter, recorder)
         if (simulated := options["simulated"]) is not None:
             text = Continuation(simulated["first"], simulated["size"])
-            acceptance = SimulatedAcceptance(text, simulated["accept_lengths"], simulated["depth"])
-            acceptance.attach(cast("ModelDrafter", engine.drafter))
+            drafter, shape = cast("ModelDrafter", engine.drafter), engine.limits.shape
+            growths = [one.tree for one in drafter.shapes if isinstance(one.tree, Growth)]
+            children = drafter.runner.children
+            SimulatedAcceptance(text, simulated["accept_lengths"], children, shape, growths).attach(drafter)
         recorder.watch(engine)
 
     return app.main(flags, prepare)

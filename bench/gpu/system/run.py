@@ -33,7 +33,6 @@ from outrider.checkpoints.checkpoint import resolve
 from outrider.checkpoints.sizes import CheckpointSizes
 from outrider.placement.devices import gpu_memory
 
-_DEPTH = 16  # of adaptive trees
 _SPARE_BYTES = 10 << 30  # of the device: graphs and activations of the target, the draft's programs
 _SPARE_TOKENS = 80  # of a session's cache, beside context and answer: its draft tree
 _REAL = "as drafted"  # in place of a simulated accept length
@@ -164,9 +163,7 @@ class System:
             device = "cuda" if self.on_cuda else "cpu"
             model, head = processes.write_checkpoints(self.folder, sizes, device)
             text = sizes.continuation
-            depth = chosen.tree[0] if chosen.tree else _DEPTH
-            simulated = {"first": text.first, "size": text.size}
-            simulated |= {"accept_lengths": chosen.accept_lengths, "depth": depth}
+            simulated = {"first": text.first, "size": text.size, "accept_lengths": chosen.accept_lengths}
             random = np.random.default_rng(0)
             shapes = [(max(chosen.sessions), context) for context in chosen.contexts]
             prompts = [(text.first + random.integers(0, text.size, shape)).tolist() for shape in shapes]
@@ -311,6 +308,7 @@ def _notes(selection: Selection, bandwidth: float) -> list[str]:
     return [
         *notes,
         "Random weights in the shapes of Llama-3.1-8B and its EAGLE-3 head. asked: the simulated accept length. The "
-        "drafter computes everything, then its first candidate is replaced by the known continuation, with a "
-        "probability a position that gives this length if trees are deep enough (bench/gpu/system/acceptance.py)",
+        "drafter computes everything, then its candidates are replaced, by wrong tokens or by the known continuation, "
+        "with probabilities by rank that give this length "
+        f"{'with these trees' if tree else 'with the 15 best nodes of adaptive ones'} (bench/gpu/system/acceptance.py)",
     ]

@@ -223,6 +223,7 @@ def _request(
         grammar=grammar_of(params.model_dump(include={"json_schema", "regex", "ebnf"})),
         logprobs=top,
         prompt_logprobs=prompt_top,
+        scaled_logprobs=True,
         priority=-(body.priority or 0),  # in SGLang higher numbers go first
         prompt_field=body.prompt_field,
     )

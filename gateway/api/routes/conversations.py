@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from gateway.api.answers.choice_format import ChoiceFormat, ParsedChatFormat
 from gateway.api.requests.messages import Message
@@ -24,7 +25,7 @@ class AllConversations:
     """The conversations of each model."""
 
     def __init__(self, models: Models) -> None:
-        self._made: dict[Serving, Conversations] = {}
+        self._made = WeakKeyDictionary[Serving, Conversations]()  # a model may leave
         for model in models:
             if model.running is not None:
                 self.of(model.running)

@@ -61,7 +61,7 @@ class Probe:
 
 def install(app: FastAPI, models: Models) -> None:
     """Add the routes to an app. They require no key. Each may be asked for one of several models."""
-    probes = {model: Probe(model) for model in models}
+    probes: dict[ServedModel, Probe] = {}
 
     @app.get("/health", tags=["health"])
     async def full(model: str | None = None) -> Response:
@@ -95,7 +95,9 @@ def install(app: FastAPI, models: Models) -> None:
         several models one is enough.
         """
         asked = models.chosen(model)
-        found = await asyncio.gather(*(probes[one].failure() for one in asked))
+        for gone in probes.keys() - set(models):
+            del probes[gone]
+        found = await asyncio.gather(*(probes.setdefault(one, Probe(one)).failure() for one in asked))
         several = len(asked) > 1
         missing = [f"{one.name}: {why}" if several else why for one, why in zip(asked, found, strict=True) if why]
         works = len(missing) < len(asked)

@@ -109,7 +109,7 @@ class Grammar(_message.Message):
     def __init__(self, kind: _Optional[_Union[GrammarKind, str]] = ..., text: _Optional[str] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("session_id", "tokens", "prompt_length", "sampling", "stop", "cache_salt", "logprobs", "prompt_logprobs", "feature_spec", "features_from", "grammar", "drafting_paused", "priority", "max_draft_tokens", "traceparent", "draft_sources", "caller")
+    __slots__ = ("session_id", "tokens", "prompt_length", "sampling", "stop", "cache_salt", "logprobs", "prompt_logprobs", "feature_spec", "features_from", "grammar", "drafting_paused", "priority", "max_draft_tokens", "traceparent", "draft_sources", "caller", "scaled_logprobs")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +127,7 @@ class OpenSession(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     DRAFT_SOURCES_FIELD_NUMBER: _ClassVar[int]
     CALLER_FIELD_NUMBER: _ClassVar[int]
+    SCALED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     tokens: bytes
     prompt_length: int
@@ -144,7 +145,8 @@ class OpenSession(_message.Message):
     traceparent: str
     draft_sources: _containers.RepeatedScalarFieldContainer[DraftSource]
     caller: str
-    def __init__(self, session_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., feature_spec: _Optional[int] = ..., features_from: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., drafting_paused: _Optional[bool] = ..., priority: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., draft_sources: _Optional[_Iterable[_Union[DraftSource, str]]] = ..., caller: _Optional[str] = ...) -> None: ...
+    scaled_logprobs: bool
+    def __init__(self, session_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., feature_spec: _Optional[int] = ..., features_from: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., drafting_paused: _Optional[bool] = ..., priority: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., draft_sources: _Optional[_Iterable[_Union[DraftSource, str]]] = ..., caller: _Optional[str] = ..., scaled_logprobs: _Optional[bool] = ...) -> None: ...
 
 class FeatureSpec(_message.Message):
     __slots__ = ("spec_id", "layers", "final", "format", "norm_epsilon")

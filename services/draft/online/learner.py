@@ -84,20 +84,24 @@ class Learner:
 
     def __init__(
         self, head: PublishedHead, learnt: LearntWeights, host: Host, buffer: ReplayBuffer, options: OnlineOptions, *,
-        logits: tuple[float, float | None] = (1.0, None), mixed_precision: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
+        first: LearntWeights | None = None, logits: tuple[float, float | None] = (1.0, None),
+        mixed_precision: bool = True, clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
-        """learnt: the served weights. clock: in seconds. logits: factor and softcap of the target's logits."""
+        """learnt: the served weights. first: the original ones, if others are served.
+
+        clock: in seconds. logits: factor and softcap of the target's logits.
+        """
         self.offer = WeightHandoff()
         self.host = host
         self.worse = 0
         self._options, self._clock = options, clock
         shape = PackShape(1, options.length, options.learnt, options.unroll_steps)
-        self.sampler = SegmentSampler(buffer, shape, options.epochs, options.replay)
+        self.sampler = SegmentSampler(buffer, shape, options.epochs)
         objective = Objective(head, options.unroll_steps, options.decay, mixed_precision, *logits)
         self.serving = Weights(learnt, *host.targets(learnt.ids))
         self.ids, self.averaged = learnt.ids, _copy(learnt.params)
-        self.judge = Judge(objective, self.sampler, self.serving)
+        origin = self.serving if first is None else Weights(first, *host.targets(first.ids))
+        self.judge = Judge(objective, self.sampler, origin)
         schedule = ConstantSchedule(options.warmup, options.rate, 1.0, _DECAY, 1)
         self.trainer = Trainer(objective, schedule, self.serving.target, _copy(learnt.params))
         self._load = OnlineStats()
@@ -174,6 +178,7 @@ class Learner:
             self.ids = learnt.ids
             self.trainer.follow(target)
             self.train_from(learnt.params)
+        self.judge.restarted()
         self.worse = 0
 
     def train_from(self, params: Params) -> None:
@@ -187,7 +192,7 @@ class Learner:
         if frozen is None:
             return
         buffer = self.sampler.buffer
-        stored = {s.number: s.record for s in (*buffer.replayed(held_out=False), *buffer.recent(held_out=False))}
+        stored = {s.number: s.record for s in (*buffer.sample(), *buffer.recent(held_out=False))}
         size = self.trainer.target.draft_ids.shape[0]
         counts = vocabulary.token_counts((r.tokens[max(r.first, 0) :] for r in stored.values()), size)
         if change := vocabulary.exchange(self.ids, counts, frozen):
@@ -216,11 +221,12 @@ class Learner:
             logging.INFO if better else logging.DEBUG,
             "%d steps trained: accept length %.3f, was %.3f, on %d held-out rows%s; %s",
             self._load.steps, verdict.after, verdict.before, verdict.rows,
-            "" if verdict.retained is None else f", {verdict.retained:.1%} of the first one on earlier traffic",
+            "" if verdict.retained is None else
+            f", {verdict.retained:.1%} of the first one on earlier traffic, {verdict.part:.0%} of the way from it",
             "kept" if better else "not kept",
         )  # fmt: skip
         if better:
-            self.swap(self.averaged)
+            self.swap(verdict.weights.learnt)
         else:
             self.worse = self.worse + 1 if verdict.worse else 0
             if self.worse == _MAX_WORSE:
@@ -234,10 +240,10 @@ class Learner:
         """Restart the count of steps to the next evaluation."""
         self._evaluated = self._load.steps
 
-    def swap(self, params: Params) -> None:
+    def swap(self, learnt: LearntWeights) -> None:
         """Serve these weights, of the vocabulary in training, from now on."""
         with self.swapping:
-            learnt = LearntWeights(_copy(params), self.ids)
+            learnt = LearntWeights(_copy(learnt.params), self.ids)
             self.serving, self.worse = Weights(learnt, self.trainer.target), 0
             self.offer.put(jax.block_until_ready(self.host.convert(learnt)))
         self.host.keep(learnt)

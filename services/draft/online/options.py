@@ -13,7 +13,6 @@ from outrider.errors import ConfigError
 class OnlineOptions:
     """share: of the device's time; rate: learning rate; bytes: of recorded hidden states; output: a folder or None.
 
-    replay:   share of the packs with earlier traffic
     versions: updates of the target's weights for which hidden states are used
     length:   rows of a segment
     context:  rows before the trained ones, where a text is longer than a segment
@@ -31,7 +30,6 @@ class OnlineOptions:
     rate: float = 2e-4
     bytes: int = 1 << 30
     output: str | None = None
-    replay: float = 0.25
     versions: int = 8
     length: int = 512
     context: int = 128
@@ -40,7 +38,7 @@ class OnlineOptions:
     decay: float = 0.8
     steps: int = 24
     epochs: float = 4.0
-    held_out: int = 8
+    held_out: int = 4
     warmup: int = 20
     averaging: float = 0.95
 
@@ -51,7 +49,7 @@ def options_of(config: DraftConfig) -> OnlineOptions | None:
         return None
     return OnlineOptions(
         config.online_share, config.online_learning_rate, config.online_bytes, config.online_output,
-        config.online_replay, config.online_versions,
+        config.online_versions,
     )  # fmt: skip
 
 
@@ -80,7 +78,5 @@ def check_online(config: DraftConfig) -> None:
         raise ConfigError(f"--online-share must lie above 0 and be at most 0.9, not {config.online_share:g}")
     if not 0.0 < config.online_learning_rate < math.inf:
         raise ConfigError(f"--online-learning-rate must be greater than 0, not {config.online_learning_rate:g}")
-    if not 0.0 <= config.online_replay <= 0.9:
-        raise ConfigError(f"--online-replay must be at least 0 and at most 0.9, not {config.online_replay:g}")
     if config.online_versions < 1:
         raise ConfigError(f"--online-versions must be at least 1, not {config.online_versions}")

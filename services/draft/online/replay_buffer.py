@@ -1,9 +1,9 @@
 """The replay buffer of online training: segments of served sessions with the target's hidden states, in bounded memory.
 
-    recent      the latest segments
-    replayed    a uniform sample of all segments since the start, so that training does not forget earlier traffic
+    recent      the latest segments, of which a part is held out of the training
+    sample      a uniform sample of all held-out segments since the start, to judge what is forgotten of earlier traffic
 
-Both have a part that is held out of the training. After an update of the target's weights segments are stale: their
+After an update of the target's weights segments are stale: their
 states are those of the old weights. They are kept for a number of updates, because small updates change the states
 little. The engine's thread writes, the training thread reads.
 """
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from services.draft.learning.records.store import Record
 
+_FIRST_SESSIONS = 32
 _ENTRY = np.dtype([("rows", "<u4"), ("first", "<u4"), ("temperature", "<f4")])
 
 
@@ -75,7 +76,7 @@ class _Recent:
 
 @dataclass
 class _Sample:
-    """A uniform sample of all segments of one kind: those with the smallest keys, up to a number of bytes."""
+    """A uniform sample of segments: those with the smallest keys, up to a number of bytes."""
 
     limit: int
     heap: list[tuple[float, int, Segment]] = field(default_factory=list)  # the largest key first
@@ -107,7 +108,7 @@ def _filled(part: _Part, segments: Iterable[Segment], oldest: int) -> _Part:
 
 
 class ReplayBuffer:
-    """Segments; those of one in `held_out` sessions are held out of the training.
+    """Segments; those of one in `held_out` sessions are held out of the training, of the first ones more.
 
     learnt: trainable rows since the start; version: updates of the target's weights
     """
@@ -115,7 +116,7 @@ class ReplayBuffer:
     def __init__(
         self, limit: int, row_bytes: int, length: int, context: int, held_out: int, versions: int = 8, seed: int = 0
     ) -> None:
-        """limit: in bytes; half of it is for sessions that are being recorded, a quarter each for the two kinds.
+        """limit: in bytes; half of it is for sessions that are being recorded.
 
         versions: updates of the target's weights for which segments are kept
         """
@@ -124,17 +125,18 @@ class ReplayBuffer:
         self.learnt = self.version = 0
         self._held_out, self._versions = held_out, versions
         self._lock = threading.Lock()
-        sizes = {True: limit // 4 // held_out, False: limit // 4 - limit // 4 // held_out}
-        self._recent = {kind: _Recent(size) for kind, size in sizes.items()}
-        self._replayed = {kind: _Sample(size) for kind, size in sizes.items()}
+        size = limit // 4 // held_out
+        self._recent = {True: _Recent(size), False: _Recent(limit // 2 - 2 * size)}
+        self._sample = _Sample(size)
         self.room = limit - limit // 2
         self._sessions = self._added = self._outdated = 0  # _outdated: segments at the last update
         self._keys = np.random.default_rng(seed)
 
     def next_held_out(self) -> bool:
-        """True if the next session is to be held out."""
+        """True if the next session is to be held out: every other one at first, for enough to judge by."""
         self._sessions += 1
-        return self._sessions % self._held_out == 0
+        every = min(2, self._held_out) if self._sessions <= _FIRST_SESSIONS else self._held_out
+        return self._sessions % every == 0
 
     def reserve(self, size: int) -> bool:
         """Reserve bytes for a session that is being recorded; negative sizes release them. False without room."""
@@ -150,8 +152,9 @@ class ReplayBuffer:
             segment = Segment(record, self._added, self.version if version is None else version, self._keys.random())
             if segment.version > self.version - self._versions:
                 self._recent[record.held_out].add(segment)
-                self._replayed[record.held_out].add(segment)
-                if not record.held_out:
+                if record.held_out:
+                    self._sample.add(segment)
+                else:
                     self.learnt += learnt_rows_of(record)
 
     def outdate(self) -> None:
@@ -167,7 +170,7 @@ class ReplayBuffer:
 
     def _drop_before(self, version: int) -> None:
         self._recent = {kind: part.filtered(version) for kind, part in self._recent.items()}
-        self._replayed = {kind: part.filtered(version) for kind, part in self._replayed.items()}
+        self._sample = self._sample.filtered(version)
 
     # --- reading ---
 
@@ -176,10 +179,10 @@ class ReplayBuffer:
         with self._lock:
             return list(self._recent[held_out].segments)
 
-    def replayed(self, *, held_out: bool) -> list[Segment]:
-        """The sample of all segments, oldest first."""
+    def sample(self) -> list[Segment]:
+        """The sample of all held-out segments, oldest first."""
         with self._lock:
-            return self._replayed[held_out].segments
+            return self._sample.segments
 
     def segments(self, chosen: Iterable[Segment]) -> Segments:
         """Segments as a source of batches."""
@@ -193,17 +196,15 @@ class ReplayBuffer:
     # --- state ---
 
     def snapshot(self) -> tuple[list[Segment], list[Segment]]:
-        """All recent and all replayed segments."""
+        """All recent segments, and the sample."""
         with self._lock:
-            parts = (self._recent, self._replayed)
-            recent, replayed = ([s for part in kinds.values() for s in part.segments] for kinds in parts)
-            return recent, replayed
+            return [segment for part in self._recent.values() for segment in part.segments], self._sample.segments
 
     def counters(self) -> dict[str, int]:
         """Counters for `restore`."""
         return {"learnt": self.learnt, "version": self.version, "sessions": self._sessions, "added": self._added}
 
-    def restore(self, recent: Iterable[Segment], replayed: Iterable[Segment], counters: Mapping[str, int]) -> None:
+    def restore(self, recent: Iterable[Segment], sample: Iterable[Segment], counters: Mapping[str, int]) -> None:
         """Take over another buffer's segments and counters.
 
         If the target's weights had been updated, it begins with others again, so the segments are of an older version.
@@ -211,8 +212,8 @@ class ReplayBuffer:
         with self._lock:
             for segment in sorted(recent, key=lambda segment: segment.number):
                 self._recent[segment.record.held_out].add(segment)
-            for segment in replayed:
-                self._replayed[segment.record.held_out].add(segment)
+            for segment in sample:
+                self._sample.add(segment)
             self.learnt, self.version = counters["learnt"], counters["version"]
             self._sessions, self._added = counters["sessions"], counters["added"]
         self._keys = np.random.default_rng(self._added)
@@ -221,9 +222,9 @@ class ReplayBuffer:
 
     @property
     def bytes(self) -> int:
-        """Size of all segments; those of both kinds are counted twice."""
+        """Size of all segments; those that are both recent and in the sample are counted twice."""
         with self._lock:
-            return sum(self._recent[kind].bytes + self._replayed[kind].bytes for kind in (True, False))
+            return self._sample.bytes + sum(part.bytes for part in self._recent.values())
 
 
 def min_bytes(row_bytes: int, length: int, held_out: int) -> int:

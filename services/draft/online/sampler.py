@@ -5,27 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from services.draft.learning.records.batches import Batch, PackShape, build, learnt_rows, plan
 from services.draft.online.replay_buffer import ReplayBuffer, Segment
 
 _CANDIDATES = 24  # segments among which a pack is chosen
-_EVALUATION_PACKS = 4
+_EVALUATION_PACKS = 8
 
 
 class SegmentSampler:
-    """Packs of segments. Every recent row is used `epochs` times on average; a share of the packs is replayed.
+    """Packs of segments. Every recent row is used `epochs` times on average."""
 
-    Replayed are the older half of the buffer's sample of all segments: the newer half resembles the recent ones.
-    """
-
-    def __init__(self, buffer: ReplayBuffer, shape: PackShape, epochs: float, replay: float) -> None:
+    def __init__(self, buffer: ReplayBuffer, shape: PackShape, epochs: float) -> None:
         self.buffer = buffer
-        self.epochs, self.replay = epochs, replay
+        self.epochs = epochs
         self._shape = shape
+        self._evaluated = _EVALUATION_PACKS * shape.learnt  # rows of an evaluation
         self._order = np.random.default_rng(0)
         self.used = 0  # recent rows that were used, or dropped from the buffer before
-        self._due = 0.0  # replayed packs that are due
 
     def empty_batch(self) -> Batch:
         """A batch without segments, for the warm-up."""
@@ -37,11 +35,6 @@ class SegmentSampler:
         self.used = max(self.used, round((learnt - self.buffer.recent_learnt) * self.epochs))
         if self.used >= learnt * self.epochs:
             return None
-        self._due += self.replay
-        if self._due >= 1.0:
-            self._due -= 1.0
-            if (batch := self._random_pack(_older_half(self.buffer.replayed(held_out=False)))) is not None:
-                return batch
         batch = self._random_pack(self.buffer.recent(held_out=False))
         if batch is not None:
             self.used += int((batch.reach > 0).sum())
@@ -58,24 +51,30 @@ class SegmentSampler:
         fullest = max(packs, key=lambda pack: int(counts[pack].sum()))
         return build(segments, [fullest], self._shape, self._order)
 
-    def recent_held_out(self, rows: int) -> list[Batch]:
-        """The latest held-out segments, in packs; only those of the target's present weights if they have `rows`."""
-        segments = self.buffer.recent(held_out=True)
-        current = [segment for segment in segments if segment.version == self.buffer.version]
-        enough = learnt_rows(self.buffer.segments(current).entries)[1].sum() >= rows
-        return self._packs(current if enough else segments)
+    def recent_held_out(self) -> list[Batch]:
+        """The latest held-out segments, in packs; only those of the target's present weights if these suffice."""
+        segments = self.buffer.recent(held_out=True)[::-1]
+        current = self._current(segments)
+        return self._packs(current if self._counts(current).sum() >= self._evaluated else segments)
 
-    def replayed_held_out(self) -> list[Batch]:
-        """Held-out segments of earlier traffic, in packs."""
-        return self._packs(_older_half(self.buffer.replayed(held_out=True)))
+    def earliest_held_out(self) -> list[Batch]:
+        """The earliest held-out segments of the sample of all traffic, in packs; of the target's present weights.
+
+        With more of the sample, a shift of the traffic would take it over. A target with other weights does not write
+        the earlier texts again.
+        """
+        return self._packs(self._current(self.buffer.sample()))
+
+    def _current(self, segments: Sequence[Segment]) -> list[Segment]:
+        return [segment for segment in segments if segment.version == self.buffer.version]
+
+    def _counts(self, chosen: Sequence[Segment]) -> NDArray[np.int64]:
+        """Trained rows of each segment in a pack, [n]."""
+        return np.minimum(learnt_rows(self.buffer.segments(chosen).entries)[1], self._shape.learnt)
 
     def _packs(self, chosen: Sequence[Segment]) -> list[Batch]:
-        segments = self.buffer.segments(chosen[-_EVALUATION_PACKS * _CANDIDATES :])
-        if not len(segments):
-            return []
-        packs = plan(segments.entries, np.arange(len(segments)), self._shape, self._order)[:_EVALUATION_PACKS]
+        """The first segments, as many as are evaluated."""
+        ends = np.cumsum(self._counts(chosen))
+        segments = self.buffer.segments(chosen[: int(np.searchsorted(ends, self._evaluated, side="right"))])
+        packs = plan(segments.entries, np.arange(len(segments)), self._shape, self._order)
         return [build(segments, [pack], self._shape, self._order) for pack in packs]
-
-
-def _older_half(segments: Sequence[Segment]) -> Sequence[Segment]:
-    return segments[: (len(segments) + 1) // 2]

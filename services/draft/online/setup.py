@@ -52,17 +52,22 @@ class OnlineSetup:
     """
 
     def __init__(
-        self, options: OnlineOptions, folder: Path, target: TargetCheckpoint, draft: DraftCheckpoint, origin: str
-    ) -> None:
-        """folder: of the draft that is read; origin: fingerprint of the original draft. Raises ConfigError."""
+        self, options: OnlineOptions, folder: Path, target: TargetCheckpoint, draft: DraftCheckpoint, origin: Path,
+        first: DraftCheckpoint,
+    ) -> None:  # fmt: skip
+        """folder: of the draft that is read; origin: of the original draft, `first`. Raises ConfigError."""
         self.options, self.head, self._target = options, published_head(folder, target, draft), target
         embedding = bool(draft.shared.keys() & target.shared(head=False).keys())
         self.shared = target.shared(embedding=embedding)  # the head computes what the target would have sampled
         self._learner: Learner | None = None
         self._output = Path(options.output).expanduser() if options.output else None
-        self._facts: dict[str, Any] = {"draft": origin, "target": checkpoint.fingerprint(target.folder)}
-        self._keep = weight_writer(self.head, self._output, origin)
-        self._learnt = self.head.params()
+        fingerprint = checkpoint.fingerprint(origin)
+        self._facts: dict[str, Any] = {"draft": fingerprint, "target": checkpoint.fingerprint(target.folder)}
+        self._keep = weight_writer(self.head, self._output, fingerprint)
+        self._learnt, self._first = self.head.params(), None
+        if folder != origin:
+            original = published_head(origin, target, first)
+            self._first = LearntWeights(original.params(), original.target_ids(first.load(jnp.float32)))
         self._converted: tuple[Params, Params] | None = None
         width = len(self.head.states.layers) + 1  # states of the target
         row = row_bytes(width * target.hidden_size, FeatureFormat.BFLOAT16)
@@ -88,7 +93,8 @@ class OnlineSetup:
         """The learner, with the state that a former process stored. options: as of Learner."""
         learnt = LearntWeights(self._learnt, self.head.target_ids(self._frozen))
         logits = target_logits(self._target)
-        self._learner = Learner(self.head, learnt, self, self.buffer, self.options, logits=logits, **options)
+        options = {"first": self._first, "logits": logits} | options
+        self._learner = Learner(self.head, learnt, self, self.buffer, self.options, **options)
         if self._output is not None:
             load_state(self._output, self._learner, self._state_facts())
         return self._learner

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 STATE = "learner.state"
 """Name of the file."""
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class _Unusable(Exception):
@@ -56,8 +56,8 @@ def save_state(folder: Path, learner: Learner, facts: dict[str, Any]) -> None:
 
 def _arrays(learner: Learner, facts: dict[str, Any]) -> dict[str, Any]:
     buffer, state = learner.sampler.buffer, learner.trainer.state
-    recent, replayed = buffer.snapshot()
-    segments = {segment.number: segment for segment in (*recent, *replayed)}
+    recent, sample = buffer.snapshot()
+    segments = {segment.number: segment for segment in (*recent, *sample)}
     entries = [
         {
             "number": number, "version": s.version, "key": s.key, "prompt": s.record.prompt, "first": s.record.first,
@@ -68,7 +68,7 @@ def _arrays(learner: Learner, facts: dict[str, Any]) -> dict[str, Any]:
     about = {
         "format": _FORMAT, "facts": facts, "load": asdict(learner.load()), "step": learner.trainer.step,
         "buffer": buffer.counters(), "sampler": learner.sampler.used, "segments": entries,
-        "recent": [s.number for s in recent], "replayed": [s.number for s in replayed],
+        "recent": [s.number for s in recent], "sample": [s.number for s in sample],
     }  # fmt: skip
     arrays = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8), "ids": learner.ids}
     arrays |= {f"train.{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves((state, learner.averaged)))}
@@ -118,7 +118,7 @@ def _restore(arrays: NpzFile, learner: Learner, facts: dict[str, Any]) -> None:
         segments[number] = Segment(record, number, entry["version"], entry["key"])
     buffer = learner.sampler.buffer
     buffer.restore(
-        [segments[n] for n in about["recent"]], [segments[n] for n in about["replayed"]], about["buffer"]
+        [segments[n] for n in about["recent"]], [segments[n] for n in about["sample"]], about["buffer"]
     )  # fmt: skip
     learner.sampler.used = about["sampler"]
     load = OnlineStats(**about["load"])

@@ -115,7 +115,8 @@ def _read(origin: Path, config: DraftConfig) -> tuple[Path, DraftCheckpoint, Pat
 
     folder = folder_to_serve(origin, options.output)
     draft, target = read_draft(folder, config)
-    setup = OnlineSetup(options, folder, read_target(target), draft, checkpoint.fingerprint(origin))
+    first = draft if folder == origin else read_draft(origin, config)[0]
+    setup = OnlineSetup(options, folder, read_target(target), draft, origin, first)
     return folder, draft, target, setup
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, on the device: of the logits before temperature, penalties, grammar and filters.
+"""Log-probabilities of tokens, on the device: of the logits before penalties, grammar and filters.
 
 Only rows of sessions that asked for them are computed, a few at a time, because a row needs several vocabularies of
 working memory.
@@ -42,12 +42,17 @@ class Scores(NamedTuple):
         )
 
 
-def score(logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> Scores:
-    """Score a token after each of n rows. logits: [R, V]; rows, tokens: [n] int64; top: most probable ones."""
+def score(logits: Tensor, rows: Tensor, tokens: Tensor, top: int, divisors: Tensor | None = None) -> Scores:
+    """Score a token after each of n rows. logits: [R, V]; rows, tokens: [n] int64; top: most probable ones.
+
+    divisors: of the rows' logits, [n, 1] float32; None for 1
+    """
     size = max(1, _PIECE_BYTES // (4 * logits.shape[1]))
     pieces = []
     for start in range(0, len(rows), size):
         x = logits.index_select(0, rows[start : start + size]).float()
+        if divisors is not None:
+            x = x / divisors[start : start + size]
         best = x.topk(min(top, x.shape[1]), dim=-1).indices
         normal = x.log_softmax(dim=-1)  # sums every row in one order; logsumexp splits a single row over threads
         own = normal.gather(1, tokens[start : start + size, None].clamp(min=0))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from outrider.errors import OutriderError
 from outrider.serving.messages import Grammar, OpenSession
 from outrider.serving.session import Session
+from outrider.speculation.sampling import GREEDY_BELOW
 from outrider.speculation.tree import SpeculationTree
 from services.target.grammar.matcher import Matcher
 from services.target.kernels.cpu import sampling as compiled
@@ -28,6 +29,7 @@ class TargetSession:
     tally:         counts of its tokens for penalties
     matcher:       the state of its grammar
     top:           most probable tokens to report with each new one; None for no log-probabilities
+    divisor:       temperature at which log-probabilities of new tokens are reported
     prompt_scores: log-probabilities of its prompt
     sampling:      its sampling parameters, as the compiled kernel reads them
     stops:         stop_ids as int64, as the compiled kernel reads them
@@ -40,6 +42,7 @@ class TargetSession:
     tally: PenaltyCounts | None
     matcher: Matcher | None
     top: int | None
+    divisor: float
     prompt_scores: PromptScores | None
     sampling: bytes
     plain: bool = field(init=False)
@@ -62,6 +65,7 @@ class TargetSession:
             PenaltyCounts(params, request.tokens, request.prompt_length) if params.adjusts else None,
             None,
             None if request.logprobs is None else min(request.logprobs, vocab_size),
+            params.temperature if request.scaled_logprobs and params.temperature >= GREEDY_BELOW else 1.0,
             PromptScores(request.prompt_length, min(request.prompt_logprobs or 0, vocab_size))
             if scores_prompt
             else None,

@@ -166,16 +166,22 @@ class StepSampler:
             return None
         wanted: list[NDArray[np.int64]] = []
         firsts: dict[int, int] = {}
+        divisors: list[float] = []
         row = count = 0
         for work, entry in zip(works, drawn, strict=True):
             size = len(work.draft) + 1
             if entry.top is not None:
                 firsts[entry.session.id] = count
                 wanted.append(np.arange(row, row + size))
+                divisors += [entry.divisor] * size
                 count += size
             row += size
         (rows,) = upload([np.concatenate(wanted)], logits.device)
-        return ScoredRows(logprobs.score(logits, rows, tokens.index_select(0, rows), max(tops)), firsts)
+        scaled = None
+        if any(divisor != 1.0 for divisor in divisors):
+            (scaled,) = upload([np.array(divisors, np.float32)[:, None]], logits.device)
+        scores = logprobs.score(logits, rows, tokens.index_select(0, rows), max(tops), scaled)
+        return ScoredRows(scores, firsts)
 
     def _score_prompts(
         self, logits: Tensor, first: int, works: Sequence[SessionWork], entries: Mapping[int, TargetSession]

@@ -121,7 +121,7 @@ class Speculation:
         if entry is not None and self.service.serves(entry.session):
             fresh = proposal.committed_length >= entry.session.length
             self.policy.wait.reads_ahead |= entry.session.length == entry.session.opened_length
-            self.policy.received(proposal.session_id, fresh=fresh)
+            self.policy.received(proposal.session_id, fresh=fresh, length=proposal.committed_length)
             self.service.merge(proposal, entry)
 
     # --- modes ---
@@ -229,15 +229,20 @@ class Speculation:
         unread = {}
         if self._reads_late:
             unread = {one: self._sessions[one].session.length for one in wanted if not self.policy.wait.drafts_for(one)}
-        self.policy.end(wanted, sessions, tokens, prompts=prompt_tokens, steps=steps, own=own, unread=unread)
+        served = [commit for commit in commits if commit.source == SourceKind.DRAFT and commit.verified]
+        self.policy.end(
+            wanted, sessions, tokens, prompts=prompt_tokens, steps=steps, own=own, unread=unread,
+            drafted=len(served), accepted=sum(commit.accepted for commit in served),
+        )  # fmt: skip
         if not prompt_tokens and 0 < len(wanted) <= _FEW_SESSIONS:
             self._wait_where_it_pays(commits, wanted, tokens)
+        self.policy.asked({one.session_id: one.base_length + len(one.tokens) for one in commits if one.draft_budget})
 
     def _wait_where_it_pays(self, commits: Sequence[Commit], wanted: Sequence[int], tokens: int) -> None:
         """Let the next step begin at once if what has survived of the trees promises enough."""
         wait = self.policy.wait
         accepted = {one.session_id: one.accepted if one.source == SourceKind.DRAFT else 0 for one in commits}
-        wait.gain.committed(wait.now, wanted, accepted, tokens)
+        wait.gain.committed(wait.now, accepted, tokens)
         if self.planner.verifies_all or wait.reads or not wait.remaining:
             return
         entries = [self._sessions[one] for one in wanted]

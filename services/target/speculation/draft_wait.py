@@ -1,6 +1,7 @@
 """How long a step is held for proposals: until every session with a drafter has an answer to its last commit, within a
-bound. A drafter further away than the bound hardly pays, and finding out costs more. A few sessions that have draft
-tokens left are not waited for where their answers add less than the time costs (estimates/wait_gain.py).
+bound. A drafter further away than the bound hardly pays: where answers usually take longer, no step is held. A few
+sessions that have draft tokens left are not waited for where their answers add less than the time costs
+(estimates/wait_gain.py).
 
 The first answer to a session takes longer, because the drafter reads the prompt first: on the target's cores it can do
 so only while the target waits. So a step may be held for it once, for as long as the target itself took to read that
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
+from services.target.speculation.estimates.answer_latency import AnswerLatency
 from services.target.speculation.estimates.wait_gain import WaitGain
 
 _MAX_WAIT = 0.3  # seconds that a step is held at most, and no longer than ...
@@ -31,6 +33,7 @@ class DraftWait:
 
     has_drafter: a drafter has answered since the start
     reads_ahead: a drafter has answered a session before its first token: it reads prompts while the target does
+    latency: how long answers take
     gain: whether waiting pays for sessions that have draft tokens left
     longest: seconds for which the present step may be held in all
     reads: the present step is held for first answers
@@ -41,7 +44,8 @@ class DraftWait:
         the time of two steps."""
         self._clock = clock
         self._longest = longest
-        self.gain = WaitGain()
+        self.latency = AnswerLatency()
+        self.gain = WaitGain(self.latency)
         self.longest, self.reads = 0.0, False
         self.has_drafter = self.reads_ahead = False
         self._unanswered = False  # a step was held for the longest time before any drafter had ever answered
@@ -79,16 +83,24 @@ class DraftWait:
             if self._misses[session_id] >= _MAX_MISSES:
                 self._drafted.discard(session_id)
 
-    def received(self, session_id: int, *, fresh: bool) -> None:
-        """A proposal, or an empty answer, has come. fresh: its drafter knew of the last commit."""
+    def received(self, session_id: int, *, fresh: bool, length: int = 0) -> None:
+        """A proposal, or an empty answer, has come. length: tokens that its drafter knew; fresh: it knew all."""
         self.has_drafter = True
-        if session_id not in self._drafted:
+        if session_id not in self._drafted:  # its first answer took the time of the prompt, too
             self._drafted.add(session_id)
             self._vain = 0
+        else:
+            self.latency.answered(session_id, length, self._clock())
         if fresh:
-            self.gain.answered(session_id, self._clock())
+            self.gain.answered(session_id)
             self._awaited.discard(session_id)
             self._misses.pop(session_id, None)
+
+    def asked(self, lengths: Mapping[int, int]) -> None:
+        """Commits ask for draft tokens, which the next step waits for or not. lengths: of their sessions, with them."""
+        now, held = self._clock(), self.remaining > 0.0
+        for session_id in self._drafted & lengths.keys():
+            self.latency.asked(session_id, lengths[session_id], now, held=held)
 
     def release(self) -> None:
         """Hold the next step no longer; its sessions do not count as waited for in vain."""
@@ -107,6 +119,7 @@ class DraftWait:
         self._drafted.discard(session_id)
         self._awaited.discard(session_id)
         self._misses.pop(session_id, None)
+        self.latency.closed(session_id)
 
     def end(
         self,
@@ -115,13 +128,16 @@ class DraftWait:
         step_seconds: float,
         *,
         hold: bool,
+        tries: bool = False,
         reading: Mapping[int, float] | None = None,
     ) -> None:
         """A step has ended. wanted: sessions whose draft tokens are wanted next. step_seconds: of a usual step.
 
-        hold: the mode waits for proposals. reading: seconds in which drafters read sessions that have no answer yet
+        hold: the mode waits for proposals. tries: a trial of it begins, for which answers are measured. reading:
+        seconds in which drafters read sessions that have no answer yet
         """
-        awaited, longest, reads = self.any_of(wanted), longest_wait(step_seconds), False
+        longest, reads = longest_wait(step_seconds), False
+        awaited = self.any_of(wanted) if tries or self.latency.held_seconds <= longest else set()
         if self.has_drafter and reading and self._vain < _MAX_VAIN and 2 * len(reading) > len(wanted):
             unread = {one for one in reading if one not in self._misses}
             longest = max(longest, min(sum(reading[one] for one in unread), _MAX_FIRST_WAIT))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from services.target.speculation.draft_wait import DraftWait
-from services.target.speculation.estimates.mode_trial import ModeTrial, StepPace
+from services.target.speculation.estimates.mode_trial import ModeTrial, StepPace, Steps
 from services.target.speculation.mode_selector import DRAFT_MODES, TRIAL, ModeSelector, PrefillCost, SpeculationMode
 
 _UNANSWERED_TRIALS = 2  # trials after which missing proposals are a measurement, too
@@ -102,11 +102,16 @@ class ModePolicy:
         """True if there is more than one mode: without a draft service there is not."""
         return self.wait.has_drafter and self._served
 
-    def received(self, session_id: int, *, fresh: bool) -> None:
+    def received(self, session_id: int, *, fresh: bool, length: int = 0) -> None:
         """As of DraftWait."""
         if not self.wait.has_drafter:
             self._selectors, self._load = {False: {}, True: {}}, -1
-        self.wait.received(session_id, fresh=fresh)
+        self.wait.received(session_id, fresh=fresh, length=length)
+
+    def asked(self, lengths: Mapping[int, int]) -> None:
+        """As of DraftWait; behind `end`."""
+        if self.wait.has_drafter:
+            self.wait.asked(lengths)
 
     def end(
         self,
@@ -117,12 +122,15 @@ class ModePolicy:
         prompts: int = 0,
         steps: int = 1,
         own: int = 0,
+        drafted: int = 0,
+        accepted: int = 0,
         unread: Mapping[int, int] | None = None,
     ) -> None:
         """A step has ended, or several at once, that committed tokens in `count` sessions.
 
         wanted: those of them whose draft tokens are wanted next. prompts: prompt tokens in it. own: of the tokens,
-        draft tokens of the target's own sources. unread: lengths of the wanted sessions that no drafter has answered
+        draft tokens of the target's own sources. drafted: sessions with draft tokens of a draft service, of which
+        `accepted` were accepted. unread: lengths of the wanted sessions that no drafter has answered
         """
         now = self._clock()
         seconds, self._ended = now - self._ended, now
@@ -130,20 +138,23 @@ class ModePolicy:
         if self._selects:
             self.prefill_cost.committed(tokens)
             self._account(count, tokens, prompts, computing, seconds - computing)
+            held = max(0.0, min(seconds - computing, self.wait.longest))
             if self.wait.reads:  # no part of a usual step
-                self.prefill_cost.held(min(seconds - computing, self.wait.longest))
-                seconds = computing
+                self.prefill_cost.held(held)
+                seconds, held = computing, 0.0
             load = _load(count)
             if count and (load > self._load or (load < self._load and not prompts and self._present_load < self._load)):
                 self._change_load(load)
             elif count and not prompts and self._is_measurement(bool(self.wait.any_of(wanted))):
-                self._measure(count, tokens / count, seconds, steps, own / count)
+                new = Steps(tokens / count, seconds, steps, own / count, drafted / count, accepted / count, held)
+                self._measure(count, new)
         if count and not prompts:
             self.pace.add(tokens / count / steps, computing / steps)
         hold = self.mode is SpeculationMode.WAIT_FOR_DRAFT
         each = self.prefill_cost.seconds_per_prompt_token
         reading = {one: each * length for one, length in unread.items()} if unread else None
-        self.wait.end(now, wanted, self.pace.seconds or computing, hold=hold, reading=reading)
+        tries = self._trial.steps < 0 and self.selector is not None and self.selector.probes
+        self.wait.end(now, wanted, self.pace.seconds or computing, hold=hold, tries=tries, reading=reading)
 
     def _account(self, count: int, tokens: int, prompts: int, computing: float, waited: float) -> None:
         """All steps, measured or not, show what trials cost and when the next are due. computing, waited: seconds."""
@@ -174,14 +185,17 @@ class ModePolicy:
         if load not in known:
             below = max((other for other in known if other < load), default=-1)
             fewer, many = known.get(below), not self._apart and (load >= _MANY or self._expensive())
-            known[load] = ModeSelector(self._modes, mode, self.prefill_cost, fewer, load - below, many=many)
+            known[load] = ModeSelector(
+                self._modes, mode, self.prefill_cost, fewer, load - below, latency=self.wait.latency, many=many
+            )
 
-    def _measure(self, count: int, tokens: float, seconds: float, steps: int, own: float) -> None:
+    def _measure(self, count: int, new: Steps) -> None:
         trial, selector = self._trial, self._selectors[self._apart][self._load]
-        trial.add(self.mode, tokens, seconds, steps, own)
-        if trial.steps > 0 and trial.steps >= selector.steps:
+        late = self.wait.latency.seconds / self.pace.seconds if self.mode in DRAFT_MODES and self.pace.seconds else 0.0
+        trial.add(self.mode, new, int(late))
+        if trial.steps > 0 and (trial.steps >= selector.steps or selector.hopeless(trial.total)):
             before = selector.mode
-            selector.end_trial(trial.tokens, trial.seconds, sessions=count, steps=trial.steps, own=trial.own)
+            selector.end_trial(trial.total, count)
             trial.start(settles=selector.mode is not before)
 
 

@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+
+from services.target.speculation.estimates.answer_latency import AnswerLatency
+from services.target.speculation.estimates.in_time import share_in_time
+from services.target.speculation.estimates.mode_trial import SETTLING, Steps
 
 TRIAL = 16  # measured steps of a trial; the first trials at a load are shorter, so that a losing mode ends soon
 _FIRST_TRIAL = TRIAL // 4
@@ -34,6 +38,8 @@ _FIRST_DELAY = 30.0  # seconds that a load lasts before drafts are tried where a
 _GAIN_LOSS = 1.5  # factor by which the gain of drafts shrinks with twice as many sessions
 _MIN_GAIN = 1.02  # minimum gain of drafts: less may be noise, and costs drafters their time
 _DECAY, _MIN_DECAY = 0.9, 0.3  # of a measurement, per trial of any mode since, and at most between two of its own
+# Steps with proposals for which it counts that they accept one draft token: the first few may meet a hard line of text.
+_PRIOR_STEPS = 4.0
 _PROMPT_DECAY = 0.98  # of the cost of prompts, per step that computes some in the same mode
 _PROMPT_PRIOR = 512  # prompt tokens for which the average over all modes counts
 
@@ -115,29 +121,17 @@ class _Trial:
 
 @dataclass
 class _Measured:
-    """Tokens per session, seconds and steps of one mode; older trials count less."""
+    """All steps of one mode; older trials count less."""
 
-    tokens: float = 0.0
-    seconds: float = 0.0
-    steps: float = 0.0
-    own: float = 0.0  # of the tokens, draft tokens of the target's own sources
+    total: Steps = field(default_factory=Steps)
     trials: int = 0  # of all modes, when this one was measured last; 0 for never
     trial: _Trial = _Trial(0.0, 0.0, 0.0)
     retry_soon: bool = False  # the last trial beat the incumbent; retry soon, because the average lags
     losses: int = 0  # consecutive trials after which it was not the best
 
-    @property
-    def gains(self) -> bool:
-        """Whether proposals let its steps commit more than they do without."""
-        return self.tokens - self.own > _MIN_GAIN * self.steps
-
-    def add(self, trials: int, tokens: float, seconds: float, steps: float, own: float) -> None:
+    def add(self, trials: int, new: Steps) -> None:
         """Add a trial."""
-        kept = max(_DECAY ** (trials - self.trials), _MIN_DECAY)
-        self.tokens = self.tokens * kept + tokens
-        self.seconds = self.seconds * kept + seconds
-        self.steps = self.steps * kept + steps
-        self.own = self.own * kept + own
+        self.total.add(new, max(_DECAY ** (trials - self.trials), _MIN_DECAY))
         self.trials = trials
 
 
@@ -146,6 +140,7 @@ class ModeSelector:
 
     gain: throughput of the better mode with a draft service over that without; until measured, derived from the
         gain at fewer sessions
+    probes: the present trial comes after a pause; what has been measured may have changed
     loss: seconds that a trial with drafts costs where they are far behind; None if they are not, or not measured
     """
 
@@ -157,21 +152,28 @@ class ModeSelector:
         fewer: ModeSelector | None = None,
         doublings: int = 1,
         *,
+        latency: AnswerLatency | None = None,
         many: bool = False,
     ) -> None:
         """first: the mode to begin with. fewer: the selector of fewer sessions, which have more to gain than these.
 
-        doublings: from their number to this one's. many: a first trial with drafts has many prompts to read, or
-        expensive trees; the load must last for a while to be worth that, unless fewer sessions gained much.
+        doublings: from their number to this one's. latency: of a draft's answers. many: a first trial with drafts has
+        many prompts to read, or expensive trees; the load must last for a while to be worth that, unless fewer sessions
+        gained much.
         """
         self._measured = {mode: _Measured() for mode in sorted(modes, key=lambda mode: mode in DRAFT_MODES)}
         self._alone = next((mode for mode in modes if mode not in DRAFT_MODES), None)  # without a draft service
         self._prompts = prompts
+        self._latency = latency or AnswerLatency()
         self.trials = 0
         self._elapsed = 0.0  # seconds in steps
-        self._tokens = self._seconds = 0.0  # since the last trial's end, measured or not; tokens per session
+        self._since = Steps()  # the last trial's end: all steps, measured or not
+        self._drafted = Steps(drafted=_PRIOR_STEPS, accepted=_PRIOR_STEPS)  # of all modes, of trials with proposals
+        if fewer is not None:
+            self._drafted = replace(fewer._drafted)
         self._short = False
         self._sessions = 1.0
+        self.probes = True
         self.loss: float | None = fewer.loss if fewer is not None else None
         self.gain: float = fewer.gain / _GAIN_LOSS**doublings if fewer is not None else 0.0
         self._first_pause = _FIRST_DELAY if many else _FIRST_PAUSE
@@ -190,44 +192,49 @@ class ModeSelector:
     def steps(self) -> int:
         """Length of the present trial: short at first, so that a losing mode ends soon."""
         doublings = min(self.trials // len(self._measured), _DOUBLINGS)
+        if not self._measured[self.mode].trials:
+            if self.mode is SpeculationMode.NONE:
+                return _FIRST_TRIAL // 2  # each step commits a token: nothing but its time is unknown
+            doublings = 0 if self._short else doublings
         return min(_FIRST_TRIAL << doublings, _SHORT_TRIAL if self._short else TRIAL)
 
     def add_step(self, tokens: float, seconds: float) -> None:
         """Add a step without prompts, measured or not. tokens: per session."""
         self._elapsed += seconds
-        self._tokens += tokens
-        self._seconds += seconds
+        self._since.add(Steps(tokens, seconds))
 
     def add_prefill(self, seconds: float) -> None:
         """Add a step with prompts."""
         self._elapsed += seconds
 
-    def end_trial(
-        self, tokens: float, seconds: float, sessions: float = 1, steps: float = 0.0, own: float = 0.0
-    ) -> None:
-        """A trial has ended; choose the next mode. tokens: per session, in measured steps.
-
-        steps: their number; 0 if unknown. own: of the tokens, draft tokens of the target's own sources
-        """
+    def end_trial(self, new: Steps, sessions: float = 1) -> None:
+        """A trial has ended; choose the next mode."""
         self.trials += 1
         present = self._measured[self.mode]
         after_delay = self._delay > 0.0 and self.mode in DRAFT_MODES and not present.trials
-        present.add(self.trials, tokens, seconds, steps, own)
-        present.trial = _Trial(self._elapsed, self._tokens, self._seconds)
-        self._tokens = self._seconds = 0.0
+        if self.mode in DRAFT_MODES and not present.trials:
+            others = (self._measured[mode].total for mode in DRAFT_MODES if mode in self._measured)
+            present.total = next(filter(None, (self._predicted(self.mode, steps) for steps in others)), present.total)
+        present.add(self.trials, new)
+        present.trial = _Trial(self._elapsed, self._since.tokens, self._since.seconds)
+        self._since = Steps()
         self._sessions = sessions
+        if new.drafted:
+            self._drafted.add(new, _DECAY)
         rates = self._rates()
         best = max(rates, key=lambda mode: rates[mode] * (1.0 if mode in DRAFT_MODES else _MIN_GAIN))
         # After a delay, drafts are chosen by scores that are not calibrated yet, and the next trial may be a quarter of
         # a minute away: a first trial that is not far behind is followed by another one.
         threshold = _FAR_BEHIND if after_delay and self.mode is not best else 1.0
-        rate = self._rate_of(seconds / tokens, self.mode) if tokens - own > _MIN_GAIN * steps else 0.0
+        rate = self._rate_of(new, self.mode) if self._gains(new) else 0.0
         present.retry_soon = rate > threshold * rates[best]
         present.losses = present.losses + 1 if self.mode is not best and not present.retry_soon else 0
         self._update_gain(rates)
         due = [mode for mode in self._measured if mode is not best and self._due(mode, rates, best) <= self._elapsed]
         self.mode = due[0] if due else best
-        self._short = self.mode is not best and rates.get(self.mode, math.inf) < _FAR_BEHIND * rates[best]
+        self.probes = bool(due) and not self._measured[self.mode].retry_soon
+        expected = rates.get(self.mode) or self._rate_predicted(self.mode, self._measured[best].total) or math.inf
+        self._short = self.mode is not best and expected < _FAR_BEHIND * rates[best]
 
     def _rates(self) -> dict[SpeculationMode, float]:
         """Throughput of the measured modes. Drafts that are never accepted made no trial fast: they count for no more
@@ -235,7 +242,7 @@ class ModeSelector:
         rates = {mode: self.throughput(mode) for mode, measured in self._measured.items() if measured.trials}
         alone = math.inf if self._alone is None else rates.get(self._alone, math.inf)
         for mode in rates.keys() & set(DRAFT_MODES):
-            if not self._measured[mode].gains:
+            if not self._gains(self._measured[mode].total):
                 rates[mode] = min(rates[mode], alone)
         return rates
 
@@ -252,12 +259,7 @@ class ModeSelector:
         measured = self._measured[mode]
         drafted = [other for other in rates if other in DRAFT_MODES]
         if not measured.trials:
-            if mode not in DRAFT_MODES:  # drafters have nothing to catch up on
-                return 0.0
-            if not drafted or self.loss is None:
-                return self._delay
-            latest = max(self._measured[other].trial.ended for other in drafted)
-            return latest + _pause(self.loss, _COST_SHARE_OF_WORST)
+            return self._first_due(mode, rates, best)
         if measured.retry_soon:
             return measured.trial.ended
         worst = best not in DRAFT_MODES and len(drafted) > 1 and rates[mode] == min(rates.values())
@@ -265,7 +267,33 @@ class ModeSelector:
         pause = _pause(lost, _COST_SHARE_OF_WORST if worst else _COST_SHARE, measured.trial.seconds)
         first = max(self._first_pause, _MIN_PAUSE_TRIALS * self._measured[best].trial.seconds)
         losses = min(max(measured.losses - 1 + worst, 0), _MAX_LOSSES)
+        if self._is_explained(mode, rates, best):
+            losses = _MAX_LOSSES
         return measured.trial.ended + min(pause, first * _PAUSE_GROWTH**losses)
+
+    def _is_explained(self, mode: SpeculationMode, rates: dict[SpeculationMode, float], best: SpeculationMode) -> bool:
+        """True if a mode is far behind, and not for want of luck: it is predicted to be, from the steps of the best."""
+        predicted = self._rate_predicted(mode, self._measured[best].total) if best in DRAFT_MODES else 0.0
+        return predicted > 0.0 and max(predicted, rates[mode]) < _FAR_BEHIND * rates[best]
+
+    def _first_due(self, mode: SpeculationMode, rates: dict[SpeculationMode, float], best: SpeculationMode) -> float:
+        """When a mode has its first trial."""
+        drafted = [other for other in rates if other in DRAFT_MODES]
+        if mode not in DRAFT_MODES:  # drafters have nothing to catch up on
+            return 0.0
+        if not drafted:
+            return self._delay
+        known = self._measured[drafted[-1]].total
+        untried = [other for other in self._measured if other not in rates]
+        predicted = {other: self._rate_predicted(other, known) for other in untried}
+        if predicted[mode]:
+            lost = 1.0 - predicted[mode] / max(rates[best], *predicted.values())
+            pause = _pause((self.steps + SETTLING) * known.seconds / known.steps * lost, _COST_SHARE)
+            return min(pause, self._first_pause * _PAUSE_GROWTH)  # as after two losses: it may be wrong
+        if self.loss is None:
+            return self._delay
+        latest = max(self._measured[other].trial.ended for other in drafted)
+        return latest + _pause(self.loss, _COST_SHARE_OF_WORST)
 
     def _trial_cost(self, mode: SpeculationMode, rate: float) -> float:
         """Seconds that a mode's last trial cost beside a throughput, in tokens per session and second."""
@@ -275,12 +303,56 @@ class ModeSelector:
 
     def throughput(self, mode: SpeculationMode) -> float:
         """Tokens per session and second, prompts included."""
-        measured = self._measured[mode]
-        return self._rate_of(measured.seconds / measured.tokens, mode) if measured.tokens else 0.0
+        return self._rate_of(self._measured[mode].total, mode)
 
-    def _rate_of(self, seconds: float, mode: SpeculationMode) -> float:
-        """seconds: of a session's token in steps without prompts."""
-        return 1.0 / (seconds + self._sessions * self._prompts.seconds(mode))
+    def _rate_of(self, steps: Steps, mode: SpeculationMode) -> float:
+        """The same of some steps. Of a step with proposals all modes accept as many draft tokens: texts differ more."""
+        tokens = self._tokens_of(steps)
+        return 1.0 / (steps.seconds / tokens + self._sessions * self._prompts.seconds(mode)) if tokens else 0.0
+
+    def _tokens_of(self, steps: Steps) -> float:
+        return steps.tokens + steps.drafted * self._accepted - steps.accepted
+
+    def _gains(self, steps: Steps) -> bool:
+        """Whether proposals let steps commit more than they do without."""
+        return self._tokens_of(steps) - steps.own > _MIN_GAIN * steps.steps
+
+    @property
+    def _accepted(self) -> float:
+        """Draft tokens that a step with proposals accepts, in any mode."""
+        return self._drafted.accepted / self._drafted.drafted
+
+    def _predicted(self, mode: SpeculationMode, steps: Steps) -> Steps | None:
+        """A few steps of a mode, from those of another one with drafts and the time of answers; None if these say
+        nothing of it. Drafting beside the target is taken to cost it nothing."""
+        if not steps.steps:
+            return None
+        step, own = (steps.seconds - steps.held) / steps.steps, steps.own / steps.steps
+        drafted = held = 0.0
+        if mode is not SpeculationMode.NONE:
+            if mode not in DRAFT_MODES or not self._latency.count:
+                return None
+            drafted, held = 1.0, self._latency.held_seconds
+        if mode is SpeculationMode.DRAFT_IF_READY:
+            drafted, held = share_in_time(self._accepted, step, self._latency.seconds), 0.0
+        accepted = drafted * self._accepted
+        predicted = Steps()
+        predicted.add(Steps(1.0 + own + accepted, step + held, 1.0, own, drafted, accepted, held), scale=_PRIOR_STEPS)
+        return predicted
+
+    def _rate_predicted(self, mode: SpeculationMode, steps: Steps) -> float:
+        """Its throughput; 0 if nothing is predicted."""
+        predicted = self._predicted(mode, steps)
+        return 0.0 if predicted is None else self._rate_of(predicted, mode)
+
+    def hopeless(self, steps: Steps) -> bool:
+        """True if the present trial may end with these steps: by them a mode with drafts that had none is far ahead."""
+        if self.mode not in DRAFT_MODES:
+            return False
+        others = [mode for mode in DRAFT_MODES if mode is not self.mode and mode in self._measured]
+        others = [mode for mode in others if not self._measured[mode].trials]
+        rates = [self._rate_predicted(mode, steps) for mode in others]
+        return bool(rates) and self._rate_of(steps, self.mode) < _FAR_BEHIND * max(rates)
 
 
 def _pause(lost: float, share: float, trial: float = 0.0) -> float:

@@ -89,19 +89,22 @@ def test_a_delay_changes_while_a_connection_is_open(tmp_path):
         async with await asyncio.start_unix_server(echo, tmp_path / "far"):
             reader, writer = await asyncio.open_unix_connection(tmp_path / "near")
             for delay.seconds in (0.0, 0.05):
-                start = time.monotonic()
-                writer.write(b"ping")
-                await reader.readexactly(4)
-                yield time.monotonic() - start
+                yield min([await round_trip(reader, writer) for _ in range(5)])
             writer.close()
             await writer.wait_closed()
             await ended.wait()
+
+    async def round_trip(reader, writer):
+        start = time.monotonic()
+        writer.write(b"ping")
+        await reader.readexactly(4)
+        return time.monotonic() - start
 
     async def both(delay):
         return [seconds async for seconds in talk(delay)]
 
     with delayed(tmp_path / "near", tmp_path / "far") as delay:
-        end = time.monotonic() + 5
+        end = time.monotonic() + 60
         while not (tmp_path / "near").exists() and time.monotonic() < end:
             time.sleep(0.01)
         near, far = asyncio.run(both(delay))

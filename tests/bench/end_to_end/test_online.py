@@ -48,7 +48,9 @@ def test_program_writes_a_row_per_round(prompts, tmp_path):
     """Held-out old prompts have a salt, so that the drafter does not learn from them, and the others have none."""
     sent = []
 
-    async def generate(url, turns, concurrency, body):
+    async def generate(url, turns, concurrency, body, done):
+        for _ in turns:
+            done(None)
         sent.append(([text for (text,) in turns], body.get("cache_salt")))
         return 1.0, [[Outcome("x", output_tokens=20, counted=True, drafted=10, accepted=10)] for _ in turns]
 

@@ -93,7 +93,8 @@ def test_missing_programs_are_usage_errors(capsys):
     assert "--llama-server" in capsys.readouterr().err
 
 
-def test_a_run_beside_transformers(tmp_path):
+def test_a_run_beside_transformers(tmp_path, monkeypatch):
+    monkeypatch.setattr("bench.peers.run.PAUSE", 0.0)
     model = tmp_path / "model"
     write_tokenizer(write_model(model, seed=3))
     file = tmp_path / "prompts.jsonl"

@@ -130,7 +130,8 @@ def test_a_plan_needs_figures(report_folder):
 
 @pytest.mark.system
 def test_small_pools_and_what_is_reckoned_from_them(report_folder):
-    assert main(["pools", "--tiny", "--parts", "throughput", "features", "changes"]) == 0
+    steps = ["--step-ms", "30"]  # so that proposals arrive in time beside other tests
+    assert main(["pools", "--tiny", *steps, "--parts", "throughput", "features", "changes"]) == 0
     page = json.loads((report_folder / "pools.json").read_text())
     (row,) = page["rows"]
     assert (row["targets"], row["drafts"], row["sessions"]) == (2, 2, 8)

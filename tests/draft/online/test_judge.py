@@ -2,46 +2,86 @@
 
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from services.draft.online.judge import Judge, is_better
+from services.draft.online.judge import Judge, Weights, is_better
+from services.draft.online.swap import LearntWeights
 
-FIRST, SERVED, NEW = "first", "served", "new"
+FIRST, SERVED, NEW = 0.0, 0.3, 1.0
 RECENT, EARLIER = "recent", "earlier"
 
 
-def judge(accepted, rows=200):
-    """A judge whose weights accept given tokens on average. accepted: by weights and traffic."""
-    batch = {kind: [SimpleNamespace(kind=kind, reach=np.ones(rows))] for kind in (RECENT, EARLIER)}
-    sampler = SimpleNamespace(recent_held_out=lambda _: batch[RECENT], replayed_held_out=lambda: batch[EARLIER])
+def weights(value, ids=(0, 1, 2)):
+    """Weights with a head of one row, and the target's map of five tokens."""
+    ids = np.array(ids)
+    known = np.full(5, -1)
+    known[ids] = np.arange(len(ids))
+    learnt = LearntWeights({"fuse": jnp.full(2, value), "head": value + 10.0 * jnp.asarray(ids)[None]}, ids)
+    return Weights(learnt, SimpleNamespace(draft_ids=jnp.asarray(known)))
+
+
+def judge(accepted, rows=200, earlier=200):
+    """A judge whose weights accept given tokens on average. accepted: by traffic, a function of the weights' value."""
+    batch = {RECENT: SimpleNamespace(kind=RECENT, reach=np.ones(rows))}
+    batch[EARLIER] = SimpleNamespace(kind=EARLIER, reach=np.ones(earlier))
     found = Judge.__new__(Judge)
-    found._sampler, found.first = sampler, FIRST
-    spread = np.arange(rows) % 3
-    found.accepted = lambda weights, batches: spread + accepted.get((weights, batches[0].kind), 0.0)
+    found._sampler = SimpleNamespace(
+        recent_held_out=lambda: [batch[RECENT]], earliest_held_out=lambda: [batch[EARLIER]]
+    )
+    found.first = weights(FIRST)
+
+    def measured(of, batches):
+        kind = batches[0].kind
+        return np.arange(len(batches[0].reach)) % 3 + accepted.get(kind, lambda value: 0.0)(of.learnt.params["fuse"][0])
+
+    found.accepted = measured
     return found
 
 
 @pytest.mark.parametrize(
-    ("accepted", "better", "worse", "retained"),
+    ("recent", "earlier", "better", "worse", "part", "retained"),
     [
-        ({}, False, False, None),
-        ({(NEW, RECENT): 0.5}, True, False, 1.0),
-        ({(SERVED, RECENT): 0.5}, False, True, None),
-        ({(NEW, RECENT): 0.5, (NEW, EARLIER): -0.02}, True, False, 0.99),
-        ({(NEW, RECENT): 0.5, (NEW, EARLIER): -0.2}, False, False, 0.9),
-        # Each exchange loses little: the first weights count, not the served ones.
-        ({(NEW, RECENT): 0.5, (NEW, EARLIER): -0.2, (SERVED, EARLIER): -0.18}, False, False, 0.9),
+        (0.0, 0.0, False, False, 0.5, 1.0),
+        (2.0, 0.0, True, False, 0.5, 1.0),
+        (2.0, 0.1, True, False, 1.0, 1.05),  # better on both
+        (-0.5, 0.0, False, True, 0.5, 1.0),
+        # Of two tokens 0.04 may be lost.
+        (4.0, -0.09, True, False, 0.4, 0.982),
+        (2.0, -0.18, False, True, 0.2, 0.982),
+        (2.0, -1.0, False, True, 0.1, 0.95),
     ],
 )
-def test_new_weights_must_be_better_and_forget_little(accepted, better, worse, retained):
-    verdict = judge(accepted).verdict(SERVED, NEW)
-    assert (verdict.better, verdict.worse) == (better, worse)
-    assert verdict.retained == (None if retained is None else pytest.approx(retained, abs=1e-2))
+def test_the_largest_part_of_the_way_that_keeps_earlier_traffic(recent, earlier, better, worse, part, retained):
+    found = judge({RECENT: lambda value: recent * value, EARLIER: lambda value: earlier * value})
+    verdict = found.verdict(weights(SERVED), weights(NEW))
+    assert (verdict.better, verdict.worse, verdict.part) == (better, worse, pytest.approx(part))
+    assert verdict.retained == pytest.approx(retained, abs=2e-3)
+    assert verdict.weights.learnt.params["fuse"][0] == pytest.approx(part)
+    assert verdict.after == pytest.approx(2 + recent * part, abs=0.02)
+
+
+def test_earlier_traffic_is_kept_beyond_chance():
+    """As much on average, with differences of every row to both sides."""
+    sides = np.tile([1.0, -1.0], 100)
+    verdict = judge({RECENT: lambda value: 8.0 * value, EARLIER: lambda value: value * sides}).verdict(
+        weights(0.1), weights(NEW)
+    )
+    assert (verdict.better, verdict.part, verdict.retained) == (True, pytest.approx(0.5), pytest.approx(1.0, abs=1e-6))
+
+
+def test_entries_of_other_tokens_are_the_learnt_ones():
+    """Entries are compared by token, wherever they are."""
+    mixed = judge({}).between(weights(NEW, (2, 4, 0)), 0.25)
+    assert mixed.learnt.ids.tolist() == [2, 4, 0]
+    np.testing.assert_allclose(mixed.learnt.params["head"][0], [20.25, 41.0, 0.25])
+    np.testing.assert_allclose(mixed.learnt.params["fuse"], 0.25)
 
 
 def test_too_few_rows_give_no_verdict():
-    assert judge({}, rows=60).verdict(SERVED, NEW) is None
+    assert judge({}, rows=60).verdict(weights(SERVED), weights(NEW)) is None
+    assert judge({}, earlier=60).verdict(weights(SERVED), weights(NEW)).retained is None
 
 
 def test_better_means_more_than_chance():

@@ -193,7 +193,7 @@ def test_preempted_session_ends_its_recording(learnt):
 
 
 def test_trained_weights_are_written_and_resumed(models, learnt, target, tmp_path):
-    _, folder, _ = learnt
+    first, folder, _ = learnt
     assert json.loads((folder / "config.json").read_text()) == json.loads((models[1] / "config.json").read_text())
     flags = {"online_output": str(folder), "max_running_requests": 1, "draft_dtype": "float32"}
     config = DraftConfig(
@@ -201,6 +201,9 @@ def test_trained_weights_are_written_and_resumed(models, learnt, target, tmp_pat
         online=True, draft_max_total_tokens=2048, **flags,
     )  # fmt: skip
     again = build(config)[0]
+    origins = [draft.drafter.learner.judge.first.learnt for draft in (first, again)]
+    for a, b in zip(*map(jax.tree.leaves, origins), strict=True):  # the head that earlier traffic is held to
+        np.testing.assert_array_equal(a, b)
     todo = some_requests(60, count=1)
     run = Pair(target, lambda: again, draft_steps=8)
     run.compiled = 10**6  # nothing is warmed up here
@@ -287,7 +290,7 @@ def test_training_pauses_without_new_rows(learnt):
         ({"draft_tp_size": 2}, "--draft-tp-size"), ({"draft_feature_dtype": "float8_e4m3"}, "--draft-feature-dtype"),
         ({"online_share": 0.0}, "--online-share"), ({"online_share": 0.95}, "--online-share"),
         ({"online_learning_rate": 0.0}, "--online-learning-rate"),
-        ({"online_bytes": 1 << 20}, "--online-bytes 1048576 is too small .*; set 6291456"),
+        ({"online_bytes": 1 << 20}, "--online-bytes 1048576 is too small .*; set 3145728"),
         ({"online": False, "online_output": "x"}, "needs --online"),
     ],
 )  # fmt: skip

@@ -64,13 +64,13 @@ def test_every_token_of_an_answer_is_trainable_once(prompt, total, chunk):
 
 
 def test_sessions_are_held_out_as_a_whole():
+    """Every other one at first, then one in four."""
     buffer = ring_of(held_out=4)
-    for number in range(8):
+    for number in range(1, 41):
         session(buffer, 3, 60, temperature=float(number))
-    held_back = set(recent(buffer, held_out=True).entries["temperature"].tolist())
-    learnt = set(recent(buffer, held_out=False).entries["temperature"].tolist())
-    assert held_back == {3.0, 7.0}
-    assert learnt == {0.0, 1.0, 2.0, 4.0, 5.0, 6.0}
+    held_out = {*range(2, 33, 2), 36, 40}
+    assert set(recent(buffer, held_out=True).entries["temperature"].tolist()) == held_out
+    assert set(recent(buffer, held_out=False).entries["temperature"].tolist()) == {*range(1, 41)} - held_out
 
 
 def test_buffer_keeps_the_latest_segments_within_its_limit():
@@ -87,6 +87,7 @@ def test_buffer_keeps_the_latest_segments_within_its_limit():
 
 def test_recordings_have_a_limit_of_their_own():
     buffer = ring_of(limit=400, held_out=8)
+    assert [buffer.next_held_out() for _ in range(32)].count(True) == 16
     tokens = np.arange(1000, 1100, dtype=np.uint32)
     first, second, third = (SessionRecording(buffer, 0.0, 2) for _ in range(3))
     for recording in (first, second, third):
@@ -142,20 +143,22 @@ def numbers(segments):
     return [int(segment.record.temperature) for segment in segments]
 
 
-def test_replayed_segments_are_a_uniform_sample_of_all():
-    """Recent ones are the latest; of the first and the second half of all there are as many."""
+def test_sample_is_uniform_over_all_held_out_segments():
+    """Recent ones are the latest; of the first and the second half of all there are as many in the sample."""
     halves = np.zeros(2, int)
     for seed in range(30):
-        buffer = ReplayBuffer(4 * 40 * 20, ROW, 20, 4, 10**6, seed=seed)
+        buffer = ReplayBuffer(4 * 40 * 20, ROW, 20, 4, 1, seed=seed)
         for number in range(200):
-            marked(buffer, number)
+            marked(buffer, number, held_out=True)
             assert buffer.bytes <= 2 * 40 * 20
-        assert numbers(buffer.recent(held_out=False)) == list(range(180, 200))
-        kept = numbers(buffer.replayed(held_out=False))
+        assert numbers(buffer.recent(held_out=True)) == list(range(180, 200))
+        kept = numbers(buffer.sample())
         assert kept == sorted(kept)
         assert len(kept) == 20
         halves += np.bincount(np.array(kept) // 100, minlength=2)
     assert abs(halves[0] - halves.sum() / 2) < 4 * np.sqrt(halves.sum() / 4)
+    marked(buffer, 1)
+    assert len(buffer.sample()) == 20, "trained segments are not in the sample"
 
 
 def test_segments_outlive_some_updates_of_the_target():
@@ -167,12 +170,12 @@ def test_segments_outlive_some_updates_of_the_target():
     buffer.outdate()
     recording.finish(np.arange(1000, 1011, dtype=np.uint32))  # of the old weights
     marked(buffer, 4)
-    assert numbers(buffer.recent(held_out=False)) == numbers(buffer.replayed(held_out=False)) == [1, 3, 4]
+    assert numbers(buffer.recent(held_out=False)) == [1, 3, 4]
+    assert numbers(buffer.recent(held_out=True)) == numbers(buffer.sample()) == [2]
     assert [segment.version for segment in buffer.recent(held_out=False)] == [0, 0, 1]
     buffer.outdate()
-    for kind in (buffer.recent, buffer.replayed):
-        assert numbers(kind(held_out=False)) == [4]
-        assert numbers(kind(held_out=True)) == []
+    assert numbers(buffer.recent(held_out=False)) == [4]
+    assert numbers(buffer.recent(held_out=True)) == numbers(buffer.sample()) == []
     buffer.outdate()
     assert buffer.version == 2, "another gateway reported the same update"
     assert numbers(buffer.recent(held_out=False)) == [4]

@@ -133,7 +133,7 @@ def test_every_weight_is_trained(kind, target, tmp_path):
         folder = head_of(kind, target, tmp_path / kind)
         draft, _ = read(folder, target)
     facts = read_target(target)
-    setup = OnlineSetup(OnlineOptions(length=64, context=16), folder, facts, draft, "origin")
+    setup = OnlineSetup(OnlineOptions(length=64, context=16), folder, facts, draft, folder, draft)
     served = draft.load(jnp.float32)
     weight_format = WeightFormat(jnp.float32, None, panels=False)
     assert jax.tree.structure(setup.serve(served, weight_format).params) == jax.tree.structure(served)

@@ -172,14 +172,14 @@ def test_a_request_is_aborted_by_id(gateway, target, route, name):
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], **limit},
     }
     answers = []
-    target.engine.delay = 0.03
+    target.engine.delay = 0.1
     try:
         thread = threading.Thread(target=lambda: answers.append(gateway.client.post(route, json=bodies[route]).json()))
         thread.start()
         until(lambda: target.sessions == 1)
         assert gateway.client.post("/abort_request", json={"rid": "q"}).json()["aborted_requests"] == 0
         assert gateway.client.post("/abort_request", json={"rid": name}).json()["aborted_requests"] == 1
-        thread.join(10)
+        thread.join(60)
         until(lambda: target.sessions == 0)
     finally:
         target.engine.delay = target.delay
@@ -193,7 +193,7 @@ def test_a_request_is_aborted_by_id(gateway, target, route, name):
 
 def test_an_abort_ends_the_requests_of_exactly_its_id(gateway, target, monkeypatch):
     """All prompts and choices of them; ids that begin so are others'."""
-    monkeypatch.setattr(target.engine, "delay", 0.03)
+    monkeypatch.setattr(target.engine, "delay", 0.1)
     ends = {}
 
     def ask(name):
@@ -216,7 +216,7 @@ def test_an_abort_ends_the_requests_of_exactly_its_id(gateway, target, monkeypat
     assert abort(rid="job") == 4
     assert abort(rid="job-2") == 2
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert ends == dict.fromkeys(("job", "job-2"), ["abort"] * 4)
 
 

@@ -81,6 +81,7 @@ def test_sampling_reaches_the_target(engine, target):
     assert (seen.stop.max_tokens, seen.stop.min_tokens, seen.stop.ignore_eos) == (4, 2, True)
     assert 9 in seen.stop.stop_token_ids
     assert (seen.grammar.kind.name, seen.grammar.text) == ("REGEX", "a+")
+    assert seen.scaled_logprobs == (engine.pb is not vllm_engine_pb2)  # SGLang reports them at the temperature
 
 
 def test_unset_fields_are_neutral(vllm, target):
@@ -131,25 +132,25 @@ def test_the_rest_of_the_context_is_the_limit(engine):
 
 
 def test_abort_ends_a_request(engine, target, monkeypatch):
-    monkeypatch.setattr(target.engine, "delay", 0.05)
+    monkeypatch.setattr(target.engine, "delay", 0.1)
     messages = engine.ask(stream=True, name="long", ignore_eos=True)
     assert next(messages).HasField("chunk")
     engine.abort("long")
     end = list(messages)[-1].complete
     assert end.finish_reason == "abort"
-    assert 0 < end.completion_tokens < 200
+    assert 0 < end.completion_tokens < 390
     engine.abort("unknown")
-    until(lambda: target.sessions == 0, seconds=5)
+    until(lambda: target.sessions == 0)
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_cancelled_call_ends_its_sessions(engine, target, draft, monkeypatch, n):
-    monkeypatch.setattr(target.engine, "delay", 0.05)
+    monkeypatch.setattr(target.engine, "delay", 0.3)
     messages = engine.ask(stream=True, ignore_eos=True, n=n)
     next(messages)
-    assert target.sessions == n
+    until(lambda: target.sessions == n)
     messages.cancel()
-    until(lambda: target.sessions == 0 and draft.sessions == 0, seconds=5)
+    until(lambda: target.sessions == 0 and draft.sessions == 0, seconds=30)  # the whole text takes 40 s
 
 
 # --- log-probabilities ---
@@ -250,7 +251,7 @@ def test_a_full_target_is_resource_exhausted(engine, target):
     code, message = refusal(engine.ask([BUSY], **{engine.limit: 1}))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "retry" in message
-    until(lambda: target.sessions == 0, seconds=5)
+    until(lambda: target.sessions == 0)
 
 
 def test_choices_that_do_not_all_fit_leave_no_session(folder, target, draft, monkeypatch):

@@ -34,7 +34,8 @@ def session(draft, end=0):
 
 def relay(sessions, drafts, *blocks, spec=1):
     rows = [FeatureBlock(name, first, np.zeros((count, 4), np.uint8), spec) for name, first, count in blocks]
-    feature_relay.relay(features_to_pb(rows), sessions, drafts, Metrics().services)
+    placement = SimpleNamespace(drafts=drafts)
+    feature_relay.relay(features_to_pb(rows), sessions, placement, Metrics().services)
 
 
 def test_states_in_transit_are_dropped_after_all_were_requested_again():
@@ -98,3 +99,19 @@ def test_each_draft_receives_the_states_of_its_sessions():
     sessions = {1: session(one), 2: session(other), 3: session(None)}
     relay(sessions, [one, other], (1, 0, 2), (2, 0, 3), (3, 0, 4), (9, 0, 1))
     assert (one.fed, other.fed) == ([(1, 0, 2)], [(2, 0, 3)])
+
+
+def test_of_a_pool_only_the_sessions_own_drafts_are_looked_at():
+    """Also where a session has moved to another target, with states of the old one on their way."""
+    own, other = Draft(), Draft()
+    moved = session(own, 16)
+    relay({1: moved}, None, (1, 16, 2))
+    assert (own.fed, moved.features_end) == ([(1, 16, 2)], 18)
+    relay({}, [own, other], (1, 18, 1))
+    assert own.fed == [(1, 16, 2)]
+
+
+def test_an_only_draft_receives_the_ends_of_closed_sessions():
+    draft = Draft()
+    relay({}, [draft, Draft(0)], (1, 18, 1))
+    assert draft.fed == [(1, 18, 1)]

@@ -162,6 +162,6 @@ def test_shutting_down_ends_streams_with_an_error(folder):
         until(lambda: stream.tokens)
         gateway.process.terminate()
         gateway.process.wait(20)
-        stream.join(5)
+        stream.join(60)
         assert stream.error is not None
         assert stream.error["code"] == "unavailable"

@@ -57,7 +57,7 @@ class Client:
 
     async def status(self):
         """Of the next answer."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             head = await self.reader.readuntil(b"\r\n\r\n")
             if b"content-length: 2" in head:
                 assert await self.reader.readexactly(2) == b"ok"
@@ -65,7 +65,7 @@ class Client:
 
     async def closed(self):
         """The data that came before the server closed the connection."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             with contextlib.suppress(ConnectionError):
                 return await self.reader.read()
         return b""

@@ -2,14 +2,12 @@
 
 import contextlib
 import shutil
+import signal
 
 import grpc
 import httpx
 import pytest
 
-from gateway.process.models_file import model_configs
-from outrider.config import GatewayConfig
-from outrider.errors import ConfigError
 from outrider.wire.v1 import common_pb2, draft_pb2, gateway_pb2, gateway_pb2_grpc, target_pb2
 from tests.support.gateway.browser import Browser
 from tests.support.gateway.engines import FakeDraft, FakeTarget
@@ -253,6 +251,8 @@ def test_replicas_join_and_leave_the_pools_of_a_model(gateway, folder, targets, 
         gateway.client.post("/add_worker", params=query, headers=gateway.admin).raise_for_status()
         reason = "serves counting; its pool is for org/third"
         until(lambda: any(reason in (one["reason"] or "") for one in workers(gateway, model=EMPTY)))
+        asked = gateway.client.post("/v1/completions", json={"model": EMPTY, "prompt": "A"})
+        assert reason in error_of(asked, 503)["message"]
         gateway.client.post("/remove_worker", params=query, headers=gateway.admin).raise_for_status()
         assert post(model_id=EMPTY).status_code == 202
         until(lambda: all_say(gateway, f"/health?model={EMPTY}", "ok"))
@@ -316,6 +316,44 @@ def test_aborts_find_requests_of_all_models(gateway):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_the_file_is_read_again_at_sighup(gateway, folder, targets):
+    file = folder / "models.toml"
+    before = file.read_text()
+
+    def read_again(content):
+        file.write_text(content)
+        gateway.process.send_signal(signal.SIGHUP)
+
+    def names():
+        """Of several new connections, which reach all workers."""
+        answers = [httpx.get(gateway.url + "/v1/models").json()["data"] for _ in range(8)]
+        return {tuple(one["id"] for one in answer) for answer in answers}
+
+    try:
+        read_again(before.replace('"org/third"', "3"))
+        until(lambda: "the models stay as they were" in gateway.log.read_text())
+        assert "[third] model-path" in gateway.log.read_text()
+        assert names() == {(FIRST, "one", SECOND, EMPTY)}
+        stream = Stream(gateway, model=SECOND, max_tokens=100)
+        started(stream)
+        first = before[: before.index(f'["{SECOND}"]')].replace('"one"', '"uno"')
+        joins = f'[fourth]\ntarget = "{targets[FIRST].address}"\n'
+        read_again(f'{first}[{EMPTY}]\ntarget = "{targets[FIRST].address}"\n{joins}')
+        assert text(gateway, FIRST) == "BCD"  # as it was, until the changed one is up
+        until(lambda: names() == {(FIRST, "uno", EMPTY, "fourth")})
+        for model in (EMPTY, "fourth"):
+            until(lambda model=model: all_say(gateway, f"/health?model={model}", "ok"))
+        assert [text(gateway, model) for model in (FIRST, EMPTY, "fourth") for _ in range(3)] == ["BCD"] * 9
+        assert error_of(gateway.client.post("/v1/completions", json={"model": SECOND, "prompt": "A"}), 404)
+        stream.join(40)
+        assert len(stream.tokens) == 100  # it ended where it was
+    finally:
+        read_again(before)
+        until(lambda: names() == {(FIRST, "one", SECOND, EMPTY)})
+        until(lambda: all_say(gateway, f"/health?model={SECOND}", "ok"))
+        until(lambda: all_say(gateway, f"/health?model={EMPTY}", "unavailable"))
+
+
 async def test_the_page_offers_the_models(gateway, tmp_path):
     async with Browser(CHROMIUM, tmp_path) as browser:
         await browser.open(f"{gateway.url}/")
@@ -336,63 +374,3 @@ async def test_the_page_offers_the_models(gateway, tmp_path):
         await browser.wait("document.querySelectorAll('.answer[data-done]').length === 1")
         assert await browser.run("document.querySelector('.answer .error') === null")
         assert browser.complaints == []
-
-
-# --- the file ---
-
-
-def configs(tmp_path, content, **flags):
-    file = tmp_path / "models.toml"
-    file.write_text(content)
-    return model_configs(GatewayConfig(models=str(file), **flags))
-
-
-def test_flags_of_the_command_line_hold_where_a_table_has_none(tmp_path):
-    first, second = configs(
-        tmp_path,
-        '[b]\ntarget = ["x:1", "y:1"]\ndraft = "z:1"\nreasoning-parser = "qwen3"\ncache-threshold = 1\n[a]\n'
-        'served_model_name = ["a", "c"]\nmodel-path = "org/a"\n',
-        reasoning_parser="none", balance_abs_threshold=3,
-    )  # fmt: skip
-    assert (first.served_model_name, first.target, first.draft) == (("b",), ("x:1", "y:1"), ("z:1",))
-    assert (first.reasoning_parser, first.cache_threshold, first.balance_abs_threshold) == ("qwen3", 1, 3)
-    assert (second.served_model_name, second.target, second.draft) == (("a", "c"), (), ())
-    assert (second.reasoning_parser, second.model_path) == ("none", "org/a")
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("", "has no model"),
-        ("[a", "cannot be read"),
-        ("a = 1\n", "stands before the first table"),
-        ("[a]\nport = 1\n", "no flag of a model"),
-        ("[qwen2.5-7b]\n", '["qwen2.5-7b"]'),
-        ("[a]\ntarget = 5\n", "no value of this flag"),
-        ('[a]\nreasoning-parser = "best"\n', "choose one of auto, none, deepseek-r1, qwen3"),
-        ('[a]\ncache-threshold = "much"\n', "no value of this flag"),
-        ('[a]\n[b]\nserved-model-name = "a"\n', "is the name of two models"),
-        ("[default]\n", "what requests write"),
-        ("[[a]]\n", "write [a]"),
-        ('[a]\nmodel-path = "x"\nmodel_path = "y"\n', "an entry twice"),
-        ("[a]\nmodel-path = 3\n", "3 is no value of this flag ("),
-        ('[a]\nservice-token = "secret"\n', "'service-token', which is no flag of a model"),
-        ('[a]\ntarget = ""\n', "[a]: '' is no address"),
-        ('[a]\ntarget = "grpc://gpu1"\n', "is no address; write HOST:PORT"),
-        ("[a]\nrequest-timeout = -1\n", "[a]: --request-timeout must be more than 0"),
-        ('[a]\nserved-model-name = " "\n', "--served-model-name is empty"),
-    ],
-)
-def test_mistakes_in_the_file(tmp_path, content, words):
-    with pytest.raises(ConfigError) as caught:
-        configs(tmp_path, content)
-    assert words in caught.value.message
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [({"draft": ("x:1",)}, "--draft is for one model"), ({"require_draft": True}, "--require-draft would end")],
-)
-def test_flags_that_do_not_go_with_a_file(tmp_path, flags, words):
-    with pytest.raises(ConfigError, match=words):
-        configs(tmp_path, "[a]\n", **flags)

@@ -141,7 +141,7 @@ async def test_health_checks_need_no_token_and_report_progress_only_to_those_who
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     return await watch(health_pb2.HealthCheckRequest()).read()
 
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not await watched():
                     await asyncio.sleep(0.01)
 
@@ -217,6 +217,6 @@ async def test_calls_of_a_connection_are_limited():
         done, _ = await asyncio.wait([waiting], timeout=0.2)
         assert not done
         first.cancel()
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, 60)
         assert await second.read() == b"ok"
         second.cancel()

@@ -7,8 +7,7 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -27,6 +26,7 @@ from outrider.transport.stream import StreamHub
 from outrider.wire import codec
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from tests.support.gateway.engines import CONTEXT, EOS, VOCAB, FakeDraft, FakeEngine, FakeTarget, tokenizer_files
+from tests.support.gateway.forked import ForkedGateway
 
 
 def free_port() -> int:
@@ -35,8 +35,8 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def until(condition, seconds=15.0):
-    """Wait until a condition holds; returns its value."""
+def until(condition, seconds=60.0):
+    """Wait until a condition holds; returns its value. seconds: what a busy machine may need many times over."""
     deadline, pause = time.monotonic() + seconds, 0.01
     while not (value := condition()):
         assert time.monotonic() < deadline, "did not happen in time"
@@ -174,7 +174,7 @@ ADMIN = "for-tests"
 
 
 class Gateway:
-    """`python -m gateway`, with a client. admin: headers of an administrator."""
+    """A gateway in a process of its own, with a client. admin: headers of an administrator."""
 
     admin = {"authorization": f"Bearer {ADMIN}"}  # noqa: RUF012
 
@@ -186,15 +186,13 @@ class Gateway:
         self.url = f"{'http' if verify is None else 'https'}://127.0.0.1:{self.port}"
         self.log = folder / f"gateway-{self.port}.log"
         settings = {"port": self.port, "grpc-port": self.grpc_port} | flags
-        self.command = [sys.executable, "-m", "gateway", *(["--target", *targets] if targets is not None else [])]
-        self.command += ["--draft", *drafts] if drafts else []
-        self.command += [] if self_test else ["--disable-draft-self-test"]
+        argv = ["--target", *targets] if targets is not None else []
+        argv += ["--draft", *drafts] if drafts else []
+        argv += [] if self_test else ["--disable-draft-self-test"]
         for name, value in settings.items():
             values = [] if value is True else value if isinstance(value, list) else [value]
-            self.command += [f"--{name.replace('_', '-')}", *map(str, values)]
-        environment = {**os.environ, ADMIN_KEYS_VARIABLE: admin_key}
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(self.command, stderr=log, env=environment)
+            argv += [f"--{name.replace('_', '-')}", *map(str, values)]
+        self.process = ForkedGateway(argv, self.log, {**os.environ, ADMIN_KEYS_VARIABLE: admin_key})
         self.client = httpx.Client(base_url=self.url, timeout=30, verify=True if verify is None else verify)
 
     def healthy(self):
@@ -237,9 +235,13 @@ def answers(gateway, path):
 
 def refused(*flags, code=2):
     """The error output of a gateway that ends at its start with this exit code."""
-    ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
-    command = [sys.executable, "-m", "gateway", *ports, *map(str, flags)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert result.returncode == code, result.stderr
-    assert "Traceback" not in result.stderr
-    return result.stderr
+    argv = ["--port", str(free_port()), "--grpc-port", str(free_port()), *map(str, flags)]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        process = ForkedGateway(argv, log, os.environ)
+        try:
+            assert process.wait(60) == code, log.read_text()
+        finally:
+            process.kill()
+        assert "Traceback" not in log.read_text()
+        return log.read_text()

@@ -26,8 +26,8 @@ def request(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition, at most 10 s."""
-    async with asyncio.timeout(10):
+    """Wait for a condition, at most 60 s."""
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 

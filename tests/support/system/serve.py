@@ -24,10 +24,11 @@ def processes_of(supervisor, role):
 
 
 class System:
-    def __init__(self, folder, *flags):
+    def __init__(self, folder, *flags, sessions=8):
+        """sessions: at most at once; a draft compiles fewer programs for a few."""
         self.port, self.grpc_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        ports = ["--port", str(self.port), "--grpc-port", str(self.grpc_port), "--max-running-requests", "8"]
+        ports = ["--port", str(self.port), "--grpc-port", str(self.grpc_port), "--max-running-requests", str(sessions)]
         command = [sys.executable, "-m", "outrider", "serve", "--model-path", str(folder), *ports, *flags]
         self.process = subprocess.Popen(command)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)

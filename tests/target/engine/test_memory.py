@@ -66,7 +66,7 @@ LIFE = st.tuples(st.integers(0, 15), st.integers(0, 12), st.one_of(st.none(), st
 LIVES = st.lists(LIFE, min_size=1, max_size=10, unique_by=lambda life: life[0])
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lives=LIVES, page_size=st.sampled_from([1, 16, 64]), spare=st.integers(0, 40), chunk=st.sampled_from([-1, 5, 64]),
     policy=st.sampled_from(["fcfs", "lpm"]), drafted=st.booleans(), seed=st.integers(0, 2**16),

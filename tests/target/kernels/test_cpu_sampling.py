@@ -105,7 +105,7 @@ def test_tokens_are_those_of_the_oracle_at_a_real_size(shape):
     check(logits, COMMON, rng.integers(0, 10_000, len(COMMON)).tolist())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     seed=st.integers(0, 2**64 - 1),
     vocab=st.integers(1, 700),

@@ -347,7 +347,7 @@ def test_a_branchs_keys_are_added_in_the_order_of_plain_decoding():
     session.table.reserve(committed + 11)
     batch = build([SessionWork(Chunk(session, committed - 1, committed), draft)], CPU)
     pools, q = torch.randn(2, 41, 4, 2, 16), torch.randn(len(batch), 4, 16)
-    for options in ({}, {"window": 7}, {"sinks": torch.randn(4)}):
+    for options in ({}, {"window": 7, "sinks": torch.randn(4)}):
         found = TritonAttention(batch, SMALL, ordered=True)(q, *pools, scaling=0.25, **options)
         expected = paged_attention(q, *pools, batch, scaling=0.25, **options)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -261,7 +261,7 @@ def plain(load):
     return plain
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_text_does_not_depend_on_proposals_batch_pages_or_preemption(load, plain, data):
     name = data.draw(st.sampled_from(sorted(MODELS)))

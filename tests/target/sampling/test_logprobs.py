@@ -35,9 +35,9 @@ def expected(folder):
 
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
-    def compute(text, top):
+    def compute(text, top, temperature=1.0):
         with torch.inference_mode():
-            logits = module(torch.tensor([text])).logits[0, :-1].numpy()
+            logits = module(torch.tensor([text])).logits[0, :-1].div(temperature).numpy()
         return logprobs(logits, np.array(text[1:]), 1, top)
 
     return compute
@@ -80,6 +80,7 @@ def test_new_tokens_have_the_models_own_logprobs(model, expected, params):
         opening(2, PROMPT[3:], params, max_tokens=30),
         opening(3, PROMPT[5:], params, max_tokens=30, logprobs=0),
         opening(4, PROMPT[2:], params, max_tokens=30, logprobs=20),
+        replace(opening(5, PROMPT[1:], params, max_tokens=30, logprobs=3), scaled_logprobs=True),
     ]
     plain = run(engine_of(model), requests)
     rng = np.random.default_rng(0)
@@ -98,7 +99,8 @@ def test_new_tokens_have_the_models_own_logprobs(model, expected, params):
             if request.logprobs is not None:
                 reported = whole(result.commits[request.session_id])
                 assert reported.top_tokens.shape == (30, request.logprobs)
-                close(reported, expected(texts[request.session_id], 20))
+                divisor = (params.temperature or 1.0) if request.scaled_logprobs else 1.0
+                close(reported, expected(texts[request.session_id], 20, divisor))
 
 
 @pytest.mark.parametrize(

@@ -366,3 +366,19 @@ def test_a_drafter_is_compared_with_self_speculation(tokens, best):
         )
     assert set(modes[:TRIAL]) == {SpeculationMode.SELF_SPECULATE}
     assert modes[32 * TRIAL :].count(best) > 0.9 * len(modes[32 * TRIAL :])
+
+
+def test_a_pause_while_a_step_is_held_still_counts_its_computation():
+    """Of a step that counts as a usual one, the wait is as much smaller as the step."""
+    clock = Clock()
+    policy, length = ModePolicy(clock=clock), 10
+    for pause in [0.0, 0.0, 0.1, 0.1]:
+        clock.now += 0.001
+        policy.received(1, fresh=True, length=length)
+        clock.now += pause
+        policy.begin(1)
+        clock.now += 0.010
+        length += 2
+        policy.end([1], 1, 2, drafted=1, accepted=1)
+        policy.asked({1: length})
+    assert policy.mode is SpeculationMode.WAIT_FOR_DRAFT

@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass, replace
 
 # Steps at the start of a trial that are not measured: drafters learn of the mode first, or do work that comes once.
-_SETTLING = 2
+SETTLING = 2
 _MAX_EXCESS = 4.0  # a step that takes longer than this many usual ones of its mode counts as one that takes this long
 _EMA_WEIGHT = 0.2  # of the last step in the usual time of one
+
+
+@dataclass
+class Steps:
+    """What some steps brought, per session, and took.
+
+    tokens: committed; seconds: held ones included; own: of the tokens, draft tokens of the target's own sources
+    drafted: steps that verified draft tokens of a draft service, of which `accepted` were; held: seconds of waiting
+    """
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    steps: float = 0.0
+    own: float = 0.0
+    drafted: float = 0.0
+    accepted: float = 0.0
+    held: float = 0.0
+
+    def add(self, new: Steps, kept: float = 1.0, scale: float = 1.0) -> None:
+        """Add others. kept: factor of the present ones; scale: of the new ones."""
+        self.tokens = self.tokens * kept + new.tokens * scale
+        self.seconds = self.seconds * kept + new.seconds * scale
+        self.steps = self.steps * kept + new.steps * scale
+        self.own = self.own * kept + new.own * scale
+        self.drafted = self.drafted * kept + new.drafted * scale
+        self.accepted = self.accepted * kept + new.accepted * scale
+        self.held = self.held * kept + new.held * scale
 
 
 class ModeTrial:
     """The measured steps of the present trial.
 
-    steps: their number; below 0 while the trial settles. tokens: per session; own: those of the target's own sources
+    steps: their number; below 0 while the trial settles. total: of those that count, per session
     unanswered: steps whose sessions no drafter has answered
     """
 
@@ -23,26 +51,30 @@ class ModeTrial:
 
     def start(self, *, settles: bool) -> None:
         """A trial begins. settles: drafters learn of another mode, or of a new load."""
-        self.steps = -_SETTLING if settles else 0
-        self.tokens = self.seconds = self.own = 0.0
+        self.steps = -SETTLING if settles else 0
+        self._late = 0
+        self._settles = settles
+        self.total = Steps()
         self.unanswered = 0
 
     def forget_usual(self) -> None:
         """Steps go on at another load, where they take another time."""
         self._usual = {}
 
-    def add(self, mode: Hashable, tokens: float, seconds: float, steps: int, own: float) -> None:
-        """Add a step, or several at once. tokens, own: per session."""
+    def add(self, mode: Hashable, new: Steps, late: int = 0) -> None:
+        """Add a step, or several at once. late: steps that an answer takes, which are not measured either."""
+        if self._settles and self.steps == 0 and self._late < late:
+            self._late += 1
+            return
+        seconds, steps = new.seconds, new.steps
         # The first step after a pause is long. A deep draft's step is, too, so that each mode has its own measure.
         usual = self._usual.get(mode, seconds / steps)
         self._usual[mode] = usual + _EMA_WEIGHT * (min(seconds / steps, _MAX_EXCESS * usual) - usual)
         if seconds > _MAX_EXCESS * steps * usual:
-            seconds = steps * usual
-        self.steps += steps
+            new = replace(new, seconds=steps * usual, held=new.held * steps * usual / seconds)
+        self.steps += round(steps)
         if self.steps > 0:
-            self.tokens += tokens
-            self.seconds += seconds
-            self.own += own
+            self.total.add(new)
 
 
 class StepPace:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bench.gpu.system import run
+from bench.gpu.system.checkpoints import TINY_MODEL, write_pair
 from bench.gpu.system.recording import Recorder, Recordings
 from bench.harness.report import Report
 
@@ -17,21 +18,26 @@ def report(monkeypatch):
     return Report("gpu-system", "")
 
 
-def test_all_cells_are_measured(report):
-    for _ in run.measure(replace(run.TINY_SELECTION, transports=("grpc",)), report, tiny=True, draws=True):
+ADAPTIVE = {"tree": None, "sessions": (1,), "new_tokens": 96}  # of one session, because that compiles fewer programs
+
+
+@pytest.mark.parametrize("changes", [{}, ADAPTIVE])
+def test_all_cells_are_measured(report, changes):
+    selection = replace(run.TINY_SELECTION, transports=("grpc",), **changes)
+    for _ in run.measure(selection, report, tiny=True, draws=True):
         pass
     rows = {row["asked"]: row for row in report.rows}
     assert set(rows) == {"plain", 3.0}
     assert "a timeline was drawn" in report.notes
     for asked, row in rows.items():
-        assert row["same text"] == "2/2"
+        assert row["same text"] == "{0}/{0}".format(*selection.sessions)
         assert row["per TB/s"] > 0
         assert row["target device"] > 0
         assert row["step ms"] == pytest.approx(row["target device"] + row["target idle"], abs=0.01)
         if asked == "plain":
             assert (row["accept length"], row["draft tokens"]) == (1.0, 0.0)
         else:
-            assert 1.5 < row["accept length"] < 4.5
+            assert row["accept length"] == pytest.approx(asked, abs=0.7)
             assert row["draft tokens"] > 0
             assert row["draft device"] > 0
             assert row["wire"] > 0
@@ -58,6 +64,17 @@ def test_half_a_pair_is_refused(capsys):
     with pytest.raises(SystemExit):
         run.selection_of(args, parser)
     assert "needs both" in capsys.readouterr().err
+
+
+def test_a_real_pair_drafts_for_itself(report, tmp_path, monkeypatch):
+    target, head = write_pair(tmp_path, TINY_MODEL, "cpu")
+    selection, found = replace(run.TINY_SELECTION, model=str(target), head=str(head)), []
+    monkeypatch.setattr(run.System, "_cells", lambda _, *chosen: found.append(chosen) or iter(()))
+    system = run.System(tmp_path, selection, report, 1e12, 0.0, on_cuda=False, draws=False)
+    assert list(system.measure(TINY_MODEL)) == []
+    ((*paths, simulated, cells, prompts),) = found
+    assert (paths, simulated, cells) == ([target, head], None, [(64, 2)])
+    assert [len(prompt) for prompt in prompts[64]] == [64, 64]
 
 
 def test_cells_beyond_the_memory_become_notes(report, tmp_path, monkeypatch):

@@ -19,16 +19,18 @@ HEADS = dict(KV_HEADS=8, GROUP=4, HEADS=4, BLOCKS=1, HEAD_COUNT=32, D1=128, D2=0
     TREE=True, WINDOW=True, SOFTCAP=True, SINKS=True, WIDE=False, ORDERED=True, BIAS=True,
     ROWS=64, OUTPUTS=64, INPUTS=64, BLOCK=1024, HALF=64, HALF_PAD=64, NORMED=True, SHIFTED=True, ADDED=True, AFTER=True,
     EVEN=True, GATED=True, GELU=True, PAIRS=16, CHAINED=True, TABLES=True)
+SMALL = dict(M=16, N=16)  # tiles of attention, which is compiled in a fraction of the time; largest ones have a test
 for kernel in (triton_kernels.attend, triton_kernels.fold, triton_cache.write_rows, triton_cache.move_rows,
                triton_cache.move_paths, invariant_matmul._product, invariant_matmul._sum,
                small_batch_matmul.small_batch_linear, small_batch_matmul.small_batch_rotary,
                elementwise._add_norm, elementwise._rotate_and_store, elementwise._gated,
                triton_greedy.part_best, triton_greedy.row_best):
     names = kernel.arg_names
+    sizes = HEADS | SMALL if kernel is triton_kernels.attend else HEADS
     floats = ("scale", "softcap", "v_scale", "epsilon", "after_epsilon", "query_epsilon", "key_epsilon")
-    signature = {n: "constexpr" if n in HEADS else "*" + POINTERS[n] if n in POINTERS else
+    signature = {n: "constexpr" if n in sizes else "*" + POINTERS[n] if n in POINTERS else
                  "fp32" if n in floats else "i32" for n in names}
-    constants = {(i,): HEADS[n] for i, n in enumerate(names) if n in HEADS}
+    constants = {(i,): sizes[n] for i, n in enumerate(names) if n in sizes}
     binary = compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32),
                      options={"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False})
     print(kernel.__name__, len(binary.asm["cubin"]), binary.metadata.shared)

@@ -2,21 +2,23 @@
 
 import pytest
 
+from services.target.speculation.estimates.answer_latency import AnswerLatency
 from services.target.speculation.estimates.wait_gain import WaitGain
 
 
 def measured(step, latency, accepted=1.6, sessions=1):
     """After steps that waited for their answers, and accepted as many draft tokens on average."""
-    gain, now, due = WaitGain(), 0.0, 0.0
-    ids = range(sessions)
-    for _ in range(40):
-        gain.committed(now, ids, {}, 0) if now == 0.0 else None
-        for one in ids:
-            gain.answered(one, now + latency)
+    answers = AnswerLatency()
+    gain, now, due = WaitGain(answers), 0.0, 0.0
+    for number in range(40):
+        for one in range(sessions):
+            answers.asked(one, number, now, held=True)
+            answers.answered(one, number, now + latency)
+            gain.answered(one)
         now += latency + step
         due += accepted
         whole, due = int(due), due - int(due)
-        gain.committed(now, ids, dict.fromkeys(ids, whole), sessions * (whole + 1))
+        gain.committed(now, dict.fromkeys(range(sessions), whole), sessions * (whole + 1))
     return gain
 
 
@@ -44,16 +46,15 @@ def test_one_session_without_draft_tokens_may_be_worth_the_time_of_all():
 
 
 def test_waiting_pays_until_enough_is_known():
-    gain = WaitGain()
+    gain = WaitGain(AnswerLatency())
     assert gain.pays([5.0])
-    gain.committed(0.0, [1], {1: 0}, 1)
-    gain.answered(1, 0.1)
+    gain.answered(1)
+    gain.committed(0.0, {1: 0}, 1)
     assert gain.pays([5.0])
 
 
-def test_pauses_and_late_answers_do_not_count():
+def test_pauses_do_not_count():
     gain = measured(0.020, 0.003)
-    gain.committed(100.0, [0], {0: 0}, 1)  # a minute without a request is no step
-    gain.answered(7, 130.0)
+    gain.committed(100.0, {0: 0}, 1)  # a minute without a request is no step
     assert gain.pays([1.2])
     assert not gain.pays([1.4])

@@ -1,0 +1,150 @@
+"""The models that a gateway runs, and the file of --models, which is read again at SIGHUP.
+
+A new model joins. One that is gone gets no new requests, and ends with its last session. One whose table has changed is
+replaced: it serves as it was until a target of the new table is up, if that names any, and its sessions end where they
+are. A mistake in the file changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from gateway.control.models import Models
+from gateway.process.model import ModelRunner
+from gateway.process.models_file import model_configs
+from outrider.config import GatewayConfig
+from outrider.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+# Seconds for which a model that leaves runs on in any case, for requests that have chosen it and open their session.
+_LEAST_SECONDS = 2.0
+_POLL_SECONDS = 0.1
+
+
+class ModelsReload:
+    """Lives in one event loop."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        models: Models,
+        runners: Sequence[ModelRunner],
+        make: Callable[[GatewayConfig], ModelRunner],
+        on_change: Callable[[], None],
+    ) -> None:
+        """config: of the gateway. models: for its routes. runners: of the models at its start, started by the caller.
+
+        make: a runner of one more model. on_change: called after the first model has changed, or is served
+        """
+        self._config = config
+        self._models = models
+        self._runners = list(runners)  # of `models`, in the same order
+        self._coming: dict[str, ModelRunner] = {}  # by name, those that will replace another one
+        self._make = make
+        self._on_change = on_change
+        self._starts: dict[ModelRunner, asyncio.Task[None]] = {}
+        self._leaving: dict[ModelRunner, asyncio.Task[None]] = {}
+
+    def started(self, runner: ModelRunner, start: asyncio.Task[None]) -> None:
+        """A model of the gateway's start waits for its first target in a task, which ends if the model leaves."""
+        self._starts[runner] = start
+
+    async def follow(self, hangup: asyncio.Event) -> None:
+        """Read the file each time that the event is set, until cancelled."""
+        while True:
+            await hangup.wait()
+            hangup.clear()
+            try:
+                self._apply(model_configs(self._config))
+            except ConfigError as error:
+                log.error("%s; the models stay as they were", error.message)
+            except Exception:  # a bug must not end the models that run
+                log.exception("the models of %s could not be changed", self._config.models)
+
+    def _apply(self, configs: Sequence[GatewayConfig]) -> None:
+        """Run these models. Raises ConfigError before anything has changed."""
+        known = {runner.name: runner for runner in self._runners}
+        found = [known.get(one.served_model_name[0]) for one in configs]
+        coming = [self._coming.get(one.served_model_name[0]) for one in configs]
+        runners = [
+            next((made for made in of_name if made is not None and made.config == one), None) or self._make(one)
+            for one, of_name in zip(configs, zip(found, coming, strict=True), strict=True)
+        ]
+        former, self._coming = self._coming, {}
+        for runner in former.values():
+            if runner not in runners:
+                self._leave(runner)
+        self._runners = []
+        for runner, before in zip(runners, found, strict=True):
+            starts = before is not runner and runner not in former.values()
+            if before is None or before is runner or (starts and not (before.served.ready and runner.config.target)):
+                self._runners.append(runner)
+            else:
+                self._runners.append(before)
+                self._coming[runner.name] = runner
+            if starts:
+                if before is not None:
+                    runner.take_decisions(before)
+                self._starts[runner] = asyncio.create_task(self._start(runner), name=f"start of {runner.name}")
+        gone = [runner for runner in known.values() if runner not in self._runners]
+        changed = [one.name for one, before in zip(runners, found, strict=True) if before not in (None, one)]
+        log.info(
+            "%s was read again: it has %s; changed: %s; gone: %s", self._config.models,
+            ", ".join(runner.name for runner in runners), ", ".join(changed) or "none",
+            ", ".join(runner.name for runner in gone if runner.name not in changed) or "none",
+        )  # fmt: skip
+        self._publish()
+        for runner in gone:
+            self._leave(runner)
+
+    def _publish(self) -> None:
+        self._models.set(runner.served for runner in self._runners)
+        self._on_change()
+
+    async def _start(self, runner: ModelRunner) -> None:
+        try:
+            if self._coming.get(runner.name) is not runner:  # else the present one answers the other workers
+                await runner.open()
+            runner.start()
+            await runner.begin()
+            if replaces := self._coming.get(runner.name) is runner:
+                del self._coming[runner.name]
+                index = next(i for i, one in enumerate(self._runners) if one.name == runner.name)
+                before, self._runners[index] = self._runners[index], runner
+                self._leave(before)
+                runner.take_decisions(before)  # those since its start
+            self._publish()
+            if replaces:
+                await runner.open()
+            await runner.follow()
+        except Exception:  # the other models go on
+            log.exception("the model %s cannot be run", runner.name)
+
+    # --- models that leave ---
+
+    def _leave(self, runner: ModelRunner) -> None:
+        if (start := self._starts.pop(runner, None)) is not None:
+            start.cancel()
+        if runner.name not in {one.name for one in self._runners}:
+            runner.withdraw()
+        self._leaving[runner] = asyncio.create_task(self._end(runner), name=f"end of {runner.name}")
+
+    async def _end(self, runner: ModelRunner) -> None:
+        await asyncio.sleep(_LEAST_SECONDS)
+        while runner.open_sessions:  # noqa: ASYNC110 - sessions end in many ways, and models rarely leave
+            await asyncio.sleep(_POLL_SECONDS)
+        await runner.stop()
+        del self._leaving[runner]
+        log.info("the model %s as it was is gone; no session of it is left", runner.name)
+
+    async def stop(self) -> None:
+        """End all models."""
+        tasks = [*self._starts.values(), *self._leaving.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for runner in (*self._runners, *self._coming.values(), *self._leaving):
+            await runner.stop()

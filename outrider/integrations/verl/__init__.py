@@ -1,0 +1,1 @@
+"""Outrider as a rollout engine of verl: `plugin` registers it."""
