@@ -141,13 +141,13 @@ def random_weight(name: str, outputs: int, inputs: int) -> PackedWeight:
         weight = PackedWeight(outputs, inputs, FORMATS[name], rough=True)  # the search for scales takes long
         weight.fill(torch.arange(outputs), torch.randn(outputs, inputs) / inputs**0.5)
         return weight
-    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     if name == FLOAT8:
         weight = PackedWeight(outputs, inputs, Format.FLOAT8, groups=2)
         codes = torch.randn(outputs, inputs).mul_(100).to(torch.float8_e4m3fn).view(torch.uint8)
         scales = torch.full((outputs, -(-inputs // 128)), 0.01)
         weight.fill_blocks(torch.arange(outputs), codes, scale_units=scales)
         return weight
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     number_format = stored_format(name)
     assert number_format is not None, "STORED names types with a block format"
     weight = PackedWeight(outputs, inputs, number_format)
