@@ -46,6 +46,7 @@ HIDDEN, INNER, HEADS, KV_HEADS, DIM = 576, 1536, 9, 3, 64
 WEIGHTS = {"qkv": (960, HIDDEN), "gate and up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER), "head": (49152, HIDDEN)}
 WEIGHTS_1_5B = {"output": (1536, 1536), "gate": (8960, 1536), "down": (1536, 8960), "head": (151936, 1536)}
 FORMATS = {"bfloat16": Format.BFLOAT16, "int8": Format.INT8, "int4": Format.INT4}
+FLOAT8 = "float8"  # of FP8 checkpoints, with a scale for each 128 inputs
 STORED = ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")  # GGUF types, in block formats
 PAGE = 16
 SPILL = 128 << 20  # bytes of alternating operands; more than the caches
@@ -59,8 +60,8 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="outrider bench kernels", description=__doc__)
     parser.add_argument("--model", choices=("default", "1.5b"), default="default",
                         help="whose shapes; 1.5b: products only, in kernels-1.5b.*")  # fmt: skip
-    parser.add_argument("--formats", nargs="+", choices=(*FORMATS, *STORED), default=list(FORMATS),
-                        help="of weights; Q names: those of GGUF files")  # fmt: skip
+    parser.add_argument("--formats", nargs="+", choices=(*FORMATS, FLOAT8, *STORED), default=list(FORMATS),
+                        help="of weights; float8: those of FP8 checkpoints; Q names: those of GGUF files")  # fmt: skip
     parser.add_argument("--rows", nargs="+", type=positive_int, default=[1, 8, 16, 64], help="rows of products")
     parser.add_argument("--contexts", nargs="+", type=positive_int, default=[128, 1024, 4096],
                         help="context lengths of attention, in tokens")  # fmt: skip
@@ -135,10 +136,16 @@ def measure_products(
 
 
 def random_weight(name: str, outputs: int, inputs: int) -> PackedWeight:
-    """A weight of random numbers in one of FORMATS or STORED."""
+    """A weight of random numbers in one of FORMATS, FLOAT8 or STORED."""
     if name in FORMATS:
         weight = PackedWeight(outputs, inputs, FORMATS[name], rough=True)  # the search for scales takes long
         weight.fill(torch.arange(outputs), torch.randn(outputs, inputs) / inputs**0.5)
+        return weight
+    if name == FLOAT8:
+        weight = PackedWeight(outputs, inputs, Format.FLOAT8, groups=2)
+        codes = torch.randn(outputs, inputs).mul_(100).to(torch.float8_e4m3fn).view(torch.uint8)
+        scales = torch.full((outputs, -(-inputs // 128)), 0.01)
+        weight.fill_blocks(torch.arange(outputs), codes, scale_units=scales)
         return weight
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     number_format = stored_format(name)

@@ -30,7 +30,8 @@ Settings = Mapping[str, Any]  # quantization_config of a checkpoint
 # Suffixes after a layer's name: tensors that replace its weight, and tensors beside a weight.
 INSTEAD = ("qweight", "weight_packed")
 BESIDE = ("weight_scale_inv", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "qzeros", "scales",
-          "g_idx", "input_scale", "weight_observer", "input_global_scale")  # fmt: skip
+          "g_idx", "input_scale", "input_zero_point", "activation_scale", "weight_observer",
+          "input_global_scale")  # fmt: skip
 
 _WORD = 32  # bits
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of the 8 values in a word, from its lowest bits on
@@ -120,6 +121,11 @@ class Quantized:
     zeros: NDArray[np.float32] | None
     block: tuple[int | None, int | None]  # rows and columns that share a scale; None if the settings do not set them
     order: Array | None = None  # column of `scales` for each input, if groups are not contiguous
+
+    @property
+    def outputs_of_scale(self) -> int:
+        """Neighbouring outputs that share a scale; those of the last block may be fewer."""
+        return _length(self.shape[0], len(self.scales), self.block[0])
 
     @property
     def group(self) -> int:

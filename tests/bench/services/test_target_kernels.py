@@ -41,7 +41,7 @@ def test_small_run(small):
 
 
 def test_stored_formats_with_the_shapes_of_a_larger_model(small):
-    formats = ["int4", *kernels.STORED]
+    formats = ["int4", kernels.FLOAT8, *kernels.STORED]
     kernels.main(["--model", "1.5b", "--formats", *formats, "--rows", "1", "--threads", "1"])
     rows = json.loads((small / "kernels-1.5b.json").read_text())["rows"]
     assert [row["kernel"] for row in rows] == [f"product, {name}" for name in formats]

@@ -1,9 +1,14 @@
-"""The greedy text of a small model by `transformers`, and the check that the target generates the same."""
+"""The greedy text of a small model by `transformers`, the check that the target generates the same, and its logits."""
 
 import numpy as np
 import torch
 import transformers
 
+from outrider.paging.allocator import PageAllocator
+from outrider.paging.prefix import PrefixCache
+from outrider.serving.scheduler import Chunk
+from outrider.serving.session import Session
+from services.target.step.batch import SessionWork, build
 from tests.support.target.driving import chain, engine_of, opening, random_tree, run
 from tests.support.tiny import VOCAB
 
@@ -46,3 +51,17 @@ def check_text(model, expected):
         result = run(engine, sessions, proposals_near(expected, page_size))
         assert result.new[1] == expected
         assert 0 < result.accepted < result.verified
+
+
+def logits_of(model):
+    """Logits of every token of a prompt."""
+    cache = model.new_cache(8, 16)
+    session = Session(opening(1, PROMPT), PrefixCache(PageAllocator(8, 16), enabled=False))
+    session.table.reserve(len(PROMPT))
+    rows = []
+    with torch.inference_mode():
+        for i in range(len(PROMPT)):
+            session.length = i + 1
+            batch = build([SessionWork(Chunk(session, i, i + 1))], torch.device("cpu"))
+            rows.append(model.runner.forward(batch, cache).logits.clone())
+    return torch.cat(rows)

@@ -74,8 +74,10 @@ def assert_products(weight: PackedWeight, wide: torch.Tensor) -> None:
     """Products are those of the twin but for rounding of float32 sums; a row's bits do not depend on its batch."""
     torch.manual_seed(6)
     x = torch.randn(40, weight.inputs) * torch.exp2(torch.randn(40, 1) * 4)
+    if weight.format == Format.FLOAT8:  # multiplied in bfloat16 or float32
+        x = x.bfloat16().float()
     y = multiplied(weight, x)
-    exact = in_8_bits(x).double()
+    exact = (x if weight.format == Format.FLOAT8 else in_8_bits(x)).double()
     sizes = exact.abs() @ wide.double().abs().T
     assert ((y - exact @ wide.double().T).abs() <= 1e-6 * sizes).all()
     for count in (*range(1, 14), 25, 29):
@@ -169,6 +171,27 @@ def test_the_largest_values_overflow_nowhere(number_format, value):
         x = torch.full((13, 512), sign * 127.0)
         right = x.double() @ wide.T
         assert ((multiplied(weight, x) - right).abs() <= 1e-6 * (x.double().abs() @ wide.abs().T)).all()
+
+
+@pytest.mark.parametrize(("inputs", "groups"), [(330, 2), (64, 1), (330, 6)])  # blocks of 128 and 64, a scale a row
+def test_8_bit_floats_are_the_numbers_of_the_file(inputs, groups):
+    """Every number, subnormal ones and both zeros included, in units of every size."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[~codes.view(torch.float8_e4m3fn).float().isnan()].repeat(-(-37 * inputs // 254))
+    codes = codes[: 37 * inputs].reshape(37, inputs)
+    blocks = -(-inputs // (groups * GROUP))
+    scales = torch.randn(37, blocks) * torch.exp2(torch.randn(37, blocks) * 8)
+    weight = PackedWeight(37, inputs, Format.FLOAT8, groups=groups)
+    for part in torch.randperm(37, generator=torch.Generator().manual_seed(1)).split(20):
+        weight.fill_blocks(part, codes[part], scale_units=scales[part])
+    wide = codes.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(groups * GROUP, 1)[:, :inputs]
+    assert torch.equal(weight.dequantized().view(torch.int32), wide.view(torch.int32))
+    assert weight.bytes == 64 * blocks * (groups * GROUP + 4)
+    assert_products(weight, wide)
+    small = codes.masked_fill(codes & 0x78 > 0, 0)  # products of subnormal numbers alone
+    weight.fill_blocks(torch.arange(37), small, scale_units=scales)
+    assert weight.dequantized().any()
+    assert_products(weight, weight.dequantized())
 
 
 def test_types_without_a_block_format_are_widened():

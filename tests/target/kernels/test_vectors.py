@@ -126,13 +126,15 @@ def test_products_ask_for_the_weights_that_come_next(kind, tmp_path):
         f"template void outrider::multiply_blocks<outrider::Format::{name}, {rows}>(const outrider::Pass&);\n"
         for name, rows in (("kSymmetric8", 1), ("kK4", 6), ("kK6", 1))
     )  # fmt: skip
-    source.write_text(f'#include "products/linear.h"\n#include "block_dots.h"\n{blocks}{use}\n')
+    blocks += "template void outrider::multiply_float8<1>(const outrider::Pass&);\n"
+    headers = "".join(f'#include "{name}.h"\n' for name in ("products/linear", "block_dots", "float8_dots"))
+    source.write_text(f"{headers}{blocks}{use}\n")
     folders = [f"-I{folder}" for folder in kind.includes]
     subprocess.run(["g++", *kind.flags, *folders, "-S", "-o", machine, source], check=True, timeout=100)
-    name = r"_ZN8outrider\d+((?:run|tile)_(?:plain|int8|int4|blocks|pairs)(?:_of_few|_of_many)?)I\w+"
+    name = r"_ZN8outrider\d+((?:run|tile)_(?:plain|int8|int4|blocks|pairs|float8)(?:_of_few|_of_many)?)I\w+"
     parts = re.split(rf"^{name}:$", machine.read_text(), flags=re.M)
     products = list(zip(parts[1::2], parts[2::2], strict=True))
-    assert {"plain", "int8", "int4", "blocks"} <= {function.split("_")[1] for function, _ in products}
+    assert {"plain", "int8", "int4", "blocks", "float8"} <= {function.split("_")[1] for function, _ in products}
     near, far = ("pldl1keep", "pldl2keep") if kind.folder == "neon" else ("prefetcht0", "prefetcht1")
     assert all(near in code and far in code for _, code in products)
 

@@ -20,8 +20,10 @@ from services.target.kernels.cpu.matrices import packed_file
 from services.target.model import program_builder
 from services.target.model.dense.load import load_dense
 from services.target.model.gguf import convert
+from services.target.model.loading.load import load
 from tests.support.checkpoints.families import write_family
 from tests.support.checkpoints.ggufs import write_gguf
+from tests.support.checkpoints.quantizers import FP8, fp8, write_quantized
 from tests.support.target.driving import engine_of, opening, run
 from tests.support.target.self_speculation import drafting
 from tests.support.tiny import write_model
@@ -33,14 +35,16 @@ WAYS = {
     "int4": {"quantization": "int4"},
     "copy": {"self_speculation": "quantized", "dtype": "bfloat16"},  # with a pruned head
     "gguf": {"dtype": "auto"},  # the file's own formats
+    "fp8": {"dtype": "auto"},
 }
 
 
 class Checkpoint(NamedTuple):
-    """A folder, and the description of a GGUF file."""
+    """A folder, the description of a GGUF file, and a folder of 8-bit floats."""
 
     folder: Path
     described: Path
+    fp8: Path
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +54,8 @@ def both(tmp_path_factory):
     write_gguf(made / "it.gguf", wide, made / "plain", lambda name: Type.Q6_K if "v_proj" in name else
                Type.Q4_K if "_proj" in name or "embed" in name else Type.F32)  # fmt: skip
     assert convert.main([str(made / "it.gguf"), str(made / "described"), "--describe"]) == 0
-    return Checkpoint(write_model(made / "plain llama"), made / "described")
+    write_quantized(wide, made / "wide as plain", fp8(128), FP8 | {"weight_block_size": [128, 128]})
+    return Checkpoint(write_model(made / "plain llama"), made / "described", wide)
 
 
 @pytest.fixture
@@ -59,7 +64,7 @@ def folder(both):
 
 
 def folder_for(way, both):
-    return both.described if way == "gguf" else both.folder
+    return {"gguf": both.described, "fp8": both.fp8}.get(way, both.folder)
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +77,8 @@ def cache(tmp_path, monkeypatch):
 
 def loaded(folder, **flags):
     """A model, whose packed weights are on the disk by now."""
-    model = load_dense(folder, TargetConfig(**({"device": "cpu", "dtype": "float32"} | flags)))
+    config = TargetConfig(**({"device": "cpu", "dtype": "float32"} | flags))
+    model = load_dense(folder, config) or load(folder, config)
     packed_file.write_pending()
     return model
 

@@ -13,10 +13,6 @@ from outrider.checkpoints import checkpoint
 from outrider.checkpoints.gguf.record import RECORD, read_record
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from outrider.paging.allocator import PageAllocator
-from outrider.paging.prefix import PrefixCache
-from outrider.serving.scheduler import Chunk
-from outrider.serving.session import Session
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.matrices.weights import PackedWeight
 from services.target.model.dense.load import folder_of
@@ -30,13 +26,12 @@ from services.target.model.loading.probe import module_without_weights
 from services.target.model.native import ProgramRunner
 from services.target.process.control import Control
 from services.target.process.service import describe
-from services.target.step.batch import SessionWork, build
 from services.target.step.programs import DraftTokenValue
 from tests.support.checkpoints.families import FAMILIES, write_family
 from tests.support.checkpoints.ggufs import write_gguf
 from tests.support.checkpoints.heads import eagle3, write_head
 from tests.support.target.driving import engine_of, load_model, opening, run
-from tests.support.target.greedy_text import NEW, PROMPT, check_text
+from tests.support.target.greedy_text import NEW, PROMPT, check_text, logits_of
 from tests.support.target.self_speculation import drafting
 from tests.support.tiny import VOCAB, write_model
 
@@ -113,20 +108,6 @@ def test_every_tensor_has_the_numbers_of_the_file(case, tmp_path):
         source.pack(name, packed, torch.arange(outputs))
         assert torch.equal(packed.dequantized(), expected), name
         assert torch.equal(source.rows(name, 3, 40), expected[3:40].bfloat16()), name
-
-
-def logits_of(model):
-    """Logits of every token of a prompt."""
-    cache = model.new_cache(8, 16)
-    session = Session(opening(1, PROMPT), PrefixCache(PageAllocator(8, 16), enabled=False))
-    session.table.reserve(len(PROMPT))
-    rows = []
-    with torch.inference_mode():
-        for i in range(len(PROMPT)):
-            session.length = i + 1
-            batch = build([SessionWork(Chunk(session, i, i + 1))], torch.device("cpu"))
-            rows.append(model.runner.forward(batch, cache).logits.clone())
-    return torch.cat(rows)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,4 +1,4 @@
-// The number format of activations in an operand: float32 for float32 and bfloat16 weights; for weights of 8 bits, whose
+// The number format of activations in an operand: float32 for weights of floats; for weights of 8 bits, whose
 // products take even and odd inputs separately, 16 bits in groups of four in the order 0 2 1 3; for narrower weights 8 bits.
 #pragma once
 
@@ -10,7 +10,7 @@ namespace outrider {
 // Bytes of a number, and of a chunk.
 constexpr int64_t width_of_operand(Format format) {
   if (format == Format::kInt8 || format == Format::kSymmetric8) return 2;
-  return format == Format::kInt4 || is_block(format) ? 1 : 4;
+  return is_floating(format) ? 4 : 1;
 }
 constexpr int64_t bytes_of_chunk(Format format) { return width_of_operand(format) == 2 ? 128 : 64; }
 

@@ -1,4 +1,4 @@
-// The number format of activations in an operand: the weight's format, and 8 bits for int8 and int4 weights.
+// The number format of activations in an operand: the weight's format, bfloat16 for float8, and 8 bits for whole numbers.
 #pragma once
 
 #include "simd.h"
@@ -8,7 +8,7 @@ namespace outrider {
 
 // Bytes of a number, and of a chunk.
 constexpr int64_t width_of_operand(Format format) {
-  return format == Format::kFloat32 ? 4 : format == Format::kBFloat16 ? 2 : 1;
+  return format == Format::kFloat32 ? 4 : is_floating(format) ? 2 : 1;
 }
 constexpr int64_t bytes_of_chunk(Format) { return 64; }
 

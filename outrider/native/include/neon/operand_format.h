@@ -1,5 +1,5 @@
-// The number format of activations in an operand: the weight's format, and 8 bits for int8 and int4 weights; for bfloat16
-// weights float32 where the processor has no dot products of bfloat16.
+// The number format of activations in an operand: the weight's format, bfloat16 for float8, and 8 bits for whole numbers;
+// float32 in place of bfloat16 where the processor has no dot products of bfloat16.
 #pragma once
 
 #include "simd.h"
@@ -16,7 +16,7 @@ constexpr bool kMultipliesBFloat16 = false;
 // Bytes of a number, and of a chunk.
 constexpr int64_t width_of_operand(Format format) {
   if (format == Format::kFloat32) return 4;
-  if (format == Format::kBFloat16) return kMultipliesBFloat16 ? 2 : 4;
+  if (is_floating(format)) return kMultipliesBFloat16 ? 2 : 4;
   return 1;
 }
 constexpr int64_t bytes_of_chunk(Format) { return 64; }

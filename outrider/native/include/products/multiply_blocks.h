@@ -4,12 +4,19 @@
 #include <utility>
 
 #include "block_dots.h"
+#include "float8_dots.h"
 
 namespace outrider {
 
 template <Format FORMAT, int... M>
 void multiply_format(const Pass& pass, int64_t rows, std::integer_sequence<int, M...>) {
   static constexpr void (*kKernels[])(const Pass&) = {multiply_blocks<FORMAT, M + 1>...};
+  kKernels[rows - 1](pass);
+}
+
+template <int... M>
+void multiply_floats(const Pass& pass, int64_t rows, std::integer_sequence<int, M...>) {
+  static constexpr void (*kKernels[])(const Pass&) = {multiply_float8<M + 1>...};
   kKernels[rows - 1](pass);
 }
 
@@ -24,6 +31,7 @@ void multiply_blocks(const Pass& pass, int64_t rows) {
     case Format::kK4: return multiply_format<Format::kK4>(pass, rows, kRows);
     case Format::kK5: return multiply_format<Format::kK5>(pass, rows, kRows);
     case Format::kK6: return multiply_format<Format::kK6>(pass, rows, kRows);
+    case Format::kFloat8: return multiply_floats(pass, rows, kRows);
     default: return;
   }
 }

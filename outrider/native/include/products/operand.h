@@ -1,7 +1,7 @@
 // Rows of activations in the layout of products.
 //
-// The number format follows the weight's format (operand_format.h): 8 bits for int8, int4 and block formats, with a scale for
-// each 64 numbers of a row. Rows are cut into chunks, and the chunks of all rows are adjacent, so that the addresses of many rows are one
+// The number format follows the weight's format (operand_format.h): 8 bits for int8, int4 and block formats of whole numbers,
+// with a scale for each 64 numbers of a row. Rows are cut into chunks, and the chunks of all rows are adjacent, so that the addresses of many rows are one
 // register plus constants.
 #pragma once
 
@@ -101,9 +101,9 @@ void fill_operand(const Operand& operand, const Weight& weight, int64_t row, con
     const int64_t index = chunk * operand.rows + row;
     char* to = operand.data + index * bytes;
     const int64_t count = std::min(numbers, end - first);
-    if (format <= Format::kBFloat16 && width == 4) {
+    if (is_floating(format) && width == 4) {
       store(reinterpret_cast<float*>(to), load(from + first, lanes(count)));
-    } else if (format == Format::kBFloat16) {
+    } else if (is_floating(format)) {
       for (int i = 0; i < 2; ++i) {
         const int64_t start = i * kLanes;
         store(reinterpret_cast<BF16*>(to) + start, load(from + first + start, lanes(count - start)));

@@ -13,7 +13,7 @@ struct BlockRow {
   const uint8_t* values = nullptr;  // [k], unsigned
   const uint8_t* scales = nullptr;  // [k / block] bytes, signed ones of symmetric formats, or numbers of two bytes
   const uint8_t* minima = nullptr;  // the same, of affine formats
-  const uint8_t* scale_units = nullptr;    // [super-blocks] of two bytes
+  const uint8_t* scale_units = nullptr;    // [super-blocks] of two bytes, of floats four
   const uint8_t* minimum_units = nullptr;  // the same, of affine formats
 };
 
@@ -64,25 +64,31 @@ inline void pack_values(const BlockFormat& format, const uint8_t* values, char* 
   }
 }
 
+// The same of floats. to: the output's bytes of the group's first line
+inline void pack_floats(const uint8_t* values, char* to) {
+  for (int64_t k = 0; k < kGroup; k += 2) std::memcpy(to + k * kPanel, values + k, 2);
+}
+
 // Lay out one output.
 inline void pack_blocks(OwnWeight& weight, int64_t n, const BlockRow& row) {
   const BlockFormat format = block_format(weight.format);
-  const int64_t width = format.units ? 1 : 2, lane = n % kPanel;
+  const int64_t width = format.number_width(), unit = format.unit_width(), lane = n % kPanel;
   char* panel = weight.memory.as<char>() + n / kPanel * weight.panel_bytes;
   for (int64_t group = 0; group < weight.k / kGroup; ++group) {
     char* to = panel + group_offset(weight, group);
-    pack_values(format, row.values + group * kGroup, to + lane * 4);
+    if (format.floating) pack_floats(row.values + group * kGroup, to + lane * 2);
+    else pack_values(format, row.values + group * kGroup, to + lane * 4);
     to += format.value_bytes();
-    for (int64_t part = 0; part < format.parts(); ++part) {
+    for (int64_t part = 0; width && part < format.parts(); ++part) {
       const int64_t from = (group * format.parts() + block_of_part(format, part)) * width;
       char* at = to + (part * kPanel + lane) * width;
       std::memcpy(at, row.scales + from, width);
       if (format.affine()) std::memcpy(at + format.scale_bytes(), row.minima + from, width);
     }
     if (!format.units || group % weight.groups) continue;
-    char* units = panel + unit_offset(weight, group) + lane * 2;
-    std::memcpy(units, row.scale_units + group / weight.groups * 2, 2);
-    if (format.affine()) std::memcpy(units + kPanel * 2, row.minimum_units + group / weight.groups * 2, 2);
+    char* units = panel + unit_offset(weight, group) + lane * unit;
+    std::memcpy(units, row.scale_units + group / weight.groups * unit, unit);
+    if (format.affine()) std::memcpy(units + kPanel * unit, row.minimum_units + group / weight.groups * unit, unit);
   }
 }
 
@@ -131,6 +137,21 @@ inline void dequantize_blocks(const Weight& weight, int64_t n, float* to) {
   }
 }
 
+// A float of 8 bits, E4M3: a half-precision number with another bias.
+inline float number_of_e4m3(uint8_t bits) { return number_of_half(uint16_t((bits & 0x7F) << 7 | (bits & 0x80) << 8)) * 256.0f; }
+
+// The same of floats.
+inline void dequantize_floats(const Weight& weight, int64_t n, float* to) {
+  const int64_t lane = n % kPanel;
+  const char* panel = weight.panel(n / kPanel);
+  for (int64_t k = 0; k < weight.inputs; ++k) {
+    const char* from = panel + group_offset(weight, k / kGroup);
+    float unit;
+    std::memcpy(&unit, panel + unit_offset(weight, k / kGroup) + lane * 4, 4);
+    to[k] = number_of_e4m3(uint8_t(from[k % kGroup / 2 * 2 * kPanel + lane * 2 + k % 2])) * unit;
+  }
+}
+
 // One output of int8 or int4 as float32. to: [inputs]
 inline void dequantize_narrow(const Weight& weight, int64_t n, float* to) {
   const int64_t lane = n % kPanel;
@@ -155,6 +176,7 @@ inline void dequantize_narrow(const Weight& weight, int64_t n, float* to) {
 
 // One output of any format as float32. to: [inputs]
 inline void dequantize_output(const Weight& weight, int64_t n, float* to) {
+  if (weight.format == Format::kFloat8) return dequantize_floats(weight, n, to);
   if (is_block(weight.format)) return dequantize_blocks(weight, n, to);
   if (weight.format == Format::kInt8 || weight.format == Format::kInt4) return dequantize_narrow(weight, n, to);
   const char* from = weight.panel(n / kPanel) + n % kPanel * 4;

@@ -6,7 +6,8 @@
 //   affine      w = scale * value + minimum
 //
 // Values are unsigned. Scales and minima are half-precision numbers of a block (one of 32 inputs of an output), or, in the K
-// formats, bytes in units of a half-precision number of a super-block.
+// formats, bytes in units of a half-precision number of a super-block. FP8 checkpoints have numbers of 8 bits, E4M3, in units
+// of a super-block's float32 number, which may be a whole output.
 #pragma once
 
 #include <cstdint>
@@ -26,6 +27,7 @@ enum class Format : int32_t {
   kK4 = 9,          // Q4_K
   kK5 = 10,         // Q5_K
   kK6 = 11,         // Q6_K
+  kFloat8 = 12,     // FP8: E4M3
 };
 
 constexpr int kPanel = 32;
@@ -36,20 +38,25 @@ struct BlockFormat {
   int zero = 0;        // of symmetric formats; 0 for affine ones
   int block = 32;      // inputs that share a scale: 32, or 16
   bool units = false;  // scales and minima are bytes in units of a super-block's numbers; else half precision
+  bool floating = false;  // values are floats in such units, without scales of blocks
 
-  constexpr bool affine() const { return zero == 0; }
+  constexpr bool affine() const { return zero == 0 && !floating; }
   constexpr int parts() const { return kGroup / block; }            // blocks of a group
   constexpr int upper_bits() const { return bits < 8 ? bits - 4 : 0; }  // bits beside a byte's halves
   constexpr int kinds() const { return affine() ? 2 : 1; }          // of numbers of a block: scale, minimum
+  constexpr int64_t number_width() const { return floating ? 0 : units ? 1 : 2; }  // bytes of a block's number
+  constexpr int64_t unit_width() const { return floating ? 4 : 2; }                // of a super-block's
 
   // Bytes of 32 outputs.
   constexpr int64_t value_bytes() const { return int64_t(bits) * kGroup * kPanel / 8; }              // of a group
-  constexpr int64_t scale_bytes() const { return int64_t(parts()) * kPanel * (units ? 1 : 2); }      // of a group, one kind
+  constexpr int64_t scale_bytes() const { return parts() * kPanel * number_width(); }                // of a group, one kind
   constexpr int64_t group_bytes() const { return value_bytes() + kinds() * scale_bytes(); }
-  constexpr int64_t unit_bytes() const { return units ? int64_t(kinds()) * kPanel * 2 : 0; }  // of a super-block
+  constexpr int64_t unit_bytes() const { return units ? kinds() * kPanel * unit_width() : 0; }  // of a super-block
 };
 
 constexpr bool is_block(Format format) { return format >= Format::kSymmetric4; }
+// Formats that are multiplied as floats, with rows that are not quantized.
+constexpr bool is_floating(Format format) { return format <= Format::kBFloat16 || format == Format::kFloat8; }
 
 constexpr BlockFormat block_format(Format format) {
   switch (format) {
@@ -61,6 +68,7 @@ constexpr BlockFormat block_format(Format format) {
     case Format::kK4: return {4, 0, 32, true};
     case Format::kK5: return {5, 0, 32, true};
     case Format::kK6: return {6, 32, 16, true};
+    case Format::kFloat8: return {8, 0, kGroup, true, true};
     default: return {};
   }
 }

@@ -15,6 +15,7 @@
 //               i has bits (4 + B i) mod 8 and up of plane B i / 8. 8 bits: [16][32][4]
 //     scales    [parts][32]; part 2 r + h is of the four-k steps of run r (8 / runs lines) in half h
 //     minima    the same, of affine formats
+// float8: super-blocks of float32 units, [32], and groups of values, [32][32][2]: two k of an output are adjacent
 // K is padded with zeros to the format's step, and the outputs to whole panels.
 #pragma once
 

@@ -26,12 +26,11 @@ from transformers.utils.quantization_config import Mxfp4Config, QuantizationConf
 from outrider.checkpoints.dequantize import check_layout, dequantize
 from outrider.errors import ConfigError
 from services.target.model.parallel.split import shard_of
-from services.target.model.stored.checkpoint import array_of
+from services.target.model.stored.checkpoint import FLOAT8, array_of
 
 log = logging.getLogger(__name__)
 
 _METHOD = "outrider"
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # meaningless without their scales
 _FP8_CAPABILITY = (8, 9)
 _EXPERTS = 3  # number of dimensions of a parameter that holds all experts of a layer
 
@@ -215,7 +214,7 @@ class _Unpacker(HfQuantizer):
 
     def unpack(self, name: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """The plain weight of one layer; that of a layer that is not quantized is only cast. name: for messages."""
-        if set(tensors) == {"weight"} and tensors["weight"].dtype not in _FP8:
+        if set(tensors) == {"weight"} and tensors["weight"].dtype not in FLOAT8:
             return tensors["weight"].to(dtype)
         try:
             arrays = {part: array_of(tensor) for part, tensor in tensors.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from services.target.model.stored.source import StoredFormat
 
 _PARTS = {*INSTEAD, *BESIDE}
 _HEAD = "lm_head.weight"
-_METHODS = ("gptq", "awq", "compressed-tensors")
+_METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # meaningless without their scales
+_CACHE_SCALES = (".k_scale", ".v_scale")  # of a KV cache in 8 bits, which is not scaled here
 
 
 class QuantizedWeights:
@@ -45,15 +47,16 @@ class QuantizedWeights:
         self._widened: tuple[str, Tensor] | None = None
         self._formats: dict[str, StoredFormat] = {}
         self._bits: dict[str, int] = {}
+        kinds: dict[str, str] = {}
         for name, parts in self._quantized.items():
             weight = self._weight(name)
             for part in parts.values():
                 self._found.pop(part)
             self._found[name] = weight.shape
             if (held := how_held(weight)) is not None:
-                self._formats[name], self._bits[name] = held, weight.bits
-        method = stored["quant_method"]
-        self.kinds: Mapping[str, str] = {name: f"{method} int{bits}" for name, bits in self._bits.items()}
+                self._formats[name], self._bits[name] = held, weight.bits or 8
+                kinds[name] = f"{stored['quant_method']} {f'int{weight.bits}' if weight.bits else 'e4m3'}"
+        self.kinds: Mapping[str, str] = kinds
 
     @cached_property
     def _quantized(self) -> dict[str, dict[str, str]]:
@@ -67,17 +70,19 @@ class QuantizedWeights:
 
     def complete(self) -> bool:
         """True if the checkpoint has the model's tensors and no others, as `transformers` names them."""
-        tied = {_HEAD} - self._expected.keys()  # some checkpoints hold a tied head, too
-        return {name: shape for name, shape in self._found.items() if name not in tied} == self._expected
+        unused = {_HEAD} - self._expected.keys()  # some checkpoints hold a tied head, too
+        unused |= {name for name in self._found if name.endswith(_CACHE_SCALES)}
+        return {name: shape for name, shape in self._found.items() if name not in unused} == self._expected
 
     def _weight(self, name: str) -> Quantized:
         try:
-            return stored_weight(self._arrays(name), self._stored)
+            return stored_weight(self._arrays(name, codes_of), self._stored)
         except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
             raise ConfigError(f"the tensors of {name} do not have the layout of their format: {error}") from None
 
-    def _arrays(self, name: str) -> dict[str, NDArray[Any]]:
-        return {suffix: array_of(self._tensor(part)) for suffix, part in self._quantized[name].items()}
+    def _arrays(self, name: str, read: Callable[[Tensor], NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        parts = self._quantized.get(name, {"weight": name})
+        return {suffix: read(self._tensor(part)) for suffix, part in parts.items()}
 
     def _tensor(self, name: str) -> Tensor:
         file = self._files[name]
@@ -96,7 +101,10 @@ class QuantizedWeights:
 
     def pack(self, name: str, packed: PackedWeight, outputs: Tensor) -> None:
         """As of the interface."""
-        pack_held(self._weight(name), self._formats[name], packed, outputs)
+        try:
+            pack_held(self._weight(name), self._formats[name], packed, outputs)
+        except ValueError as error:
+            raise ConfigError(f"{name} {error}; get the checkpoint whole") from None
 
     def rows(self, name: str, begin: int, end: int) -> Tensor:
         """As of the interface."""
@@ -105,8 +113,8 @@ class QuantizedWeights:
     def plain(self, name: str) -> Tensor:
         """As of the interface. The weight that was read last stays in memory, for its further rows."""
         if self._widened is None or self._widened[0] != name:
-            if name in self._quantized:
-                numbers = torch.from_numpy(dequantize(name, self._arrays(name), self._stored))
+            if name in self._quantized or self._tensor(name).dtype in FLOAT8:
+                numbers = torch.from_numpy(dequantize(name, self._arrays(name, array_of), self._stored))
             else:
                 numbers = self._tensor(name)
             self._widened = name, numbers.to(self._dtype)
@@ -120,6 +128,11 @@ class QuantizedWeights:
 def supports(stored: Mapping[str, Any]) -> bool:
     """True for a `quantization_config` of a format whose integers may be kept."""
     return str(stored.get("quant_method", "")).lower() in _METHODS
+
+
+def codes_of(tensor: Tensor) -> NDArray[Any]:
+    """As `array_of`, but of E4M3 the stored bytes, which no other tensor of a layer has."""
+    return tensor.view(torch.uint8).numpy() if tensor.dtype == FLOAT8[0] else array_of(tensor)
 
 
 def array_of(tensor: Tensor) -> NDArray[Any]:

@@ -1,12 +1,13 @@
-"""Integers of published quantized checkpoints (GPTQ, AWQ, compressed-tensors) in number formats of the kernels.
+"""Numbers of published quantized checkpoints (GPTQ, AWQ, compressed-tensors, FP8) in number formats of the kernels.
 
     8 bits, one scale a row                INT8
     8 bits in groups, symmetric            SYMMETRIC8
     4 bits, zero point 8                   SYMMETRIC4
     4 bits with zero points                K4, in groups of 64 inputs or a multiple; AFFINE4 in groups of 32
+    float8 (E4M3)                          FLOAT8, with a scale for all, a row, or blocks of 64 inputs or a multiple
 
-They are held without loss: scales must be half-precision numbers, but for INT8, and groups whole blocks of the kernels.
-Other weights are widened.
+They are held without loss: scales must be half-precision numbers, but for INT8 and FLOAT8, and groups whole blocks of
+the kernels. Other weights are widened.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from services.target.model.stored.source import StoredFormat, parts_of
 
 _WORD = 32  # rows: values are read from multiples of it on
 _MIDDLE = 8  # zero point of symmetric 4-bit weights
+_LARGEST_SCALE = 2.0**100  # of FLOAT8; the kernels multiply it by 256
 
 
 class _Tables(NamedTuple):
@@ -35,6 +37,8 @@ class _Tables(NamedTuple):
 
 def how_held(weight: Quantized) -> StoredFormat | None:
     """The format that holds a weight exactly; None if there is none."""
+    if weight.bits == 0:
+        return _how_floats_are_held(weight)
     (outs, _), tables = weight.shape, _Tables(weight.scales, weight.zeros)
     rows = {len(table) for table in tables if table is not None}
     if weight.bits not in (4, 8) or weight.order is not None or not rows <= {1, outs}:
@@ -58,8 +62,27 @@ def how_held(weight: Quantized) -> StoredFormat | None:
     return StoredFormat(Format.AFFINE4) if _half(-weight.scales * weight.zeros) else None
 
 
+def _how_floats_are_held(weight: Quantized) -> StoredFormat | None:
+    if weight.values(slice(0, 0)).dtype != np.uint8 or weight.zeros is not None or weight.order is not None:
+        return None  # of another format than E4M3, whose bytes are read
+    try:
+        outputs, inputs = weight.outputs_of_scale, weight.group
+    except (ValueError, ZeroDivisionError):
+        return None  # widening reports it
+    whole = weight.scales.shape[1] == 1 or inputs % GROUP == 0
+    if not (outputs and inputs and whole and (np.abs(weight.scales) < _LARGEST_SCALE).all()):  # NaN is not less
+        return None
+    return StoredFormat(Format.FLOAT8, -(-inputs // GROUP))
+
+
 def pack_held(weight: Quantized, how: StoredFormat, packed: PackedWeight, outputs: Tensor) -> None:
-    """Pack a weight in the format that holds it. outputs: [n] int64, indices of its rows in the packed weight."""
+    """Pack a weight in the format that holds it. outputs: [n] int64, indices of its rows in the packed weight.
+
+    Raises ValueError for floats that are no numbers.
+    """
+    if how.number_format == Format.FLOAT8:
+        _pack_floats(weight, packed, outputs)
+        return
     outs, ins = weight.shape
     for begin, end in parts_of(outs, ins, _WORD):
         rows = slice(begin, end)
@@ -68,6 +91,15 @@ def pack_held(weight: Quantized, how: StoredFormat, packed: PackedWeight, output
             values = values.astype(np.int16) + 128
         unsigned = torch.from_numpy(np.ascontiguousarray(values).astype(np.uint8))
         _fill(packed, outputs[begin:end], unsigned, weight, rows, how)
+
+
+def _pack_floats(weight: Quantized, packed: PackedWeight, outputs: Tensor) -> None:
+    for begin, end in parts_of(*weight.shape):
+        codes = weight.values(slice(begin, end))
+        if ((codes & 0x7F) == 0x7F).any():
+            raise ValueError("has entries that are not numbers (NaN)")
+        scales = weight.scales[np.arange(begin, end) // weight.outputs_of_scale]
+        packed.fill_blocks(outputs[begin:end], torch.from_numpy(codes), scale_units=torch.from_numpy(scales))
 
 
 def _fill(

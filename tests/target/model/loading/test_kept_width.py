@@ -1,10 +1,11 @@
-"""GPTQ, AWQ and compressed-tensors checkpoints on a CPU: weights keep their width where a format holds them exactly."""
+"""GPTQ, AWQ, compressed-tensors and FP8 checkpoints on a CPU: weights keep their width where that is exact."""
 
 import pytest
 import safetensors.torch
 import torch
 
 from outrider.config import TargetConfig
+from outrider.errors import ConfigError
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.matrices.weights import Format
 from services.target.model.loading import load as loading
@@ -12,10 +13,10 @@ from services.target.model.loading import quantized, support
 from services.target.model.loading.probe import module_without_weights
 from services.target.model.stored.checkpoint import QuantizedWeights
 from tests.support.checkpoints import quantizers
-from tests.support.checkpoints.families import write_family
-from tests.support.checkpoints.quantizers import AWQ, GPTQ, write_quantized
+from tests.support.checkpoints.families import add_tensors, write_family
+from tests.support.checkpoints.quantizers import AWQ, FP8, GPTQ, write_quantized
 from tests.support.target.driving import engine_of, load_model, opening, run
-from tests.support.target.greedy_text import NEW, PROMPT, check_text
+from tests.support.target.greedy_text import NEW, PROMPT, check_text, logits_of
 
 pytestmark = [
     pytest.mark.threads,
@@ -23,6 +24,7 @@ pytestmark = [
 ]
 ZEROS = {"num_bits": 4, "symmetric": False}
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+FLOAT = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 INT8 = {"quant_method": "compressed-tensors", "format": "int-quantized"}
 
 
@@ -49,6 +51,19 @@ CASES = {
         64, quantizers.pack_quantized(4, symmetric=False), by_groups(PACKED, 64, **ZEROS), Format.K4,
     ),
     "int8 by rows": (32, quantizers.int_quantized, by_groups(INT8, None, num_bits=8, strategy="channel"), Format.INT8),
+    "fp8, blocks": (128, quantizers.fp8(128), FP8 | {"weight_block_size": [128, 128]}, Format.FLOAT8),
+    "fp8, small blocks of powers of two": (
+        64, quantizers.fp8(64, exponents=True), FP8 | {"weight_block_size": [64, 64]}, Format.FLOAT8,
+    ),
+    "fp8, blocks that straddle": (48, quantizers.fp8(48), FP8 | {"weight_block_size": [48, 48]}, None),
+    "fp8, static": (128, quantizers.fp8_auto, FP8 | {"activation_scheme": "static"}, Format.FLOAT8),
+    "float8 by rows": (
+        32, quantizers.float_quantized, by_groups(FLOAT, None, num_bits=8, type="float", strategy="channel"),
+        Format.FLOAT8,
+    ),
+    "float8, one scale": (
+        32, quantizers.fp8_auto, by_groups(FLOAT, None, num_bits=8, type="float", strategy="tensor"), Format.FLOAT8,
+    ),
 }  # fmt: skip
 
 
@@ -77,13 +92,61 @@ def test_weights_keep_their_numbers(case, tmp_path, monkeypatch):
             source.pack(name, packed, torch.arange(len(expected)))
             assert torch.equal(packed.dequantized(), expected), name
     model = loading.load(folder, TargetConfig(device="cpu", self_speculation="off"))
-    assert model.kinds == (
-        {} if number_format is None else {f"{config['quant_method']} int{bits_of(number_format)}": 21}
-    )
+    assert model.kinds == ({} if number_format is None else {f"{config['quant_method']} {kind_of(number_format)}": 21})
     if number_format is not None:
         check_text(model, run(engine_of(model), [opening(1, PROMPT, max_tokens=NEW)]).new[1])
         assert load_model(folder).kinds == {}  # --dtype asks for plain weights
+    if number_format == Format.FLOAT8:
+        wide = load_model(folder, dtype="bfloat16", self_speculation="off")
+        found, expected = logits_of(model), logits_of(wide)
+        # Weights that bfloat16 holds differ in the order of sums alone; others by its rounding.
+        assert (found - expected).std() < (0.02 if "powers" in case else 0.06) * expected.std()
+        assert model.runner.weight_bytes < 0.6 * wide.runner.weight_bytes
+        if "powers" in case:
+            assert (
+                run(engine_of(wide), [opening(1, PROMPT, max_tokens=NEW)]).new
+                == run(engine_of(model), [opening(1, PROMPT, max_tokens=NEW)]).new
+            )
 
 
-def bits_of(number_format):
-    return 8 if number_format in (Format.INT8, Format.SYMMETRIC8) else 4
+def kind_of(number_format):
+    if number_format == Format.FLOAT8:
+        return "e4m3"
+    return "int8" if number_format in (Format.INT8, Format.SYMMETRIC8) else "int4"
+
+
+def written_fp8(tmp_path):
+    """A checkpoint with blocks of 128."""
+    folder = write_family(tmp_path / "fp8", "llama-2", hidden_size=128, intermediate_size=256)
+    write_quantized(folder, tmp_path / "plain", quantizers.fp8(128), FP8 | {"weight_block_size": [128, 128]})
+    return folder
+
+
+def without_scales(tensors):
+    for name in [name for name in tensors if "0.self_attn.o_proj.weight_scale_inv" in name]:
+        del tensors[name]
+
+
+def with_nan(tensors):
+    tensors["model.layers.1.mlp.up_proj.weight"].view(torch.uint8)[3, 5] = 0xFF
+
+
+@pytest.mark.parametrize(("damage", "message"), [
+    (with_nan, r"layers\.1\.mlp\.up_proj\.weight has entries that are not numbers \(NaN\); get the checkpoint whole"),
+    (without_scales, r"tensors of model\.layers\.0\.self_attn\.o_proj\.weight do not have the layout of their format"),
+])  # fmt: skip
+def test_damaged_floats_are_refused(damage, message, tmp_path):
+    folder = written_fp8(tmp_path)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    damage(tensors)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=message):
+        loading.load(folder, TargetConfig(device="cpu", self_speculation="off"))
+
+
+def test_scales_of_a_cache_do_not_stand_in_the_way(tmp_path):
+    """Nor does --deterministic, which checks that a row does not depend on its batch."""
+    folder = written_fp8(tmp_path)
+    add_tensors(folder, {"model.layers.0.self_attn.k_proj.k_scale": torch.ones(1)})
+    model = loading.load(folder, TargetConfig(device="cpu", self_speculation="off", deterministic=True))
+    assert model.kinds == {"fp8 e4m3": 21}

@@ -2,7 +2,7 @@
 
 int8: symmetric, one scale an output. int4: a scale and a centre for each 32 inputs of an output. Block formats
 (outrider/native/include/weights/format.h) hold the numbers of checkpoints that are quantized already, without loss.
-With all of them the kernels quantize activations to 8 bits, with a scale for each 64 numbers of a row.
+With all of them but FLOAT8 the kernels quantize activations to 8 bits, with a scale for each 64 numbers of a row.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ class Format(enum.IntEnum):
     K4 = 9
     K5 = 10
     K6 = 11
+    FLOAT8 = 12
 
 
-_UNITS = (Format.K4, Format.K5, Format.K6)
-"""Formats whose scales are bytes in units of a super-block's numbers."""
+_UNITS = (Format.K4, Format.K5, Format.K6, Format.FLOAT8)
+"""Formats with super-blocks: of numbers in whose units the scales of blocks are, or, of FLOAT8, the values."""
 GGUF_GROUPS = 4
 """Groups of a super-block in GGUF files."""
 _GGUF = {
@@ -173,7 +174,7 @@ class PackedWeight:
         self,
         outputs: Tensor,
         values: Tensor,
-        scales: Tensor,
+        scales: Tensor | None = None,
         minima: Tensor | None = None,
         scale_units: Tensor | None = None,
         minimum_units: Tensor | None = None,
@@ -183,7 +184,8 @@ class PackedWeight:
         outputs: [n] int64; values: [n, inputs] uint8. Symmetric formats: w = scale * (value - zero), with zero 8, 16,
         128 or, of K6, 32; affine ones: w = scale * value + minimum. scales, minima: [n, blocks] float16, or of K
         formats uint8 (K6: int8) in units of scale_units and minimum_units, [n, super-blocks] float16. GPTQ and AWQ,
-        scale * (value - zero point): scale 1 in units of theirs, minimum `zero point` in units of minus theirs.
+        scale * (value - zero point): scale 1 in units of theirs, minimum `zero point` in units of minus theirs. FLOAT8:
+        values are bits of E4M3 without NaN, w = value * unit, scale_units [n, super-blocks] float32.
         """
         parts = (values, scales, minima, scale_units, minimum_units)
         kept = [None if part is None else part.contiguous() for part in parts]
@@ -201,6 +203,9 @@ class PackedWeight:
 
     def _shapes(self, count: int) -> list[tuple[torch.dtype, tuple[int, int]] | None]:
         """Types and shapes of the parts of `fill_blocks`, which are None where the format has none."""
+        if self.format == Format.FLOAT8:
+            supers = torch.float32, (count, -(-self.inputs // (self.groups * GROUP)))
+            return [(torch.uint8, (count, self.inputs)), None, None, supers, None]
         affine = self.format in (Format.AFFINE4, Format.AFFINE5, Format.K4, Format.K5)
         blocks = count, -(-self.inputs // (BLOCK // 2 if self.format == Format.K6 else BLOCK))
         number = torch.float16

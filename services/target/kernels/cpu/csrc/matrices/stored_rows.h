@@ -16,11 +16,11 @@ namespace outrider {
 class StoredRow {
  public:
   explicit StoredRow(const Weight& weight) : format_(block_format(weight.format)) {
-    const int64_t width = format_.units ? 1 : 2, blocks = weight.k / format_.block;
+    const int64_t width = format_.number_width(), blocks = weight.k / format_.block;
     values_.resize(weight.k);
     scales_.resize(blocks * width);
     minima_.resize(format_.affine() ? blocks * width : 0);
-    const int64_t units = format_.units ? weight.k / kGroup / weight.groups * 2 : 0;
+    const int64_t units = format_.units ? weight.k / kGroup / weight.groups * format_.unit_width() : 0;
     scale_units_.resize(units);
     minimum_units_.resize(format_.affine() ? units : 0);
   }
@@ -42,7 +42,7 @@ class StoredRow {
     auto take = [](std::vector<uint8_t>& to, const uint8_t* numbers, int64_t bytes) {
       if (bytes) std::memcpy(to.data(), numbers, bytes);
     };
-    const int64_t width = format_.units ? 1 : 2, blocks = (inputs + format_.block - 1) / format_.block;
+    const int64_t width = format_.number_width(), blocks = (inputs + format_.block - 1) / format_.block;
     take(values_, from.values, inputs);
     take(scales_, from.scales, blocks * width);
     take(minima_, from.minima, minima_.empty() ? 0 : blocks * width);
@@ -144,13 +144,13 @@ inline void pack_gguf(OwnWeight& weight, const uint8_t* rows, int64_t row_bytes,
 // super-blocks].
 inline void pack_arrays(OwnWeight& weight, const BlockRow& rows, const int64_t* outputs, int64_t count, int32_t threads) {
   const BlockFormat format = block_format(weight.format);
-  const int64_t blocks = (weight.inputs + format.block - 1) / format.block * (format.units ? 1 : 2);
-  const int64_t units = weight.k / kGroup / weight.groups * 2;
+  const int64_t blocks = (weight.inputs + format.block - 1) / format.block * format.number_width();
+  const int64_t units = weight.k / kGroup / weight.groups * format.unit_width();
   auto at = [](const uint8_t* from, int64_t offset) { return from ? from + offset : nullptr; };
   in_parts(count, threads, [&](int64_t first, int64_t part) {
     StoredRow row(weight);
     for (int64_t i = first; i < first + part; ++i) {
-      row.copy(weight.inputs, {rows.values + i * weight.inputs, rows.scales + i * blocks, at(rows.minima, i * blocks),
+      row.copy(weight.inputs, {rows.values + i * weight.inputs, at(rows.scales, i * blocks), at(rows.minima, i * blocks),
                                at(rows.scale_units, i * units), at(rows.minimum_units, i * units)});
       pack_blocks(weight, outputs[i], row.view());
     }

@@ -1,0 +1,121 @@
+// Products of a few rows with a panel of 8-bit floats, by NEON: by dot products of bfloat16, or, without these, in float32 by
+// way of half precision.
+#pragma once
+
+#include "products/float8_pass.h"
+#include "dot_steps.h"
+
+namespace outrider {
+
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+
+// Two k of eight outputs as bfloat16, times 2^-8, byte by byte: the upper byte has the sign and the exponent's upper bits, the
+// lower one its last bit and the fraction. Numbers below 16 steps of 2^-9, of which half have no exponent, are in tables.
+struct Float8Line {
+  const uint8x16_t upper = {0, 0x37, 0x37, 0x37, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38};
+  const uint8x16_t lower = {0, 0, 0x80, 0xC0, 0, 0x20, 0x40, 0x60, 0x80, 0x90, 0xA0, 0xB0, 0xC0, 0xD0, 0xE0, 0xF0};
+
+  INLINED void load(const char* from, uint8x16_t& first, uint8x16_t& second) const {
+    const uint8x16_t bits = load_vector(from), size = vandq_u8(bits, vdupq_n_u8(0x7F));
+    const uint8x16_t low = vqtbx1q_u8(vshlq_n_u8(bits, 4), lower, size);
+    const uint8x16_t high = vqtbx1q_u8(vsraq_n_u8(vdupq_n_u8(0x38), size, 4), upper, size);
+    const uint8x16_t all = vbslq_u8(vdupq_n_u8(0x80), bits, high);
+    first = vzip1q_u8(low, all), second = vzip2q_u8(low, all);
+  }
+};
+
+// Adds a group's products with V vectors of four outputs, from `first` on.
+template <int M, int V>
+[[gnu::noinline]] void run_float8(const Pass& pass, const Float8Group& group, int first, float* sums) {
+  constexpr int64_t kChunks = 2, kSteps = kGroup / kChunks / 2;  // of two k, of a chunk of rows
+  const Float8Line line_of;
+  float32x4_t sum[M][V];
+  each<M>([&](auto m) INLINED {
+    each<V>([&](auto v) INLINED {
+      sum[m][v] = group.fresh ? vdupq_n_f32(0.0f) : vld1q_f32(sums + m * kPanel + (first + v) * kFour);
+    });
+  });
+  const char* from = group.values + first * kFour * 2;
+  int64_t line = group.line;
+  for (int64_t chunk = kChunks * group.index; chunk < kChunks * (group.index + 1); ++chunk) {
+    const char* x = pass.chunk(chunk);
+#pragma GCC unroll 1
+    for (int64_t i = 0; i < kSteps; i += kWords, x += 16) {
+      const Words<M> words(x);
+      each<kWords>([&](auto lane) INLINED {
+        if constexpr (V * kFour == kPanel) {
+          if constexpr (lane % 2 == 0) pass.fetch(line++);
+        } else {
+          if constexpr (lane % 2 == 0) pass.fetch_half(line++, first / V);
+        }
+        each<V / 2>([&](auto half) INLINED {
+          uint8x16_t w[2];
+          line_of.load(from + half * 16, w[0], w[1]);
+          each<M>([&](auto m) INLINED {
+            each<2>([&](auto i) INLINED {
+              sum[m][2 * half + i] = vbfdotq_laneq_f32(sum[m][2 * half + i], vreinterpretq_bf16_u8(w[i]),
+                                                       vreinterpretq_bf16_u8(words.row[m]), lane);
+            });
+          });
+        });
+        from += 2 * kPanel;
+      });
+    }
+  }
+  each<M>([&](auto m) INLINED {
+    each<V>([&](auto v) INLINED { vst1q_f32(sums + m * kPanel + (first + v) * kFour, sum[m][v]); });
+  });
+}
+
+#else
+
+template <int M, int V>
+[[gnu::noinline]] void run_float8(const Pass& pass, const Float8Group& group, int first, float* sums) {
+  constexpr int64_t kChunks = 4, kSteps = kGroup / kChunks / 2;  // of two k, of a chunk of rows
+  float32x4_t sum[M][V];
+  each<M>([&](auto m) INLINED {
+    each<V>([&](auto v) INLINED {
+      sum[m][v] = group.fresh ? vdupq_n_f32(0.0f) : vld1q_f32(sums + m * kPanel + (first + v) * kFour);
+    });
+  });
+  const char* from = group.values + first * kFour * 2;
+  int64_t line = group.line;
+  for (int64_t chunk = kChunks * group.index; chunk < kChunks * (group.index + 1); ++chunk) {
+    const char* x = pass.chunk(chunk);
+#pragma GCC unroll 1
+    for (int64_t i = 0; i < kSteps; i += 2, x += 16, ++line) {
+      if constexpr (V * kFour == kPanel) pass.fetch(line);
+      else pass.fetch_half(line, first / V);
+      const Words<M> words(x);
+      each<2>([&](auto step) INLINED {
+        each<V / 2>([&](auto half) INLINED {
+          const int16x8_t bits = vreinterpretq_s16_u8(load_vector(from + half * 16));
+          each<2>([&](auto odd) INLINED {  // k, in the upper bytes
+            const int16x8_t upper = vshrq_n_s16(odd ? bits : vshlq_n_s16(bits, 8), 1);
+            const float16x8_t halves = vreinterpretq_f16_s16(vandq_s16(upper, vdupq_n_s16(int16_t(0xBF80))));
+            const float32x4_t w[2] = {vcvt_f32_f16(vget_low_f16(halves)), vcvt_high_f32_f16(halves)};
+            each<M>([&](auto m) INLINED {
+              each<2>([&](auto i) INLINED { add_product<2 * step + odd>(sum[m][2 * half + i], w[i], words.row[m]); });
+            });
+          });
+        });
+        from += 2 * kPanel;
+      });
+    }
+  }
+  each<M>([&](auto m) INLINED {
+    each<V>([&](auto v) INLINED { vst1q_f32(sums + m * kPanel + (first + v) * kFour, sum[m][v]); });
+  });
+}
+
+#endif
+
+template <int M>
+void multiply_float8(const Pass& pass) {
+  constexpr int V = M <= 3 ? 8 : 4;
+  each_float8_group<M>(pass, [&](const Float8Group& group, float* sums) {
+    for (int first = 0; first < kPanel / kFour; first += V) run_float8<M, V>(pass, group, first, sums);
+  });
+}
+
+}  // namespace outrider
