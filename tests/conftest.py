@@ -1,12 +1,10 @@
 """Settings that must precede imports of numeric libraries: threads of shared cores, and repeatable results."""
 
-import atexit
 import gc
 import logging
 import os
 import shutil
 import sys
-import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -15,10 +13,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if metadata.version("jaxlib").startswith("0.10."):
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-# Tests build the same tiny drafters again and again: each worker, and the processes that it starts, compile a program
-# once. Workers share none, because JAX writes an entry in place, and another one might read a part of it.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="outrider-programs-")
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # No public authorities: each client of HTTP would read all of them, for longer than its request takes.
@@ -33,8 +27,6 @@ if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or shutil.which("nvidia-smi") is
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 settings.register_profile("outrider", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("outrider")

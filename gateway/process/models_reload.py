@@ -1,8 +1,8 @@
 """The models that a gateway runs, and the file of --models, which is read again at SIGHUP.
 
 A new model joins. One that is gone gets no new requests, and ends with its last session. One whose table has changed is
-replaced: it serves as it was until a target of the new table is up, and its sessions end where they are. A mistake in
-the file changes nothing.
+replaced: it serves as it was until a target of the new table is up, if that names any, and its sessions end where they
+are. A mistake in the file changes nothing.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ModelsReload:
         self._runners = []
         for runner, before in zip(runners, found, strict=True):
             starts = before is not runner and runner not in former.values()
-            if before is None or before is runner or (starts and not before.served.ready):
+            if before is None or before is runner or (starts and not (before.served.ready and runner.config.target)):
                 self._runners.append(runner)
             else:
                 self._runners.append(before)

@@ -90,7 +90,7 @@ def test_a_published_line_speculates_and_keeps_the_text(name, tmp_path):
     flags = [*with_paths(line, paths), "--max-total-tokens", "4096"]
     if others:
         flags += ["--cores-target", str(first), "--cores-draft", str(others[0])]
-    system = System(paths["--model"], *flags, sessions=1).wait()
+    system = System(paths["--model"], *flags, sessions=2).wait()
 
     def speculated():
         answer = system.client.completions.create(

@@ -6,7 +6,8 @@ replay, so the weights that are served lie between the first and the learnt ones
 
     served = first + part * (learnt - first)
 
-with the largest part that keeps enough beyond chance. This gives up less of what was learnt than it wins back of what
+with the largest part up to a half that keeps enough beyond chance, or the learnt ones if they are better on earlier
+traffic, too. This gives up less of what was learnt than it wins back of what
 was forgotten. Training goes on from the learnt weights.
 """
 
@@ -30,8 +31,7 @@ from services.draft.online.swap import LearntWeights
 
 _MIN_ROWS = 64
 _KEPT = 0.98  # of the first weights' accept length on earlier traffic
-_PARTS = 10  # tried parts are multiples of one over this
-_RISE = 1  # of these, by which the part may rise from one evaluation to the next
+_PARTS = 0.5, 0.4, 0.3, 0.2, 0.1  # of the way to the learnt weights, where these alone forget
 
 
 class Weights(NamedTuple):
@@ -65,12 +65,15 @@ class Judge:
     def __init__(self, objective: Objective, sampler: SegmentSampler, first: Weights) -> None:
         self._evaluator = ChainEvaluator(objective, first.target)
         self._sampler = sampler
-        self._last = _PARTS  # the part of the last verdict, in steps
         self.first = first
 
     def warm_up(self) -> None:
         """Run the programs once."""
         self.accepted(self.between(self.first, 0.5), [self._sampler.empty_batch()])
+
+    def restarted(self) -> None:
+        """Training goes on from the served weights, all of whose way from the first ones keeps enough."""
+        self._last = _PARTS
 
     def verdict(self, served: Weights, new: Weights) -> Verdict | None:
         """The verdict on new weights; None without enough held-out rows."""
@@ -92,11 +95,10 @@ class Judge:
         With their part, what they keep, and whether it is enough.
         """
         then, enough = 1 + self.accepted(self.first, earlier), False
-        for steps in range(min(self._last + _RISE, _PARTS), 0, -1):
-            part, self._last = steps / _PARTS, steps
+        for part in (1.0, *_PARTS):
             weights = self.between(new, part) if part < 1 else new
             kept = 1 + self.accepted(weights, earlier)
-            if enough := is_better(_KEPT * then, kept):
+            if enough := is_better((_KEPT if part < 1 else 1.0) * then, kept):
                 break
         return weights, part, float(kept.mean() / then.mean()), enough
 

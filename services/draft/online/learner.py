@@ -178,6 +178,7 @@ class Learner:
             self.ids = learnt.ids
             self.trainer.follow(target)
             self.train_from(learnt.params)
+        self.judge.restarted()
         self.worse = 0
 
     def train_from(self, params: Params) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,11 @@ import jax
 log = logging.getLogger(__name__)
 
 _ZSTD = b"\x28\xb5\x2f\xfd"  # the first bytes of an entry that zstandard compressed
-# What is configured where JAX's own environment variables configure nothing. Seconds: of a compilation, for a program
-# that is cached.
-_FOLDER, _SECONDS = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
-_MIN_SECONDS = 0.2
+_MIN_SECONDS = 0.2  # of compilation, for a program that is cached
 
 
 def cache_programs(folder: Path) -> None:
-    """Cache compiled programs in a folder, from now on; in that of JAX's own environment variable, if there is one."""
-    folder = Path(os.environ.get(_FOLDER.upper()) or folder)
+    """Cache compiled programs in a folder, from now on."""
     for entry in sorted(folder.glob("*-cache")):
         try:
             if not _is_whole(entry.read_bytes()):
@@ -34,8 +29,8 @@ def cache_programs(folder: Path) -> None:
                 entry.unlink()
         except OSError as error:  # JAX compiles what it cannot read
             log.warning("%s cannot be checked: %s", entry, error.strerror)
-    jax.config.update(_FOLDER, str(folder))
-    jax.config.update(_SECONDS, float(os.environ.get(_SECONDS.upper()) or _MIN_SECONDS))
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_SECONDS)
 
 
 def _is_whole(content: bytes) -> bool:

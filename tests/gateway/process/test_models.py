@@ -351,6 +351,7 @@ def test_the_file_is_read_again_at_sighup(gateway, folder, targets):
         read_again(before)
         until(lambda: names() == {(FIRST, "one", SECOND, EMPTY)})
         until(lambda: all_say(gateway, f"/health?model={SECOND}", "ok"))
+        until(lambda: all_say(gateway, f"/health?model={EMPTY}", "unavailable"))
 
 
 async def test_the_page_offers_the_models(gateway, tmp_path):

@@ -1,130 +1,132 @@
-"""What a changed table does until its first target is up."""
+"""The file of --models, read again: which models run, and which one of two of a name is served. Runners are fakes."""
 
 import asyncio
 from types import SimpleNamespace
 
 import pytest
 
-from gateway.admission.admission import Admission, Keys
-from gateway.control.models import Models
-from gateway.facade import facades
-from gateway.pools.members import Service
-from gateway.process.app import _serve_facades
-from gateway.process.model import ModelRunner
+from gateway.process import models_reload
 from gateway.process.models_file import model_configs
 from gateway.process.models_reload import ModelsReload
-from gateway.sessions.request import GenerationRequest, StopOptions
-from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig
-from outrider.errors import Unavailable
-from outrider.speculation.sampling import SamplingParams
-
-TABLE = '[a]\ntarget = "unix:/none/target"\nrequest-timeout = {}\n'
+from outrider.errors import ConfigError
 
 
-class Coming(ModelRunner):
-    """A model whose first target is up once `up` is set."""
+class Runner:
+    """A model whose first target comes when `up` is set."""
 
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.up = asyncio.Event()
+    def __init__(self, config):
+        if config.balance_rel_threshold < 1:  # as the real one refuses some numbers
+            raise ConfigError("a number does not fit")
+        self.config, self.name = config, config.served_model_name[0]
+        self.served = SimpleNamespace(runner=self, ready=False)
+        self.up, self.open_sessions, self.events = asyncio.Event(), 0, []
+        self.took = None
+
+    def take_decisions(self, before):
+        self.took = before
+
+    async def open(self):
+        self.events.append("open")
+
+    def start(self):
+        self.events.append("start")
 
     async def begin(self):
         await self.up.wait()
+        self.served.ready = True
+
+    async def follow(self):
+        pass
+
+    def withdraw(self):
+        self.events.append("withdraw")
+
+    async def stop(self):
+        self.events.append("stop")
 
 
 class Gateway:
-    """A model that serves, and its file."""
+    """The models of a file that is read again."""
 
     def __init__(self, file):
-        self._file = file
-        self._config = GatewayConfig(models=str(file))
-        self.peers, self.made = Peers(), []
-        self._options = {"peers": self.peers, "admission": Admission(8), "report": lambda: None, "alone": False}
-        file.write_text(TABLE.format(1))
-        self.first = ModelRunner(*model_configs(self._config), **self._options)
-        known = self.first.served.health.orchestrator
-        self.first.served.running, self.first.served.health = object(), SimpleNamespace(ready=True, orchestrator=known)
-        self.models = Models([self.first.served], self.peers)
-        self._reload = ModelsReload(self._config, self.models, [self.first], self._make, lambda: None)
+        self.file, self.served, self.made, self.hangup = file, [], [], asyncio.Event()
+        config = GatewayConfig(models=str(file))
+        self.made = [self.make(one) for one in model_configs(config)]
+        self.first = list(self.made)
+        for runner in self.first:
+            runner.served.ready = True
+        models = SimpleNamespace(set=lambda found: self.served.append([one.runner for one in found]))
+        self.reload = ModelsReload(config, models, self.first, self.make, lambda: None)
+        self.following = asyncio.create_task(self.reload.follow(self.hangup))
 
-    def _make(self, config):
-        self.made.append(Coming(config, **self._options))
+    def make(self, config):
+        self.made.append(Runner(config))
         return self.made[-1]
 
-    async def read(self, seconds):
-        """Read a table with this --request-timeout, of which a target is up later."""
-        self._file.write_text(TABLE.format(seconds))
-        self._reload._apply(model_configs(self._config))
+    async def read(self, content):
+        self.file.write_text(content)
+        self.hangup.set()
         await asyncio.sleep(0.01)
-
-    @property
-    def decided(self):
-        """Addresses of which another worker knows here."""
-        return [one["address"] for one in self.peers._answers["a:decisions"](None)]
-
-    async def stop(self):
-        await self._reload.stop()
 
 
 @pytest.fixture
-async def gateway(tmp_path):
-    found = Gateway(tmp_path / "models.toml")
-    await found.first.open()
-    found.first.start()
+async def gateway(tmp_path, monkeypatch):
+    monkeypatch.setattr(models_reload, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(models_reload, "_POLL_SECONDS", 0.005)
+    file = tmp_path / "models.toml"
+    file.write_text('[a]\ntarget = "x:1"\n[b]\ntarget = "y:1"\n')
+    found = Gateway(file)
     yield found
-    await found.stop()
+    found.following.cancel()
+    await found.reload.stop()
 
 
-async def test_a_table_that_is_read_twice_comes_once(gateway):
-    await gateway.read(2)
-    await gateway.read(2)
-    (coming,) = gateway.made
-    assert list(gateway.models) == [gateway.first.served]
-    coming.up.set()
-    await asyncio.sleep(0.01)
-    assert list(gateway.models) == [coming.served]
+async def test_models_join_and_leave(gateway):
+    a, b = gateway.first
+    b.open_sessions = 1
+    await gateway.read('[c]\n[a]\ntarget = "x:1"\n')
+    c = gateway.made[-1]
+    assert gateway.served[-1] == [c, a]
+    assert (c.events, b.events) == (["open", "start"], ["withdraw"])
+    assert not a.events
+    await asyncio.sleep(0.02)
+    assert "stop" not in b.events  # its requests run to their end
+    b.open_sessions = 0
+    await asyncio.sleep(0.02)
+    assert b.events == ["withdraw", "stop"]
 
 
-async def test_a_change_that_is_taken_back_leaves_the_model_to_the_other_workers(gateway):
-    await gateway.read(2)
-    await gateway.read(1)
-    assert list(gateway.models) == [gateway.first.served]
-    await gateway.first.served.replicas.add(Service.TARGET, "unix:/none/added")
-    assert gateway.decided == ["unix:/none/added"]
-    gateway.made[0].up.set()
-    await asyncio.sleep(0.01)
-    assert list(gateway.models) == [gateway.first.served]
+async def test_a_changed_model_serves_as_it_was_until_its_target_is_up(gateway):
+    a, b = gateway.first
+    await gateway.read('[a]\ntarget = "x:2"\n[b]\ntarget = "y:1"\n')
+    first = gateway.made[-1]
+    assert gateway.served[-1] == [a, b]
+    assert first.took is a
+    await gateway.read('[a]\ntarget = "x:3"\n[b]\ntarget = "y:1"\n')  # the first change never came up
+    second = gateway.made[-1]
+    await asyncio.sleep(0.02)
+    assert first.events == ["start", "stop"]  # the one that serves answers the other workers
+    second.up.set()
+    await asyncio.sleep(0.02)
+    assert gateway.served[-1] == [second, b]
+    assert a.events == ["stop"]  # without withdrawing what the new one of its name answers
 
 
-async def test_replicas_added_while_a_change_comes_stay(gateway):
-    await gateway.read(2)
-    await gateway.first.served.replicas.add(Service.TARGET, "unix:/none/added")
-    gateway.made[0].up.set()
-    await asyncio.sleep(0.01)
-    assert list(gateway.models) == [gateway.made[0].served]
-    assert "unix:/none/added" in [one["address"] for one in gateway.made[0].served.replicas.own()]
-    await gateway.made[0].served.replicas.add(Service.TARGET, "unix:/none/later")
-    assert gateway.decided == ["unix:/none/added", "unix:/none/later"]
+@pytest.mark.parametrize(("ready", "table"), [(False, 'target = "x:2"\n'), (True, 'draft = "z:1"\n')])
+async def test_a_model_that_is_away_or_has_no_more_targets_is_replaced_at_once(gateway, ready, table):
+    a, b = gateway.first
+    a.served.ready = ready
+    await gateway.read(f'[a]\n{table}[b]\ntarget = "y:1"\n')
+    assert gateway.served[-1] == [gateway.made[-1], b]
+    assert gateway.made[-1].name == "a"
 
 
-async def test_a_request_that_comes_after_its_model_has_left_is_refused(gateway):
-    """It has chosen the model before, and took long to be read."""
-    sessions = gateway.first.served.health.orchestrator.sessions
-    request = GenerationRequest([0], SamplingParams(), StopOptions(1))
-    assert sessions.open(request).target is None  # its target may come
-    await gateway.first.stop()
-    assert not sessions.by_id
-    with pytest.raises(Unavailable, match="the model `a` serves no longer"):
-        sessions.open(request)
-
-
-async def test_facades_serve_no_former_default_model(gateway):
-    (facade,) = facades(("sglang",))
-    gateway.first.served.running = SimpleNamespace(generator=None, facts=None, control=None)
-    keys = Keys(GatewayConfig())
-    _serve_facades([facade], gateway.models, keys, None)
-    assert facade._backend is not None
-    gateway.first.served.running = None
-    _serve_facades([facade], gateway.models, keys, None)
-    assert facade._backend is None
+@pytest.mark.parametrize("content", ["[a", "[a]\ntarget = 5\n", "[c]\n[b]\nbalance-rel-threshold = 0.5\n"])
+async def test_a_mistake_changes_nothing(gateway, content, caplog):
+    await gateway.read(content)
+    assert not gateway.served
+    assert "the models stay as they were" in caplog.text
+    assert not any(runner.events for runner in gateway.made)
+    await gateway.read('[b]\ntarget = "y:1"\n')
+    assert gateway.served[-1] == gateway.first[1:]

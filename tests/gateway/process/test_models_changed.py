@@ -1,0 +1,130 @@
+"""A changed table of the file of --models until its first target is up, with real runners."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from gateway.admission.admission import Admission, Keys
+from gateway.control.models import Models
+from gateway.facade import facades
+from gateway.pools.members import Service
+from gateway.process.app import _serve_facades
+from gateway.process.model import ModelRunner
+from gateway.process.models_file import model_configs
+from gateway.process.models_reload import ModelsReload
+from gateway.sessions.request import GenerationRequest, StopOptions
+from gateway.workers.peers import Peers
+from outrider.config import GatewayConfig
+from outrider.errors import Unavailable
+from outrider.speculation.sampling import SamplingParams
+
+TABLE = '[a]\ntarget = "unix:/none/target"\nrequest-timeout = {}\n'
+
+
+class Coming(ModelRunner):
+    """A model whose first target is up once `up` is set."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.up = asyncio.Event()
+
+    async def begin(self):
+        await self.up.wait()
+
+
+class Gateway:
+    """A model that serves, and its file."""
+
+    def __init__(self, file):
+        self._file = file
+        self._config = GatewayConfig(models=str(file))
+        self.peers, self.made = Peers(), []
+        self._options = {"peers": self.peers, "admission": Admission(8), "report": lambda: None, "alone": False}
+        file.write_text(TABLE.format(1))
+        self.first = ModelRunner(*model_configs(self._config), **self._options)
+        known = self.first.served.health.orchestrator
+        self.first.served.running, self.first.served.health = object(), SimpleNamespace(ready=True, orchestrator=known)
+        self.models = Models([self.first.served], self.peers)
+        self._reload = ModelsReload(self._config, self.models, [self.first], self._make, lambda: None)
+
+    def _make(self, config):
+        self.made.append(Coming(config, **self._options))
+        return self.made[-1]
+
+    async def read(self, seconds):
+        """Read a table with this --request-timeout, of which a target is up later."""
+        self._file.write_text(TABLE.format(seconds))
+        self._reload._apply(model_configs(self._config))
+        await asyncio.sleep(0.01)
+
+    @property
+    def decided(self):
+        """Addresses of which another worker knows here."""
+        return [one["address"] for one in self.peers._answers["a:decisions"](None)]
+
+    async def stop(self):
+        await self._reload.stop()
+
+
+@pytest.fixture
+async def gateway(tmp_path):
+    found = Gateway(tmp_path / "models.toml")
+    await found.first.open()
+    found.first.start()
+    yield found
+    await found.stop()
+
+
+async def test_a_table_that_is_read_twice_comes_once(gateway):
+    await gateway.read(2)
+    await gateway.read(2)
+    (coming,) = gateway.made
+    assert list(gateway.models) == [gateway.first.served]
+    coming.up.set()
+    await asyncio.sleep(0.01)
+    assert list(gateway.models) == [coming.served]
+
+
+async def test_a_change_that_is_taken_back_leaves_the_model_to_the_other_workers(gateway):
+    await gateway.read(2)
+    await gateway.read(1)
+    assert list(gateway.models) == [gateway.first.served]
+    await gateway.first.served.replicas.add(Service.TARGET, "unix:/none/added")
+    assert gateway.decided == ["unix:/none/added"]
+    gateway.made[0].up.set()
+    await asyncio.sleep(0.01)
+    assert list(gateway.models) == [gateway.first.served]
+
+
+async def test_replicas_added_while_a_change_comes_stay(gateway):
+    await gateway.read(2)
+    await gateway.first.served.replicas.add(Service.TARGET, "unix:/none/added")
+    gateway.made[0].up.set()
+    await asyncio.sleep(0.01)
+    assert list(gateway.models) == [gateway.made[0].served]
+    assert "unix:/none/added" in [one["address"] for one in gateway.made[0].served.replicas.own()]
+    await gateway.made[0].served.replicas.add(Service.TARGET, "unix:/none/later")
+    assert gateway.decided == ["unix:/none/added", "unix:/none/later"]
+
+
+async def test_a_request_that_comes_after_its_model_has_left_is_refused(gateway):
+    """It has chosen the model before, and took long to be read."""
+    sessions = gateway.first.served.health.orchestrator.sessions
+    request = GenerationRequest([0], SamplingParams(), StopOptions(1))
+    assert sessions.open(request).target is None  # its target may come
+    await gateway.first.stop()
+    assert not sessions.by_id
+    with pytest.raises(Unavailable, match="the model `a` serves no longer"):
+        sessions.open(request)
+
+
+async def test_facades_serve_no_former_default_model(gateway):
+    (facade,) = facades(("sglang",))
+    gateway.first.served.running = SimpleNamespace(generator=None, facts=None, control=None)
+    keys = Keys(GatewayConfig())
+    _serve_facades([facade], gateway.models, keys, None)
+    assert facade._backend is not None
+    gateway.first.served.running = None
+    _serve_facades([facade], gateway.models, keys, None)
+    assert facade._backend is None
