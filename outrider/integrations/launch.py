@@ -87,7 +87,13 @@ class LaunchedGateway:
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
-        async for line in process.stdout:
+        while True:
+            try:
+                line = await process.stdout.readline()
+            except ValueError:  # it is longer than the reader's limit, and dropped
+                continue
+            if not line:
+                return
             text = line.decode(errors="replace").rstrip()
             self._lines.append(text)
             print(text, flush=True)  # noqa: T201  # where the trainer's log is

@@ -84,25 +84,37 @@ class RolloutGateway:
         """
         held: dict[str, Any] = {}
         size = sent = 0
+        before = await self._fingerprint()
         async for name, tensor in tensors:
             added = tensor.numel() * tensor.element_size()
             if held and size + added > bucket_bytes:
                 if not sent:
                     await self.post("/pause_generation", {"mode": "retract"})
-                await self._send(held, version and f"{version} (incomplete)", sent, paused=True)
+                await self._send(held, version and f"{version} (incomplete)", sent, before, paused=True)
                 sent += len(held)
                 held, size = {}, 0
             held[name] = tensor.detach().to("cpu", copy=True).contiguous()  # a trainer may reuse its buffer
             size += added
         if not held:
             raise RolloutError("the trainer sent no weights")
-        await self._send(held, version, sent, paused=sent > 0)
+        await self._send(held, version, sent, before, paused=sent > 0)
         if sent:
             await self.post("/continue_generation")
         return sent + len(held)
 
-    async def _send(self, tensors: dict[str, Any], version: str | None, sent: int, *, paused: bool) -> None:
-        """sent: number of the update's tensors that the targets have already. paused: by this update."""
+    async def _fingerprint(self) -> str:
+        """Of the weights that are served; empty without an answer."""
+        try:
+            return str((await self.get("/get_model_info")).get("fingerprint", ""))
+        except RolloutError:
+            return ""
+
+    async def _send(
+        self, tensors: dict[str, Any], version: str | None, sent: int, before: str, *, paused: bool
+    ) -> None:
+        """sent: number of the update's tensors that the targets have already. before: fingerprint of the weights that
+        it replaces. paused: by this update.
+        """
         from safetensors.torch import save
 
         content = await asyncio.to_thread(save, tensors)
@@ -120,6 +132,9 @@ class RolloutGateway:
                     f"{error}; the first {sent} tensors of this update are in place already, so generation stays "
                     "paused until a whole update succeeds"
                 ) from error
+            if not before or await self._fingerprint() != before:  # some targets have taken them, others have not
+                rest = ", so generation stays paused until a whole update succeeds" if paused else "; update them again"
+                raise RolloutError(f"{error}; the weights are not the former ones any more{rest}") from error
             if paused:
                 await self.post("/continue_generation")
             raise RolloutError(f"{error}; the weights are unchanged") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -61,3 +61,9 @@ class ReplicaFacts:
     ignore_eos: bool
     seed: int | None
     frees_cache: bool
+
+
+def all_devices(seen: Iterable[str]) -> str:
+    """The devices that several workers see, once each. Numbers are sorted; UUIDs, of MIG's parts too, stay in order."""
+    words = dict.fromkeys(word for devices in seen for word in map(str.strip, devices.split(",")) if word)
+    return ",".join(sorted(words, key=lambda word: int(word) if word.isdecimal() else -1))

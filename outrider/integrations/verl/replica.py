@@ -13,7 +13,7 @@ from verl.utils.device import get_visible_devices_keyword
 from verl.workers.rollout.replica import RolloutReplica
 
 from outrider.integrations.verl.names import server_name
-from outrider.integrations.verl.options import Options, ReplicaFacts
+from outrider.integrations.verl.options import Options, ReplicaFacts, all_devices
 from outrider.integrations.verl.server import OutriderServer
 
 log = logging.getLogger(__name__)
@@ -78,8 +78,7 @@ class OutriderReplica(RolloutReplica):  # type: ignore[misc]  # verl is not inst
             return ray.get_runtime_context().get_node_id(), os.environ.get(keyword, "")
 
         found = await asyncio.gather(*[worker.__ray_call__.remote(place) for worker in self.workers])
-        devices = sorted({int(device) for _, seen in found for device in seen.split(",") if device.strip()})
-        return found[0][0], ",".join(map(str, devices))
+        return found[0][0], all_devices(seen for _, seen in found)
 
     def _facts(self) -> ReplicaFacts:
         config = self.config

@@ -35,7 +35,7 @@ def test_settings_become_flags():
 
 def test_a_gateway_is_used_once_it_is_healthy_and_ends_with_its_trainer():
     async def use():
-        child = launched(_GATEWAY)
+        child = launched("print('-' * 500_000)" + _GATEWAY)  # a line beyond any limit must not stop it
         await child.start(30, {"DEVICES": "2,3"})
         async with RolloutGateway(child.url, child.key) as gateway:
             assert (await gateway.get("/server_info"))["devices"] == "2,3"

@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from outrider.integrations.verl.names import server_name
-from outrider.integrations.verl.options import Options
+from outrider.integrations.verl.options import Options, all_devices
 from outrider.integrations.verl.server import OutriderServer, seed_of
 
 
@@ -23,6 +23,14 @@ def test_seeds_are_those_of_the_last_run():
     assert seed_of(42, "det-0") == 39588185170762294
     assert len({seed_of(seed, name) for seed in (1, 2) for name in ("det-0", "det-1")}) == 4
     assert server_name(0) != server_name(0, "teacher") != server_name(0, "teacher", "_math")
+
+
+@pytest.mark.parametrize(
+    ("seen", "devices"),
+    [(["2,3", "10, 2", ""], "2,3,10"), (["GPU-b1,GPU-a2", "GPU-a2"], "GPU-b1,GPU-a2"), (["", ""], "")],
+)
+def test_a_gateway_sees_the_devices_of_all_its_workers(seen, devices):
+    assert all_devices(seen) == devices
 
 
 def test_verl_finds_the_engine():

@@ -31,7 +31,7 @@ SELECTION = """
     and not (broken_node and not native-trees-9)
     and not (compiled_kernel_agrees and not (heads0 or heads1 or heads3 or heads5))
     and not (same_bits and not (heads0 or heads4))
-    and not (all_logits and not 96-1001)
+    and not (those_of_all_logits and not 96-1001)
 """
 
 
