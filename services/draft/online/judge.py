@@ -7,8 +7,8 @@ replay, so the weights that are served lie between the first and the learnt ones
     served = first + part * (learnt - first)
 
 with the largest part up to a half that keeps enough beyond chance, or the learnt ones if they are better on earlier
-traffic, too. This gives up less of what was learnt than it wins back of what
-was forgotten. Training goes on from the learnt weights.
+traffic, too. This gives up less of what was learnt than it wins back of what was forgotten. Training goes on from the
+learnt weights.
 """
 
 from __future__ import annotations
@@ -71,10 +71,6 @@ class Judge:
         """Run the programs once."""
         self.accepted(self.between(self.first, 0.5), [self._sampler.empty_batch()])
 
-    def restarted(self) -> None:
-        """Training goes on from the served weights, all of whose way from the first ones keeps enough."""
-        self._last = _PARTS
-
     def verdict(self, served: Weights, new: Weights) -> Verdict | None:
         """The verdict on new weights; None without enough held-out rows."""
         recent = self._sampler.recent_held_out()
@@ -108,6 +104,10 @@ class Judge:
         places = self.first.target.draft_ids[learnt.ids]
         params = _between(self.first.learnt.params, learnt.params, part, places)
         return Weights(LearntWeights(params, learnt.ids), new.target)
+
+    def behind(self, served: Weights, part: float) -> Weights:
+        """The learnt weights, of served ones at a part of the way to them."""
+        return served if part == 1 else self.between(served, 1 / part)
 
     def accepted(self, weights: Weights, batches: Sequence[Batch]) -> NDArray[np.int64]:
         """Accepted tokens of a draft chain behind each row, [n]."""

@@ -5,8 +5,9 @@
                 otherwise training goes on
     vocabulary  before the first step behind an evaluation, the head gets entries for tokens that the traffic needs
 
-New weights that are worse by more than chance several times in a row are discarded: training restarts from the served
-weights. Each row is used a few times on average, so that training pauses in a service without new texts.
+New weights that are worse by more than chance several times in a row are discarded: training restarts from the learnt
+weights that the served ones were made of. Each row is used a few times on average, so that training pauses in a service
+without new texts.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class Host(Protocol):
 class Learner:
     """The weights in training. Called from one thread, except `load` and `follow`.
 
-    offer: new weights for the service. serving: the weights that serve. averaged: those in training, averaged over the
+    offer: new weights for the service. serving: the weights that serve; part: of the way from the first to the learnt
+    ones at which they lie. averaged: those in training, averaged over the
     latest steps; they are judged, because single steps on small packs are noisy. ids: the vocabulary of both.
     worse: evaluations in a row in which the new weights were worse. swapping: held while weights are converted, for the
     present weights of the target.
@@ -93,7 +95,7 @@ class Learner:
         """
         self.offer = WeightHandoff()
         self.host = host
-        self.worse = 0
+        self.worse, self.part = 0, 1.0
         self._options, self._clock = options, clock
         shape = PackShape(1, options.length, options.learnt, options.unroll_steps)
         self.sampler = SegmentSampler(buffer, shape, options.epochs)
@@ -168,17 +170,18 @@ class Learner:
             self._load, steps=self._load.steps + 1, rows=self._load.rows + int((batch.reach > 0).sum())
         )
         if not np.isfinite(result.losses).all():
-            log.warning("training diverged (losses %s); it restarts from the served weights", result.losses)
+            log.warning(
+                "training diverged (losses %s); it restarts from the last weights that were kept", result.losses
+            )
             self.restart()
 
     def restart(self) -> None:
-        """Train from the served weights again."""
+        """Train from the learnt weights again, of which the served ones were made."""
         with self.swapping:
-            learnt, target = self.serving
+            learnt, target = self.judge.behind(self.serving, self.part)
             self.ids = learnt.ids
             self.trainer.follow(target)
             self.train_from(learnt.params)
-        self.judge.restarted()
         self.worse = 0
 
     def train_from(self, params: Params) -> None:
@@ -226,7 +229,7 @@ class Learner:
             "kept" if better else "not kept",
         )  # fmt: skip
         if better:
-            self.swap(verdict.weights.learnt)
+            self.swap(verdict.weights.learnt, verdict.part)
         else:
             self.worse = self.worse + 1 if verdict.worse else 0
             if self.worse == _MAX_WORSE:
@@ -240,13 +243,14 @@ class Learner:
         """Restart the count of steps to the next evaluation."""
         self._evaluated = self._load.steps
 
-    def swap(self, learnt: LearntWeights) -> None:
-        """Serve these weights, of the vocabulary in training, from now on."""
+    def swap(self, learnt: LearntWeights, part: float = 1.0) -> None:
+        """Serve these weights, of the vocabulary in training, from now on. part: of the way to the learnt ones."""
         with self.swapping:
             learnt = LearntWeights(_copy(learnt.params), self.ids)
-            self.serving, self.worse = Weights(learnt, self.trainer.target), 0
+            self.serving, self.part, self.worse = Weights(learnt, self.trainer.target), part, 0
             self.offer.put(jax.block_until_ready(self.host.convert(learnt)))
         self.host.keep(learnt)
+        self.save()  # else a process that ends soon leaves a state that is older than the weights
 
     def follow(self) -> ServedWeights:
         """Train for the target's new weights from the next step on. Returns the served weights, converted anew.

@@ -79,6 +79,15 @@ def test_entries_of_other_tokens_are_the_learnt_ones():
     np.testing.assert_allclose(mixed.learnt.params["fuse"], 0.25)
 
 
+def test_learnt_weights_are_had_back_from_those_that_serve():
+    found, new = judge({}), weights(NEW, (2, 4, 0))
+    for part in (1.0, 0.5, 0.1):
+        behind = found.behind(found.between(new, part), part)
+        assert behind.learnt.ids.tolist() == [2, 4, 0]
+        for name, value in new.learnt.params.items():
+            np.testing.assert_allclose(behind.learnt.params[name], value, rtol=1e-5)
+
+
 def test_too_few_rows_give_no_verdict():
     assert judge({}, rows=60).verdict(weights(SERVED), weights(NEW)) is None
     assert judge({}, earlier=60).verdict(weights(SERVED), weights(NEW)).retained is None

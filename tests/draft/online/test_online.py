@@ -109,6 +109,21 @@ def test_diverged_training_restarts(learnt, caplog):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(learner.trainer.state.params))
 
 
+def test_training_restarts_from_what_the_served_weights_are_a_part_of(learnt):
+    draft, _, _ = learnt
+    learner = draft.drafter.learner
+    first, served = learner.judge.first.learnt.params, learner.serving.learnt.params
+    learner.swap(learner.judge.between(learner.serving, 0.5).learnt, 0.5)
+    learner.restart()
+    changed = 0.0
+    for origin, expected, found in zip(*map(jax.tree.leaves, (first, served, learner.averaged)), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+        changed = max(changed, float(np.abs(np.asarray(expected) - np.asarray(origin)).max()))
+    assert changed > 1e-3
+    learner.swap(LearntWeights(learner.averaged, learner.ids))
+    learner.offer.take()
+
+
 def test_swap_drops_prefixes_and_keeps_sessions(learnt, target):
     draft, _, _ = learnt
     drafter, learner = draft.drafter, draft.drafter.learner
