@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -31,6 +31,9 @@ SESSION = 0
 
 _TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 _LENGTHS = (64, 1024)  # tokens of a short and of a long context
+# Passes that may follow where other work, such as a second service that starts, slowed steps down; and the ratio to a
+# step with more tokens that is noise.
+_MORE_PASSES, _NOISE = 2, 1.1
 
 
 class Point(NamedTuple):
@@ -57,11 +60,23 @@ class CostMeter:
         self._computes = not isinstance(engine.model.runner, ProgramRunner)
 
     def measure(self, passes: int) -> StepCost | None:
-        """Time all points, several times. None if there is nothing to time."""
-        for number, point in enumerate(self.points * passes):
-            STARTUP.report("measuring costs", number, passes * len(self.points))
-            self.time(point)
+        """Time all points, several times, and some times more if other work slowed them. None if there are none."""
+        for number in range(passes + _MORE_PASSES):
+            if number >= passes and not self.disturbed:
+                break
+            for i, point in enumerate(self.points):
+                STARTUP.report(
+                    "measuring costs", min(number, passes - 1) * len(self.points) + i, passes * len(self.points)
+                )
+                self.time(point)
         return self.cost() if self.complete else None
+
+    @property
+    def disturbed(self) -> bool:
+        """True if steps took longer than others with more tokens, which only other work on the machine explains."""
+        short = self._of_short_context()
+        least = _bounded(short)
+        return any(seconds > _NOISE * least[tokens] for tokens, seconds in short.items())
 
     @property
     def complete(self) -> bool:
@@ -70,9 +85,12 @@ class CostMeter:
 
     def cost(self) -> StepCost:
         """The cost model of the timed steps. The meter must be complete."""
-        seconds = {point.tokens: time for point, time in self.seconds.items() if point.kv_tokens == self._short}
+        seconds = _bounded(self._of_short_context())
         context = self.seconds[Point(self._long, 1)] - seconds[1]
         return StepCost(seconds, max(0.0, context) / (self._long - self._short))
+
+    def _of_short_context(self) -> dict[int, float]:
+        return {point.tokens: time for point, time in self.seconds.items() if point.kv_tokens == self._short}
 
     def time(self, point: Point) -> None:
         """Time a step."""
@@ -107,6 +125,15 @@ class CostMeter:
             for page in session.table.pages.tolist():
                 indexable(pool)[page].zero_()
         session.computed = kv_tokens
+
+
+def _bounded(seconds: Mapping[int, float]) -> dict[int, float]:
+    """Seconds of steps by their tokens, no more than those of steps with more tokens."""
+    least = math.inf
+    bounded = {}
+    for tokens in sorted(seconds, reverse=True):
+        bounded[tokens] = least = min(seconds[tokens], least)
+    return dict(sorted(bounded.items()))
 
 
 class Measuring(Budget):
