@@ -35,16 +35,20 @@ _PARTS = 0.5, 0.4, 0.3, 0.2, 0.1  # of the way to the learnt weights, where thes
 
 
 class Weights(NamedTuple):
-    """A head's trained weights, and the target's for the same vocabulary."""
+    """A head's trained weights, and the target's for the same vocabulary.
+
+    part: of the way from the first weights to learnt ones at which they lie
+    """
 
     learnt: LearntWeights
     target: TargetWeights
+    part: float = 1.0
 
 
 class Verdict(NamedTuple):
     """better: than the served weights; worse: beyond chance. before, after: accept lengths on recent sessions.
 
-    weights: to serve if they are better; part: of the way from the first weights to the learnt ones
+    weights: to serve if they are better
     retained: accept length on earlier traffic over that of the first weights; None without such sessions
     rows: of recent sessions
     """
@@ -54,7 +58,6 @@ class Verdict(NamedTuple):
     before: float
     after: float
     weights: Weights
-    part: float
     retained: float | None
     rows: int
 
@@ -76,19 +79,19 @@ class Judge:
         recent = self._sampler.recent_held_out()
         if _rows(recent) < _MIN_ROWS:
             return None
-        weights, part, retained, enough = new, 1.0, None, True
+        weights, retained, enough = new, None, True
         if _rows(earlier := self._sampler.earliest_held_out()) >= _MIN_ROWS:
-            weights, part, retained, enough = self.retaining(new, earlier)
+            weights, retained, enough = self.retaining(new, earlier)
         old, now = self.accepted(served, recent), self.accepted(weights, recent)
         return Verdict(
             enough and is_better(old, now), is_better(now, old), 1 + float(old.mean()), 1 + float(now.mean()),
-            weights, part, retained, len(old),
+            weights, retained, len(old),
         )  # fmt: skip
 
-    def retaining(self, new: Weights, earlier: Sequence[Batch]) -> tuple[Weights, float, float, bool]:
+    def retaining(self, new: Weights, earlier: Sequence[Batch]) -> tuple[Weights, float, bool]:
         """The weights nearest to the new ones that keep enough of earlier traffic, beyond chance.
 
-        With their part, what they keep, and whether it is enough.
+        With what they keep, and whether it is enough.
         """
         then, enough = 1 + self.accepted(self.first, earlier), False
         for part in (1.0, *_PARTS):
@@ -96,18 +99,18 @@ class Judge:
             kept = 1 + self.accepted(weights, earlier)
             if enough := is_better((_KEPT if part < 1 else 1.0) * then, kept):
                 break
-        return weights, part, float(kept.mean() / then.mean()), enough
+        return weights, float(kept.mean() / then.mean()), enough
 
     def between(self, new: Weights, part: float) -> Weights:
         """Weights at a part of the way from the first ones to new ones. Entries of other tokens are the new ones'."""
         learnt = new.learnt
         places = self.first.target.draft_ids[learnt.ids]
         params = _between(self.first.learnt.params, learnt.params, part, places)
-        return Weights(LearntWeights(params, learnt.ids), new.target)
+        return Weights(LearntWeights(params, learnt.ids), new.target, part)
 
-    def behind(self, served: Weights, part: float) -> Weights:
-        """The learnt weights, of served ones at a part of the way to them."""
-        return served if part == 1 else self.between(served, 1 / part)
+    def behind(self, served: Weights) -> Weights:
+        """The learnt weights that served ones lie on the way to."""
+        return served if served.part == 1 else self.between(served, 1 / served.part)._replace(part=1.0)
 
     def accepted(self, weights: Weights, batches: Sequence[Batch]) -> NDArray[np.int64]:
         """Accepted tokens of a draft chain behind each row, [n]."""

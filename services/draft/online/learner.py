@@ -77,8 +77,7 @@ class Host(Protocol):
 class Learner:
     """The weights in training. Called from one thread, except `load` and `follow`.
 
-    offer: new weights for the service. serving: the weights that serve; part: of the way from the first to the learnt
-    ones at which they lie. averaged: those in training, averaged over the
+    offer: new weights for the service. serving: the weights that serve. averaged: those in training, averaged over the
     latest steps; they are judged, because single steps on small packs are noisy. ids: the vocabulary of both.
     worse: evaluations in a row in which the new weights were worse. swapping: held while weights are converted, for the
     present weights of the target.
@@ -95,7 +94,7 @@ class Learner:
         """
         self.offer = WeightHandoff()
         self.host = host
-        self.worse, self.part = 0, 1.0
+        self.worse = 0
         self._options, self._clock = options, clock
         shape = PackShape(1, options.length, options.learnt, options.unroll_steps)
         self.sampler = SegmentSampler(buffer, shape, options.epochs)
@@ -178,7 +177,7 @@ class Learner:
     def restart(self) -> None:
         """Train from the learnt weights again, of which the served ones were made."""
         with self.swapping:
-            learnt, target = self.judge.behind(self.serving, self.part)
+            learnt, target, _ = self.judge.behind(self.serving)
             self.ids = learnt.ids
             self.trainer.follow(target)
             self.train_from(learnt.params)
@@ -225,11 +224,11 @@ class Learner:
             "%d steps trained: accept length %.3f, was %.3f, on %d held-out rows%s; %s",
             self._load.steps, verdict.after, verdict.before, verdict.rows,
             "" if verdict.retained is None else
-            f", {verdict.retained:.1%} of the first one on earlier traffic, {verdict.part:.0%} of the way from it",
+            f", {verdict.retained:.1%} of the first one on earlier traffic, {verdict.weights.part:.0%} of the way",
             "kept" if better else "not kept",
         )  # fmt: skip
         if better:
-            self.swap(verdict.weights.learnt, verdict.part)
+            self.swap(verdict.weights.learnt, verdict.weights.part)
         else:
             self.worse = self.worse + 1 if verdict.worse else 0
             if self.worse == _MAX_WORSE:
@@ -247,7 +246,7 @@ class Learner:
         """Serve these weights, of the vocabulary in training, from now on. part: of the way to the learnt ones."""
         with self.swapping:
             learnt = LearntWeights(_copy(learnt.params), self.ids)
-            self.serving, self.part, self.worse = Weights(learnt, self.trainer.target), part, 0
+            self.serving, self.worse = Weights(learnt, self.trainer.target, part), 0
             self.offer.put(jax.block_until_ready(self.host.convert(learnt)))
         self.host.keep(learnt)
         self.save()  # else a process that ends soon leaves a state that is older than the weights
@@ -259,7 +258,8 @@ class Learner:
         """
         served, first = self.serving.learnt, self.judge.first.learnt
         own, training, origin = self.host.targets(served.ids, self.ids, first.ids)
-        self.serving, self.judge.first = Weights(served, own), Weights(first, origin)
+        self.serving = self.serving._replace(target=own)
+        self.judge.first = Weights(first, origin)
         self.trainer.follow(training)
         self.offer.take()
         converted = self.host.convert(served)

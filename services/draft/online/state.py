@@ -67,7 +67,7 @@ def _arrays(learner: Learner, facts: dict[str, Any]) -> dict[str, Any]:
     ]  # fmt: skip
     about = {
         "format": _FORMAT, "facts": facts, "load": asdict(learner.load()), "step": learner.trainer.step,
-        "part": learner.part,
+        "part": learner.serving.part,
         "buffer": buffer.counters(), "sampler": learner.sampler.used, "segments": entries,
         "recent": [s.number for s in recent], "sample": [s.number for s in sample],
     }  # fmt: skip
@@ -126,7 +126,7 @@ def _restore(arrays: NpzFile, learner: Learner, facts: dict[str, Any]) -> None:
     if found.get("weights") == facts["weights"]:
         trained, averaged = jax.tree.unflatten(structure, [jnp.asarray(array) for array in state])
         learner.resume(load, trained, averaged, ids, about["step"])
-        learner.part = about["part"]
+        learner.serving = learner.serving._replace(part=about["part"])
     else:  # weights were taken over after the state was written
         log.info("the weights are newer than the state of their training, which goes on from the weights")
         learner.resume(load)

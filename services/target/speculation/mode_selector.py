@@ -162,7 +162,6 @@ class ModeSelector:
         gained much.
         """
         self._measured = {mode: _Measured() for mode in sorted(modes, key=lambda mode: mode in DRAFT_MODES)}
-        self._alone = next((mode for mode in modes if mode not in DRAFT_MODES), None)  # without a draft service
         self._prompts = prompts
         self._latency = latency or AnswerLatency()
         self.trials = 0
@@ -177,16 +176,13 @@ class ModeSelector:
         self.loss: float | None = fewer.loss if fewer is not None else None
         self.gain: float = fewer.gain / _GAIN_LOSS**doublings if fewer is not None else 0.0
         self._first_pause = _FIRST_DELAY if many else _FIRST_PAUSE
-        self._delay = self._first_delay(many)
+        self._delay = 0.0 if self._alone is None else _first_delay(self.loss, self.gain, many=many)
         self.mode = self._alone if self._delay and first in DRAFT_MODES and self._alone is not None else first
 
-    def _first_delay(self, many: bool) -> float:
-        """Seconds after which drafts are tried first."""
-        if self._alone is None:
-            return 0.0
-        if self.loss is not None:
-            return _pause(self.loss, _COST_SHARE)
-        return _FIRST_DELAY if many and self.gain < 1.0 else 0.0
+    @property
+    def _alone(self) -> SpeculationMode | None:
+        """The mode without a draft service, if it may be chosen."""
+        return next((mode for mode in self._measured if mode not in DRAFT_MODES), None)
 
     @property
     def steps(self) -> int:
@@ -358,3 +354,10 @@ class ModeSelector:
 def _pause(lost: float, share: float, trial: float = 0.0) -> float:
     """Seconds after which a mode may be tried again. lost: seconds that a trial costs; trial: its length in seconds."""
     return min(max(lost / share, _MIN_PAUSE_TRIALS * trial), _MAX_PAUSE)
+
+
+def _first_delay(loss: float | None, gain: float, *, many: bool) -> float:
+    """Seconds after which drafts are tried first. loss, gain, many: as in ModeSelector."""
+    if loss is not None:
+        return _pause(loss, _COST_SHARE)
+    return _FIRST_DELAY if many and gain < 1.0 else 0.0

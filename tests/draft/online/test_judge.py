@@ -56,7 +56,7 @@ def judge(accepted, rows=200, earlier=200):
 def test_the_largest_part_of_the_way_that_keeps_earlier_traffic(recent, earlier, better, worse, part, retained):
     found = judge({RECENT: lambda value: recent * value, EARLIER: lambda value: earlier * value})
     verdict = found.verdict(weights(SERVED), weights(NEW))
-    assert (verdict.better, verdict.worse, verdict.part) == (better, worse, pytest.approx(part))
+    assert (verdict.better, verdict.worse, verdict.weights.part) == (better, worse, pytest.approx(part))
     assert verdict.retained == pytest.approx(retained, abs=2e-3)
     assert verdict.weights.learnt.params["fuse"][0] == pytest.approx(part)
     assert verdict.after == pytest.approx(2 + recent * part, abs=0.02)
@@ -68,7 +68,11 @@ def test_earlier_traffic_is_kept_beyond_chance():
     verdict = judge({RECENT: lambda value: 8.0 * value, EARLIER: lambda value: value * sides}).verdict(
         weights(0.1), weights(NEW)
     )
-    assert (verdict.better, verdict.part, verdict.retained) == (True, pytest.approx(0.5), pytest.approx(1.0, abs=1e-6))
+    assert (verdict.better, verdict.weights.part, verdict.retained) == (
+        True,
+        pytest.approx(0.5),
+        pytest.approx(1.0, abs=1e-6),
+    )
 
 
 def test_entries_of_other_tokens_are_the_learnt_ones():
@@ -82,7 +86,7 @@ def test_entries_of_other_tokens_are_the_learnt_ones():
 def test_learnt_weights_are_had_back_from_those_that_serve():
     found, new = judge({}), weights(NEW, (2, 4, 0))
     for part in (1.0, 0.5, 0.1):
-        behind = found.behind(found.between(new, part), part)
+        behind = found.behind(found.between(new, part))
         assert behind.learnt.ids.tolist() == [2, 4, 0]
         for name, value in new.learnt.params.items():
             np.testing.assert_allclose(behind.learnt.params[name], value, rtol=1e-5)

@@ -22,7 +22,7 @@ def test_state_is_kept_over_a_restart(models, tmp_path, caplog):
         serve_random(draft, session_id, low=70)  # half of these tokens have no entry
     for _ in range(5):
         assert learner.run_once() > 0
-    learner.part = 0.4
+    learner.serving = learner.serving._replace(part=0.4)
     draft.drafter.stop()
     file = tmp_path / "out" / STATE
     assert [path.name for path in file.parent.iterdir()] == [STATE]
@@ -34,7 +34,7 @@ def test_state_is_kept_over_a_restart(models, tmp_path, caplog):
 
     again = online_engine(models[1], models[0], **flags).drafter.learner
     assert facts(again) == facts(learner)
-    assert again.part == 0.4
+    assert again.serving.part == 0.4
     assert (again.ids != learner.serving.learnt.ids).any(), "the vocabulary has followed the traffic"
     for a, b in zip(*(jax.tree.leaves((one.trainer.state, one.averaged)) for one in (again, learner)), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -1,5 +1,7 @@
 """The gateway's self-test of a drafter through real services: a head that fits, and one with permuted tokens."""
 
+import re
+
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -47,7 +49,7 @@ def test_a_pair_is_judged_once_at_start_up(base, target, tmp_path, name):
     draft = draft_service(f"unix:{tmp_path}/draft", head(base, name)).start()
     gateway = Gateway(tmp_path, [target.address], [draft.address], self_test=True).wait()
     try:
-        until(lambda: "self-test of the draft" in gateway.log.read_text(), 60)
+        until(lambda: re.search(r"self-test of the draft.*\n", gateway.log.read_text()), 60)
         logged = gateway.log.read_text()
         warned = "does not seem to fit the target" in logged
         assert warned == (name == "wrong"), logged

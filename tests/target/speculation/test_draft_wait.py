@@ -4,7 +4,7 @@ import pytest
 
 from services.target.speculation.mode_policy import MEASURING_MODES, ModePolicy
 from services.target.speculation.mode_selector import TRIAL, SpeculationMode
-from tests.support.target.drafter_clock import Clock, work
+from tests.support.target.virtual_time.drafter_clock import Clock, work
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from services.target.speculation.draft_wait import longest_wait
 from services.target.speculation.estimates.in_time import share_in_time
 from services.target.speculation.mode_policy import SERVICE_MODES, ModePolicy
 from services.target.speculation.mode_selector import SpeculationMode
-from tests.support.target.drafter_clock import Clock
-from tests.support.target.link_replay import Link, Replay
+from tests.support.target.virtual_time.drafter_clock import Clock
+from tests.support.target.virtual_time.link_replay import Link, Replay
 
 LENGTH, SERIES, ANSWERS = 128, 3, 4
 SINGLE = [SpeculationMode.WAIT_FOR_DRAFT, SpeculationMode.DRAFT_IF_READY, SpeculationMode.NONE]

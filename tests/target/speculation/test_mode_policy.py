@@ -4,7 +4,7 @@ import pytest
 
 from services.target.speculation.mode_policy import ModePolicy
 from services.target.speculation.mode_selector import DRAFT_MODES, TRIAL, SpeculationMode
-from tests.support.target.drafter_clock import Clock, work
+from tests.support.target.virtual_time.drafter_clock import Clock, work
 
 
 @pytest.mark.parametrize(("step", "tokens", "pays"), [(0.05, 2, False), (0.05, 8, True), (0.03, 2, False)])

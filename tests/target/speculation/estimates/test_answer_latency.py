@@ -4,7 +4,7 @@ import pytest
 
 from services.target.speculation.draft_wait import DraftWait
 from services.target.speculation.estimates.answer_latency import AnswerLatency
-from tests.support.target.drafter_clock import Clock
+from tests.support.target.virtual_time.drafter_clock import Clock
 
 
 def test_answers_count_from_their_own_commits_though_further_ones_followed():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from services.target.speculation.mode_policy import ModePolicy
 from services.target.speculation.mode_selector import DRAFT_MODES, SpeculationMode
-from tests.support.target.drafter_clock import Clock
+from tests.support.target.virtual_time.drafter_clock import Clock
 
 _DEPTH = 8  # tokens of a tree's longest path
 _SAME = 0.7  # share of tokens that a drafter foretells, or not, from wherever it begins

@@ -1,0 +1,1 @@
+"""The policies of speculation in virtual time."""
