@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,9 +75,8 @@ class CostMeter:
     @property
     def disturbed(self) -> bool:
         """True if steps took longer than others with more tokens, which only other work on the machine explains."""
-        short = self._of_short_context()
-        least = _bounded(short)
-        return any(seconds > _NOISE * least[tokens] for tokens, seconds in short.items())
+        short = [seconds for point, seconds in self.seconds.items() if point.kv_tokens == self._short]
+        return any(fewer > _NOISE * more for fewer, more in pairwise(short))
 
     @property
     def complete(self) -> bool:
@@ -85,12 +85,9 @@ class CostMeter:
 
     def cost(self) -> StepCost:
         """The cost model of the timed steps. The meter must be complete."""
-        seconds = _bounded(self._of_short_context())
+        seconds = {point.tokens: time for point, time in self.seconds.items() if point.kv_tokens == self._short}
         context = self.seconds[Point(self._long, 1)] - seconds[1]
         return StepCost(seconds, max(0.0, context) / (self._long - self._short))
-
-    def _of_short_context(self) -> dict[int, float]:
-        return {point.tokens: time for point, time in self.seconds.items() if point.kv_tokens == self._short}
 
     def time(self, point: Point) -> None:
         """Time a step."""
@@ -125,15 +122,6 @@ class CostMeter:
             for page in session.table.pages.tolist():
                 indexable(pool)[page].zero_()
         session.computed = kv_tokens
-
-
-def _bounded(seconds: Mapping[int, float]) -> dict[int, float]:
-    """Seconds of steps by their tokens, no more than those of steps with more tokens."""
-    least = math.inf
-    bounded = {}
-    for tokens in sorted(seconds, reverse=True):
-        bounded[tokens] = least = min(seconds[tokens], least)
-    return dict(sorted(bounded.items()))
 
 
 class Measuring(Budget):

@@ -93,7 +93,7 @@ def test_measuring_leaves_nothing_behind(model):
     engine.check()
 
 
-def test_steps_that_other_work_slowed_are_measured_again_and_bounded(model, monkeypatch):
+def test_steps_that_other_work_slowed_are_measured_again(model, monkeypatch):
     meter = CostMeter(engine_of(model))
     times = {
         point: [0.5 if point.tokens == 2 else 0.001 * point.tokens, 0.001 * point.tokens] for point in meter.points
@@ -101,9 +101,7 @@ def test_steps_that_other_work_slowed_are_measured_again_and_bounded(model, monk
     monkeypatch.setattr(meter, "_timed", lambda kv_tokens, tokens: times[kv_tokens, tokens].pop(0))
     assert meter.measure(1).step(2, 0)[0] == pytest.approx(0.002)
     assert not any(times.values())
-    meter.seconds[meter.points[1]] = 0.5  # as in a file of a busy machine
-    assert meter.disturbed
-    assert meter.cost().step(2, 0)[0] == pytest.approx(0.001 * meter.points[2].tokens)
+    assert not meter.disturbed
 
 
 def served(engine, work):
