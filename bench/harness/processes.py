@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,16 +11,15 @@ from typing import Any
 
 from bench.harness.errors import BenchError
 from outrider.process.parent_death import tied_to_parent
+from outrider.process.ports import free_ports
 
 _LAST_LINES = 3  # of a failed program's stderr, quoted in the error
 _TERMINATION_TIMEOUT = 30.0  # seconds from SIGTERM to SIGKILL
 
 
 def free_port() -> int:
-    """A TCP port on the loopback interface that has no listener at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback interface that no process uses at the moment."""
+    return free_ports("127.0.0.1", 1)[0]
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:

@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from bench.harness.errors import BenchError
 from bench.harness.processes import start
 from bench.pools.quota import limited
 from outrider.config.access.callers import ADMIN_KEYS_VARIABLE
+from outrider.process.ports import free_ports
 from outrider.supervisor.health import is_healthy
 
 _ADMIN_KEY = secrets.token_hex(16)
@@ -32,15 +32,6 @@ _POLL = 0.02  # seconds
 _TICK = os.sysconf("SC_CLK_TCK")
 
 Lane = tuple[str, str]  # a kind of streams, and the direction
-
-
-def free_ports(count: int) -> list[int]:
-    """Different TCP ports of the loopback interface that have no listener at the moment."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 @dataclass
@@ -91,7 +82,7 @@ def replicas(folder: Path, steps: Sequence[tuple[str, float]], accept_length: in
 ]:  # fmt: skip
     """Simulated services, which all serve. steps: role and milliseconds of a step of each."""
     made = []
-    for (role, milliseconds), port in zip(steps, free_ports(len(steps)), strict=True):
+    for (role, milliseconds), port in zip(steps, free_ports("127.0.0.1", len(steps)), strict=True):
         arguments = [f"{milliseconds:g}", str(accept_length), str(row_bytes)]
         made.append(Replica(role, f"127.0.0.1:{port}", arguments, folder / f"{role}-{port}"))
     try:
@@ -230,7 +221,7 @@ def gateways(
     for role in ("target", "draft"):
         addresses = [replica.address for replica in members if replica.role == role]
         flags += [f"--{role}", *addresses] if addresses else []
-    ports = free_ports(2 * count)
+    ports = free_ports("127.0.0.1", 2 * count)
     with contextlib.ExitStack() as stack:
         made = []
         processes: list[subprocess.Popen[bytes]] = []

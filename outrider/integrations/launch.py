@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import shlex
-import socket
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from outrider.integrations.rollouts import RolloutError, RolloutGateway
 from outrider.process.parent_death import tied_to_parent
+from outrider.process.ports import free_ports, host_and_port
 
 _POLL_SECONDS = 0.5
 _LAST_LINES = 30  # of its output, for an error
@@ -32,23 +31,13 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def free_ports(host: str, count: int) -> list[int]:
-    """Ports of an address of this machine that are free at present."""
-    with contextlib.ExitStack() as stack:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        taken = [stack.enter_context(socket.socket(family)) for _ in range(count)]
-        for one in taken:
-            one.bind((host, 0))
-        return [one.getsockname()[1] for one in taken]
-
-
 class LaunchedGateway:
     """A child process that serves a model. url, key: of its gateway, and of an administrator."""
 
     def __init__(self, command: str, host: str, flags: Mapping[str, Any]) -> None:
         """command: `outrider serve`, or its path in another environment."""
         port, grpc_port = free_ports(host, 2)
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = f"http://{host_and_port(host, port)}"
         self.key = secrets.token_urlsafe(32)
         own = {"host": host, "port": port, "grpc_port": grpc_port}
         self._command = [*shlex.split(command), *flags_of({**flags, **own})]

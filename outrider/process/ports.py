@@ -49,6 +49,16 @@ def take_port(host: str, port: int, flag: str, *, shared: bool = False, listens:
     return taken
 
 
+def free_ports(host: str, count: int) -> list[int]:
+    """Different TCP ports of an address of this machine that no process uses at the moment."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket(family)) for _ in range(count)]
+        for probe in probes:
+            probe.bind((host, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
 def socket_path(address: str) -> str | None:
     """Path of the Unix domain socket of a gRPC address; None unless the address is "unix:path"."""
     if not address.startswith("unix:"):
