@@ -25,7 +25,7 @@ from services.draft.drafters.model import ModelDrafter
 from services.draft.sessions.batch import Growth
 from services.draft.sessions.session import DraftSession
 
-_FAR = 1000  # at least so many tokens of the text lie between a token and the one that replaces it as a wrong one
+_FAR = 1000  # at least this many tokens of the text lie between a token and the one that replaces it as a wrong one
 _MASK = (1 << 64) - 1
 
 
