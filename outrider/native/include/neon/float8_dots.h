@@ -7,6 +7,21 @@
 
 namespace outrider {
 
+// Sums of V vectors of four outputs, from `first` on; fresh ones are 0.
+template <int M, int V>
+INLINED inline void take_sums(float32x4_t (&sum)[M][V], const float* sums, int first, bool fresh) {
+  each<M>([&](auto m) INLINED {
+    each<V>([&](auto v) INLINED { sum[m][v] = fresh ? vdupq_n_f32(0.0f) : vld1q_f32(sums + m * kPanel + (first + v) * kFour); });
+  });
+}
+
+template <int M, int V>
+INLINED inline void put_sums(const float32x4_t (&sum)[M][V], float* sums, int first) {
+  each<M>([&](auto m) INLINED {
+    each<V>([&](auto v) INLINED { vst1q_f32(sums + m * kPanel + (first + v) * kFour, sum[m][v]); });
+  });
+}
+
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
 
 // Two k of eight outputs as bfloat16, times 2^-8, byte by byte: the upper byte has the sign and the exponent's upper bits, the
@@ -30,11 +45,7 @@ template <int M, int V>
   constexpr int64_t kChunks = 2, kSteps = kGroup / kChunks / 2;  // of two k, of a chunk of rows
   const Float8Line line_of;
   float32x4_t sum[M][V];
-  each<M>([&](auto m) INLINED {
-    each<V>([&](auto v) INLINED {
-      sum[m][v] = group.fresh ? vdupq_n_f32(0.0f) : vld1q_f32(sums + m * kPanel + (first + v) * kFour);
-    });
-  });
+  take_sums(sum, sums, first, group.fresh);
   const char* from = group.values + first * kFour * 2;
   int64_t line = group.line;
   for (int64_t chunk = kChunks * group.index; chunk < kChunks * (group.index + 1); ++chunk) {
@@ -62,9 +73,7 @@ template <int M, int V>
       });
     }
   }
-  each<M>([&](auto m) INLINED {
-    each<V>([&](auto v) INLINED { vst1q_f32(sums + m * kPanel + (first + v) * kFour, sum[m][v]); });
-  });
+  put_sums(sum, sums, first);
 }
 
 #else
@@ -73,11 +82,7 @@ template <int M, int V>
 [[gnu::noinline]] void run_float8(const Pass& pass, const Float8Group& group, int first, float* sums) {
   constexpr int64_t kChunks = 4, kSteps = kGroup / kChunks / 2;  // of two k, of a chunk of rows
   float32x4_t sum[M][V];
-  each<M>([&](auto m) INLINED {
-    each<V>([&](auto v) INLINED {
-      sum[m][v] = group.fresh ? vdupq_n_f32(0.0f) : vld1q_f32(sums + m * kPanel + (first + v) * kFour);
-    });
-  });
+  take_sums(sum, sums, first, group.fresh);
   const char* from = group.values + first * kFour * 2;
   int64_t line = group.line;
   for (int64_t chunk = kChunks * group.index; chunk < kChunks * (group.index + 1); ++chunk) {
@@ -103,9 +108,7 @@ template <int M, int V>
       });
     }
   }
-  each<M>([&](auto m) INLINED {
-    each<V>([&](auto v) INLINED { vst1q_f32(sums + m * kPanel + (first + v) * kFour, sum[m][v]); });
-  });
+  put_sums(sum, sums, first);
 }
 
 #endif
