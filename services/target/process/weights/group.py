@@ -28,6 +28,11 @@ log = logging.getLogger(__name__)
 DTYPES = {
     "float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
 }  # fmt: skip
+_OTHERS = {  # received, and then refused, so that the trainer does not wait in its broadcast
+    str(one).removeprefix("torch."): one
+    for one in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn,
+                torch.float8_e5m2)
+}  # fmt: skip
 _FIRST_POLL, _LONGEST_POLL = 1e-4, 0.02  # seconds between two looks at a broadcast
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _SOURCE_FILE = re.compile(r"^\[[^]]*\] ")
@@ -57,7 +62,7 @@ class Announced:
     @property
     def torch_dtype(self) -> torch.dtype:
         """Raises ConfigError."""
-        found = DTYPES.get(self.dtype)
+        found = DTYPES.get(self.dtype, _OTHERS.get(self.dtype))
         if found is None:
             raise ConfigError(f"{self.name} is of type {self.dtype}; send one of {', '.join(DTYPES)}")
         return found
@@ -100,7 +105,9 @@ class TrainerGroup:
                 yield one.name, aligned.view(one.torch_dtype).reshape(one.shape)
             return
         for one in announced:
-            yield one.name, self._broadcast(prod(one.shape), one.torch_dtype, one.name).reshape(one.shape)
+            dtype = one.torch_dtype if one.dtype in DTYPES else torch.uint8  # gloo does not know all of the others
+            count = one.nbytes // dtype.itemsize
+            yield one.name, self._broadcast(count, dtype, one.name).view(one.torch_dtype).reshape(one.shape)
 
     def _broadcast(self, numbers: int, dtype: torch.dtype, name: str) -> Tensor:
         """A tensor that rank 0 broadcasts, [numbers] on the host."""
