@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 
 from services.target.speculation.estimates.answer_latency import AnswerLatency
-from services.target.speculation.modes.effects import ModeEffects
 from services.target.speculation.modes.mode import DRAFT_MODES, SpeculationMode
-from services.target.speculation.modes.prediction import PRIOR_STEPS, predicted, variances
+from services.target.speculation.modes.prediction import predicted, variances
 from services.target.speculation.modes.prefill_cost import PrefillCost
+from services.target.speculation.modes.throughput import MIN_GAIN, ModeThroughput, Trial
 from services.target.speculation.modes.trial import SETTLING, TRIAL, Steps
 
 # Measured steps of the first trials at a load: a losing mode ends soon.
@@ -39,43 +38,10 @@ _FIRST_PAUSE, _PAUSE_GROWTH = 1.0, 4.0
 _MAX_LOSSES = math.ceil(math.log(_MAX_PAUSE / _FIRST_PAUSE, _PAUSE_GROWTH))
 _FIRST_DELAY = 30.0  # seconds that a load lasts before drafts are tried where a trial costs about one second
 _GAIN_LOSS = 1.5  # factor by which the gain of drafts shrinks with twice as many sessions
-_MIN_GAIN = 1.02  # minimum gain of drafts: less may be noise, and costs drafters their time
-_DECAY, _MIN_DECAY = 0.9, 0.3  # of a measurement, per trial of any mode since, and at most between two of its own
-# Standard deviation of the logarithm of a predicted throughput, and of that of own sources by the steps of a trial that
-# have no proposals: a draft on the same cores makes these longer, and texts are harder there.
-_PREDICTION_DEVIATION, _RELATION_DEVIATION = 0.1, 0.12
 _FEWEST_TOKENS = 0.5  # that a trial without any counts for
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """The last trial of a mode, all steps without prompts. ended: seconds at this load; tokens: per session.
-
-    pace: tokens per second of its measured steps
-    """
-
-    ended: float
-    tokens: float
-    seconds: float
-    pace: float
-
-
-@dataclass
-class _Measured:
-    """All steps of one mode; older trials count less."""
-
-    total: Steps = field(default_factory=Steps)
-    trials: int = 0  # of all modes, when this one was measured last; 0 for never
-    trial: _Trial = _Trial(0.0, 0.0, 0.0, 1.0)
-    losses: int = 0  # consecutive trials after which it was not the best
-
-    def add(self, trials: int, new: Steps) -> None:
-        """Add a trial."""
-        self.total.add(new, max(_DECAY ** (trials - self.trials), _MIN_DECAY))
-        self.trials = trials
-
-
-class ModeSelector:
+class ModeSelector(ModeThroughput):
     """The modes at one load; `mode` is that of the present trial, the number `trials` + 1.
 
     gain: throughput of the better mode with a draft service over that without; until measured, derived from the
@@ -101,29 +67,17 @@ class ModeSelector:
         many prompts to read, or expensive trees; the load must last for a while to be worth that, unless fewer sessions
         gained much.
         """
-        self._measured = {mode: _Measured() for mode in sorted(modes, key=lambda mode: mode in DRAFT_MODES)}
-        self._prompts = prompts
-        self._latency = latency or AnswerLatency()
+        super().__init__(modes, prompts, fewer, latency)
         self.trials = 0
         self._elapsed = 0.0  # seconds in steps
         self._since = Steps()  # the last trial's end: all steps, measured or not
-        self._drafted = Steps(drafted=PRIOR_STEPS, accepted=PRIOR_STEPS)  # of all modes, of trials with proposals
-        if fewer is not None:
-            self._drafted = replace(fewer._drafted)
         self._short = False
-        self._sessions = 1.0
         self.probes = True
         self.loss: float | None = fewer.loss if fewer is not None else None
         self.gain: float = fewer.gain / _GAIN_LOSS**doublings if fewer is not None else 0.0
         self._first_pause = _FIRST_DELAY if many else _FIRST_PAUSE
         self._delay = 0.0 if self._alone is None else _first_delay(self.loss, self.gain, many=many)
         self.mode = self._alone if self._delay and first in DRAFT_MODES and self._alone is not None else first
-        self._effects = ModeEffects(modes)
-
-    @property
-    def _alone(self) -> SpeculationMode | None:
-        """The mode without a draft service, if it may be chosen."""
-        return next((mode for mode in self._measured if mode not in DRAFT_MODES), None)
 
     @property
     def steps(self) -> int:
@@ -156,7 +110,7 @@ class ModeSelector:
         pace = max(self._tokens_of(new), _FEWEST_TOKENS) / new.seconds
         noise, walk = variances(max(new.steps, 1.0), present.total, self._accepted, sessions)
         self._effects.observe(self.mode, pace, noise, walk, self._since.seconds)
-        present.trial = _Trial(self._elapsed, self._since.tokens, self._since.seconds, pace)
+        present.trial = Trial(self._elapsed, self._since.tokens, self._since.seconds, pace)
         self._relate(new)
         self._since = Steps()
         self._sessions = sessions
@@ -168,42 +122,6 @@ class ModeSelector:
         self.mode, self.probes = due[0] if due else best, bool(due)
         expected = rates.get(self.mode) or self._rate_predicted(self.mode, best) or math.inf
         self._short = self.mode is not best and expected < _FAR_BEHIND * rates[best]
-
-    def _update_accepted(self, new: Steps) -> None:
-        """Learn what steps with proposals accept, in whatever mode, by which earlier trials of all modes are judged."""
-        measured = {mode: one.total for mode, one in self._measured.items() if one.total.drafted and one.trials}
-        before = {mode: self._tokens_of(steps) for mode, steps in measured.items()}
-        self._drafted.add(new, _DECAY)
-        for mode, steps in measured.items():
-            self._effects.scale(mode, self._tokens_of(steps) / before[mode])
-
-    def _expect_first(self) -> None:
-        """Before the first trial of a mode with drafts counts: what the other one's trials foretell of it."""
-        for mode in DRAFT_MODES:
-            if mode not in self._measured or not self._measured[mode].trials:
-                continue
-            if (steps := predicted(self.mode, self._measured[mode].total, self._accepted, self._latency)) is not None:
-                self._effects.expect(self.mode, self._pace_predicted(self.mode, mode), _PREDICTION_DEVIATION)
-                self._measured[self.mode].total = steps
-
-    def _relate(self, new: Steps) -> None:
-        """A trial with drafts shows what own sources bring on the same text: they draft in steps without proposals."""
-        alone = SpeculationMode.SELF_SPECULATE
-        if self.mode not in DRAFT_MODES or alone not in self._measured:
-            return
-        if (steps := predicted(alone, new, self._accepted, self._latency)) is not None:
-            ratio = self._pace_of(steps) / self._pace_of(new)
-            self._effects.relate(alone, self.mode, ratio, _RELATION_DEVIATION)
-
-    def _rates(self) -> dict[SpeculationMode, float]:
-        """Throughput of the measured modes. Drafts that are never accepted made no trial fast: they count for no more
-        than the mode without."""
-        rates = {mode: self.throughput(mode) for mode, measured in self._measured.items() if measured.trials}
-        alone = math.inf if self._alone is None else rates.get(self._alone, math.inf)
-        for mode in rates.keys() & set(DRAFT_MODES):
-            if not self._gains(self._measured[mode].total):
-                rates[mode] = min(rates[mode], alone)
-        return rates
 
     def _update_gain(self, rates: dict[SpeculationMode, float]) -> None:
         drafted = [mode for mode in rates if mode in DRAFT_MODES]
@@ -273,44 +191,6 @@ class ModeSelector:
         tokens = trial.tokens * self._effects.rate(mode) / trial.pace  # that it commits with usual luck
         return trial.seconds + tokens * (self._sessions * self._prompts.seconds(mode) - 1.0 / rate)
 
-    def throughput(self, mode: SpeculationMode) -> float:
-        """Tokens per session and second that a trial would commit now, prompts included."""
-        return self._with_prompts(self._effects.rate(mode), mode)
-
-    def _with_prompts(self, pace: float, mode: SpeculationMode) -> float:
-        """A throughput, prompts included. pace: the same in steps without prompts."""
-        return 1.0 / (1.0 / pace + self._sessions * self._prompts.seconds(mode)) if pace else 0.0
-
-    def _rate_of(self, steps: Steps, mode: SpeculationMode) -> float:
-        """Throughput of some steps, prompts included."""
-        return self._with_prompts(self._pace_of(steps), mode)
-
-    def _pace_of(self, steps: Steps) -> float:
-        """The same without prompts. A step with proposals counts as many accepted draft tokens in all modes."""
-        return self._tokens_of(steps) / steps.seconds
-
-    def _tokens_of(self, steps: Steps) -> float:
-        return steps.tokens + steps.drafted * self._accepted - steps.accepted
-
-    def _gains(self, steps: Steps) -> bool:
-        """Whether proposals let steps commit more than they do without."""
-        return self._tokens_of(steps) - steps.own > _MIN_GAIN * steps.steps
-
-    @property
-    def _accepted(self) -> float:
-        """Draft tokens that a step with proposals accepts, in any mode."""
-        return self._drafted.accepted / self._drafted.drafted
-
-    def _rate_predicted(self, mode: SpeculationMode, known: SpeculationMode) -> float:
-        """Throughput of a mode, prompts included, from that of another one; 0 if nothing is predicted."""
-        return self._with_prompts(self._pace_predicted(mode, known), mode)
-
-    def _pace_predicted(self, mode: SpeculationMode, known: SpeculationMode) -> float:
-        """The same without prompts."""
-        steps = self._measured[known].total
-        made = predicted(mode, steps, self._accepted, self._latency)
-        return 0.0 if made is None else self._effects.rate(known) * self._pace_of(made) / self._pace_of(steps)
-
     def hopeless(self, steps: Steps) -> bool:
         """True if the present trial may end with these steps: by them a mode with drafts that had none is far ahead."""
         if self.mode not in DRAFT_MODES:
@@ -324,7 +204,7 @@ class ModeSelector:
 
 def _required_gain(mode: SpeculationMode) -> float:
     """Factor of throughput that a mode must bring to be chosen."""
-    return _MIN_GAIN if mode in DRAFT_MODES else 1.0
+    return MIN_GAIN if mode in DRAFT_MODES else 1.0
 
 
 def _pause(lost: float, share: float, least: float = 0.0) -> float:
