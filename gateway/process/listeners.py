@@ -35,6 +35,7 @@ _PUBLIC_METHODS = (
 _OTHER_CALLS = 64  # beside the pending requests, in one connection
 _CONNECTIONS = 8192  # of gRPC
 _GRACE = 5  # seconds for running requests to end when the gateway stops
+_KEEP_ALIVE = 75  # seconds without a request; a client must not use a connection as it is closed: aiohttp keeps 15 s
 _CONTROL_CONNECTIONS = 64  # over the control socket
 
 
@@ -180,7 +181,7 @@ def start_rest(app: ASGIApp, listener: socket.socket, tls: ServerTls | None, lim
     protocol: Any = partial(BoundedHttp, limits)
     settings = uvicorn.Config(
         app, http=protocol, log_config=None, access_log=False, lifespan="off", ws="none",
-        timeout_graceful_shutdown=_GRACE, **files,
+        timeout_keep_alive=_KEEP_ALIVE, timeout_graceful_shutdown=_GRACE, **files,
     )  # fmt: skip
     server = _Server(settings)
     server.handshake_timeout = limits.timeout if tls is not None else None
