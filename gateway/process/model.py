@@ -95,6 +95,11 @@ class ModelRunner:
         for decision in before._members.decisions:
             self._members.take(decision)
 
+    def set_next(self, after: ModelRunner | None) -> None:
+        """Another runner is to replace this one; None: none is. Its pools take what the API decides, and show it."""
+        self._members.next = after._members if after is not None else None
+        self._replicas.next = after._replicas if after is not None else None
+
     async def open(self) -> None:
         """Let the other workers ask for the pools, and take what was decided there."""
         await self._peers.serve(self._replicas.answers)
