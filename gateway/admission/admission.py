@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from gateway.admission.caller import CALLER, Caller, fingerprint, within
 from gateway.admission.retry_after import RetryAfter
+from gateway.admission.turns import Turns
 from outrider.config import GatewayConfig
 from outrider.errors import Forbidden, InvalidRequest, Overloaded, TooManyRequests, Unauthenticated, Unavailable
 
@@ -20,10 +21,14 @@ _POLL_SECONDS = 0.02
 
 
 class Admission:
-    """Counts running generations, and refuses those above the limit or after draining began."""
+    """Counts running generations, and refuses those above the limit or after draining began.
+
+    turns: of the work for clients, which refuse new generations while they are late
+    """
 
     def __init__(self, limit: int | None = None) -> None:
         """limit: of running generations; None is no limit."""
+        self.turns = Turns()
         self.draining = False
         self.running = 0
         self._limit = limit
@@ -43,6 +48,7 @@ class Admission:
         if self._limit is not None and self.running >= self._limit:
             message = f"{self.running} requests are running, which is the limit; retry later"
             raise Overloaded(message, retry_after=self.retry_after())
+        self.turns.check()
         self.running += 1
         self._retry_after.begin()
 

@@ -66,7 +66,7 @@ class ModelRunner:
         self._peers = peers.of_model(scope)
         metrics = Metrics()
         routing = Routing(config.cache_threshold, config.balance_abs_threshold, config.balance_rel_threshold)
-        self._orchestrator = Orchestrator([], [], metrics, routing=routing, model=scope)
+        self._orchestrator = Orchestrator([], [], metrics, routing=routing, turns=admission.turns, model=scope)
         members = Members(map(parse, config.target), map(parse, config.draft), scope)
         self._members = members
         discovery = Discovery(members, config.discovery_interval)
