@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.02
 class Admission:
     """Counts running generations, and refuses those above the limit or after draining began.
 
-    turns: of the work for clients, which refuse new generations while they are late
+    turns: of the work for clients; a request waits for its own before its generations are counted
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -48,7 +48,6 @@ class Admission:
         if self._limit is not None and self.running >= self._limit:
             message = f"{self.running} requests are running, which is the limit; retry later"
             raise Overloaded(message, retry_after=self.retry_after())
-        self.turns.check()
         self.running += 1
         self._retry_after.begin()
 

@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 from gateway.admission import turns as turns_module
-from gateway.admission.admission import Admission
 from gateway.admission.turns import MAX_DELAY, Turns
 from gateway.sessions.session import Inbox
 from outrider.errors import Overloaded
@@ -30,12 +29,23 @@ async def test_work_is_done_in_order_and_streams_are_read_in_between():
     assert [later - earlier for earlier, later in zip(reads, reads[1:], strict=False) if later > earlier] == [4] * 6 + [2]
 
 
-async def test_a_request_waits_for_the_work_before_it():
+async def test_a_request_waits_for_the_work_before_it_and_has_a_turn_for_itself():
     turns, done = Turns(), []
-    for number in range(10):
+    for number in range(6):
         turns.add(lambda number=number: done.append(number))
-    await turns.next()
-    assert done == list(range(10))
+    waiting = asyncio.create_task(turns.request())
+    await asyncio.sleep(0)
+    turns.add(lambda: done.append("later"))
+    while not waiting.done():
+        await asyncio.sleep(0)
+    assert done == list(range(6))
+    await asyncio.sleep(0.01)
+    assert done == [*range(6), "later"]
+
+
+async def test_a_request_to_an_idle_gateway_does_not_wait():
+    with pytest.raises(StopIteration):
+        Turns().request().send(None)
 
 
 async def test_commits_that_come_before_a_turn_are_one_piece_of_text():
@@ -69,16 +79,15 @@ async def test_a_gateway_that_is_late_sends_fewer_frames_until_it_has_caught_up(
 
 
 async def test_a_gateway_that_is_very_late_refuses_requests_until_it_has_caught_up(monkeypatch):
-    admission, now = Admission(8), 100.0
+    turns, now = Turns(), 100.0
     monkeypatch.setattr(turns_module.time, "perf_counter", lambda: now)
     for _ in range(8):
-        admission.turns.add(lambda: None)
-    admission.enter()
+        turns.add(lambda: None)
     now += MAX_DELAY + 0.5
     with pytest.raises(Overloaded, match=rf"answers come {MAX_DELAY + 0.5} s late") as caught:
-        admission.enter()
-    assert (caught.value.retry_after, admission.running) == (6, 1)
-    assert admission.turns.delay < 0.5
+        await turns.request()
+    assert caught.value.retry_after == 6
+    assert turns.delay < 0.5
     await asyncio.sleep(0.01)
-    admission.enter()
-    assert admission.turns.delay > 0.5
+    await turns.request()
+    assert turns.delay > 0.5
