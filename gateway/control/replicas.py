@@ -107,9 +107,7 @@ class Replicas:
     def failed_sources(self) -> list[dict[str, str]]:
         """DNS names and files that cannot be read at present, and why."""
         failures = self._discovery.failures | (self.next._discovery.failures if self.next is not None else {})
-        return [
-            {"service": service, "source": name, "reason": reason} for (service, name), reason in failures.items()
-        ]
+        return [{"service": service, "source": name, "reason": reason} for (service, name), reason in failures.items()]
 
     # --- changes ---
 

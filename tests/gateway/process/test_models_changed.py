@@ -100,7 +100,9 @@ async def test_a_change_that_is_taken_back_leaves_the_model_to_the_other_workers
 
 def states(runner):
     """State of each replica of a model, and in the pools that are to replace its own."""
-    return {one["address"]: (one["state"], one["next"] and one["next"]["state"]) for one in runner.served.replicas.own()}
+    return {
+        one["address"]: (one["state"], one["next"] and one["next"]["state"]) for one in runner.served.replicas.own()
+    }
 
 
 async def test_replicas_added_while_a_change_comes_are_in_both_pools(gateway):
