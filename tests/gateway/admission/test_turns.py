@@ -31,18 +31,22 @@ async def test_work_is_done_in_order_and_streams_are_read_in_between():
     assert [step for step in steps if step] == [4] * 6 + [2]
 
 
-async def test_a_request_waits_for_the_work_before_it_and_has_a_turn_for_itself():
+async def test_requests_wait_for_some_texts_and_texts_for_few_requests():
     turns, done = Turns(), []
-    for number in range(6):
+
+    async def request(name):
+        await turns.request()
+        done.append(name)
+
+    for number in range(30):
         turns.add(lambda number=number: done.append(number))
-    waiting = asyncio.create_task(turns.request())
-    await asyncio.sleep(0)
-    turns.add(lambda: done.append("later"))
-    while not waiting.done():
-        await asyncio.sleep(0)
-    assert done == list(range(6))
-    await asyncio.sleep(0.01)
-    assert done == [*range(6), "later"]
+    requests = [asyncio.create_task(request(name)) for name in "abcd"]
+    requests[1].cancel()
+    await asyncio.gather(*requests, return_exceptions=True)
+    places = {name: done.index(name) for name in "acd"}
+    assert [one for one in done if one not in places] == list(range(30))
+    assert list(places) == sorted(places, key=places.get)
+    assert all(8 <= later - earlier <= 13 for earlier, later in itertools.pairwise((0, *places.values())))
 
 
 async def test_a_request_to_an_idle_gateway_does_not_wait():
@@ -88,7 +92,7 @@ async def test_a_gateway_that_is_very_late_refuses_requests_until_it_has_caught_
     now += MAX_DELAY + 0.5
     with pytest.raises(Overloaded, match=rf"answers come {MAX_DELAY + 0.5} s late") as caught:
         await turns.request()
-    assert caught.value.retry_after == 6
+    assert caught.value.retry_after == 11
     assert turns.delay < 0.5
     await asyncio.sleep(0.01)
     await turns.request()
