@@ -12,6 +12,7 @@ from gateway.orchestration.orchestrator import Orchestrator
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from outrider.errors import ConfigError, InvalidRequest, OutriderError, Unavailable, from_grpc_code
+from outrider.transport.uploads import BROKEN
 from outrider.wire.v1 import draft_pb2, draft_pb2_grpc, target_pb2_grpc
 
 CALL_TIMEOUT = 60.0  # seconds; a step may be running
@@ -78,7 +79,8 @@ class Services:
 
 
 def _error_of(link: TargetLink | DraftLink, error: grpc.aio.AioRpcError) -> OutriderError:
-    found = from_grpc_code(int(error.code().value[0]), error.details() or "")
+    code = grpc.StatusCode.UNAVAILABLE if error.details() == BROKEN else error.code()
+    found = from_grpc_code(int(code.value[0]), error.details() or "")
     if isinstance(found, ConfigError):
         return InvalidRequest(found.message)
     if isinstance(found, Unavailable):

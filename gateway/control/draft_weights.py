@@ -19,6 +19,7 @@ from gateway.orchestration.orchestrator import Orchestrator
 from gateway.streams.draft import SHARE_TIMEOUT, DraftLink, DraftWeights
 from gateway.streams.target import TargetLink
 from outrider.errors import OutriderError, Unavailable
+from outrider.transport.uploads import upload
 from outrider.wire.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ class DraftFollower:
                     failed.append(error)
 
             try:
-                await _ask(draft, lambda stub: stub.UpdateSharedWeights(requests(), timeout=SHARE_TIMEOUT))
+                await _ask(draft, lambda stub: upload(stub.UpdateSharedWeights, requests(), SHARE_TIMEOUT))
             except OutriderError:
                 if failed:
                     raise failed[0] from None

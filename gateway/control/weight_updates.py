@@ -20,6 +20,7 @@ from gateway.control.server_info import Facts
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from outrider.errors import Conflict, InvalidRequest, OutriderError
+from outrider.transport.uploads import upload
 from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
 
 log = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ class WeightUpdates:
                 yield target_pb2.UpdateWeightsFromTensorRequest(content=part)
 
         def send(queue: asyncio.Queue[bytes | None]) -> Callable[[Any], Awaitable[Any]]:
-            return lambda stub: stub.UpdateWeightsFromTensor(requests(queue), timeout=_UPDATE_TIMEOUT)
+            return lambda stub: upload(stub.UpdateWeightsFromTensor, requests(queue), _UPDATE_TIMEOUT)
 
         tasks = [
             asyncio.create_task(self._services.call_target(target, send(queue)))

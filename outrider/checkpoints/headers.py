@@ -54,7 +54,7 @@ def parse_header(content: bytes) -> dict[str, HeaderEntry]:
     content: the header, without its size
     """
     try:
-        found: dict[str, Any] = json.loads(content)
+        found: dict[str, Any] = json.loads(content, object_pairs_hook=_once)
         found.pop("__metadata__", None)
         entries = {name: _entry(entry) for name, entry in found.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -69,6 +69,14 @@ def parse_header(content: bytes) -> dict[str, HeaderEntry]:
             raise InvalidHeader(f"{name[:200]} takes {entry.stop - end} bytes, which does not fit its shape")
         end = entry.stop
     return entries
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a header. Raises ValueError for one with a name twice, of which readers take one or the other."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError
+    return found
 
 
 def _entry(entry: Any) -> HeaderEntry:

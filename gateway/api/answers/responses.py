@@ -133,6 +133,8 @@ class ResponsesReply:
         }
         response = {**self._head, **_EMPTY, "status": status, "output": [item]}
         response["incomplete_details"] = {"reason": reason} if reason else None
+        if part.weight_version:
+            response["metadata"] = {"weight_version": part.weight_version, **self._head["metadata"]}
         return response | {"usage": _usage(part), **self._reports(part)}
 
     def _reports(self, part: Part) -> dict[str, Any]:

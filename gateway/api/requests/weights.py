@@ -118,6 +118,8 @@ class DistributedBody(UpdateBody, GroupBody):
         """As a message to a target. Raises InvalidRequest."""
         if not len(self.names) == len(self.dtypes) == len(self.shapes):
             raise InvalidRequest("`names`, `dtypes` and `shapes` need as many entries", param="names")
+        if len(set(self.names)) < len(self.names):
+            raise InvalidRequest("a tensor is named twice", param="names")
         tensors = [
             target_pb2.TensorFacts(name=name, dtype=dtype.removeprefix("torch."), shape=shape)
             for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True)

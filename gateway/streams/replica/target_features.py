@@ -10,6 +10,7 @@ import grpc
 
 from gateway.streams.features import FUSION_TIMEOUT, Features
 from outrider.errors import ConfigError
+from outrider.transport.uploads import upload
 from outrider.wire.v1 import target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class TargetFeatures:
                 yield target_pb2.ConfigureFeaturesRequest(fusion=part)
 
         try:
-            await stub.ConfigureFeatures(parts(), timeout=FUSION_TIMEOUT)
+            await upload(stub.ConfigureFeatures, parts(), FUSION_TIMEOUT)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.FAILED_PRECONDITION:
                 raise

@@ -15,6 +15,7 @@ from outrider.serving.loop import EngineLoop
 from outrider.transport.rpc import GrpcServer
 from outrider.transport.statuses import statuses, with_status
 from outrider.transport.stream import StreamHub
+from outrider.transport.uploads import answers_upload
 from outrider.wire.v1 import draft_pb2, draft_pb2_grpc
 from services.draft.drafters.shared_weights import ArrivingTensors, LoadedWeights, SharedWeights
 from services.draft.engine.engine import DraftEngine
@@ -112,7 +113,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             await asyncio.wrap_future(self._loop.call(partial(shared.install, weights)))
             log.info("the draft has the target's new weights, from %s", source)
 
-    @with_status
+    @answers_upload
     async def UpdateSharedWeights(
         self,
         request_iterator: AsyncIterator[draft_pb2.UpdateSharedWeightsRequest],

@@ -38,7 +38,6 @@ from services.target.model.loading.updates import (
     check,
     tied_names,
 )
-from services.target.process.weights.group import Announced
 from services.target.process.weights.groups import TrainerGroups
 from services.target.process.weights.incoming import IncomingPickle, max_update_bytes
 from services.target.process.weights.shared import SharedWeights
@@ -174,14 +173,15 @@ class Control:
         pickled: as a pickle, else as a safetensors file. Raises Conflict while there is another one, and ConfigError
         for weights that are not replaced.
         """
-        with self._exclusively():
+        with self.exclusively():
             if pickled:
                 yield IncomingPickle(self._accepted, self._tied, cuda=self._engine.model.device.type == "cuda")
             else:
                 yield IncomingTensors(self._accepted, self._tied)
 
     @contextlib.contextmanager
-    def _exclusively(self) -> Iterator[None]:
+    def exclusively(self) -> Iterator[None]:
+        """While tensors arrive. Raises as `incoming`."""
         self._check_plain()
         if not self._receiving.acquire(blocking=False):
             raise Conflict("tensors of another update are being received; send these once it has ended")
@@ -189,11 +189,6 @@ class Control:
             yield
         finally:
             self._receiving.release()
-
-    def receive_from_group(self, name: str, announced: Sequence[Announced], *, flattened: bool) -> ArrivedTensors:
-        """In a thread: the tensors that a trainer broadcasts. Raises ConfigError, and Conflict as `incoming`."""
-        with self._exclusively():
-            return self.groups.receive(name, announced, flattened=flattened)
 
     def update_from_folder(
         self, folder: CheckpointFolder, update: Update, condition: Condition | None = None

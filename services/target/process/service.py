@@ -18,6 +18,7 @@ from outrider.serving.loop import EngineLoop
 from outrider.transport.rpc import GrpcServer
 from outrider.transport.statuses import statuses, with_status
 from outrider.transport.stream import StreamHub
+from outrider.transport.uploads import answers_upload
 from outrider.wire.features import feature_spec_from_pb
 from outrider.wire.opens import source_to_pb
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
@@ -164,7 +165,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                     part = content[start : start + _PART_BYTES]
                     yield target_pb2.GetTokenizerResponse(file_name=name, content=part)
 
-    @with_status
+    @answers_upload
     async def ConfigureFeatures(
         self,
         request_iterator: AsyncIterator[target_pb2.ConfigureFeaturesRequest],
@@ -199,7 +200,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         facts = await self._in_engine(lambda: self._changed(control.update_from_folder(folder, update, condition)))
         return target_pb2.UpdateWeightsFromDiskResponse(weights=facts)
 
-    @with_status
+    @answers_upload
     async def UpdateWeightsFromTensor(
         self,
         request_iterator: AsyncIterator[target_pb2.UpdateWeightsFromTensorRequest],
@@ -229,7 +230,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         place = (request.address, request.port, request.rank, request.world_size, request.backend)
         membership = Membership(request.group_name, *place)
         await self._in_engine(lambda: groups.announce("join", membership=asdict(membership)))
-        await asyncio.to_thread(groups.join, membership)
+        await asyncio.wrap_future(groups.join(membership))
         return target_pb2.JoinWeightsGroupResponse()
 
     @with_status
@@ -239,7 +240,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """Leave a trainer's process group."""
         groups, name = self._running()[1].groups, request.group_name
         await self._in_engine(lambda: groups.announce("leave", name=name))
-        await asyncio.to_thread(groups.leave, name)
+        await asyncio.wrap_future(groups.leave(name))
         return target_pb2.LeaveWeightsGroupResponse()
 
     @with_status
@@ -253,12 +254,12 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         name, flattened = request.group_name, request.flattened
         announced = [Announced(one.name, one.dtype, tuple(one.shape)) for one in request.tensors]
         tensors = [(one.name, one.dtype, one.shape) for one in announced]
-        await self._in_engine(
-            lambda: control.groups.announce("receive", name=name, announced=tensors, flattened=flattened)
-        )
-        arrived = await asyncio.to_thread(control.receive_from_group, name, announced, flattened=flattened)
-        update = update_from_pb(request.update)
-        facts = await self._in_engine(lambda: self._changed(control.update_from_tensors(arrived, update)))
+        update, groups = update_from_pb(request.update), control.groups
+        with control.exclusively():
+            groups.check(announced)
+            await self._in_engine(lambda: groups.announce("receive", name=name, announced=tensors, flattened=flattened))
+            arrived = await asyncio.wrap_future(groups.receive(name, announced, flattened=flattened))
+            facts = await self._in_engine(lambda: self._changed(control.update_from_tensors(arrived, update)))
         return target_pb2.UpdateWeightsFromGroupResponse(weights=facts)
 
     def _changed(self, weights: Weights) -> common_pb2.WeightFacts:

@@ -142,6 +142,9 @@ def test_a_head_with_its_own_shares_nothing(tmp_path):
 class Context:
     """Of a call that fails."""
 
+    async def send_initial_metadata(self, _):
+        pass
+
     async def abort(self, code, details, metadata):
         raise ConfigError(details)
 

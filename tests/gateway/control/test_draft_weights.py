@@ -9,6 +9,7 @@ from gateway.control import draft_weights
 from gateway.control.draft_weights import DraftFollower, Goal
 from outrider.errors import InvalidRequest, Unavailable
 from outrider.wire.v1 import draft_pb2, target_pb2
+from tests.support.outrider.uploads import takes_upload
 
 NO_UPDATE, GOAL = Goal(), Goal("/weights/2", "two", "v2")
 
@@ -33,6 +34,7 @@ class Draft:
             self.has = request.shared_fingerprint
         return draft_pb2.FlushDraftResponse(wants_tensors=self.has != request.shared_fingerprint)
 
+    @takes_upload
     async def UpdateSharedWeights(self, requests, **_):
         parts = [part async for part in requests]
         if self.problem is not None:

@@ -13,6 +13,7 @@ from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig
 from outrider.errors import Conflict, InvalidRequest
 from outrider.wire.v1 import common_pb2, target_pb2
+from tests.support.outrider.uploads import takes_upload
 
 NUMBERS = itertools.count()
 
@@ -42,6 +43,7 @@ class Target:
     async def UpdateWeightsFromDisk(self, request, **_):
         return await self._take(request.update.weight_version)
 
+    @takes_upload
     async def UpdateWeightsFromTensor(self, requests, **_):
         versions = [request.update.weight_version async for request in requests]
         return await self._take(versions[0])
@@ -170,6 +172,7 @@ def test_an_endless_upload_ends_with_its_last_target_or_in_silence(updates_of, m
                 yield b"more"
 
         class Refusing(Target):
+            @takes_upload
             async def UpdateWeightsFromTensor(self, requests, **_):
                 async for _ in requests:
                     if sent:

@@ -18,6 +18,7 @@ from outrider import PROTOCOL_VERSION
 from outrider.errors import Unavailable
 from outrider.speculation.sampling import SamplingParams
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
+from tests.support.outrider.uploads import takes_upload
 
 
 @pytest.fixture
@@ -32,6 +33,7 @@ def target(monkeypatch):
         async def GetTargetInfo(self, request, **options):
             return target_pb2.GetTargetInfoResponse(protocol_version=PROTOCOL_VERSION)
 
+        @takes_upload
         async def ConfigureFeatures(self, parts, **options):
             found.configured += [part.spec.spec_id async for part in parts if part.HasField("spec")]
             await found.may.wait()

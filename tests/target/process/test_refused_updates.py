@@ -130,6 +130,7 @@ def test_incomplete_or_different_checkpoints_are_rejected(folders, tmp_path):
     (header({NORM: tensor(0, 96, (48,), "F8")}), "type F8"),
     (header(b"[" * 50_000), "does not describe"),
     (header(b'{"%s": 1' % NORM.encode()), "does not describe"),
+    (header(b'{"%s": %s, "%s": %s}' % (2 * (NORM.encode(), json.dumps(tensor(0, 192)).encode()))), "does not describe"),
 ])  # fmt: skip
 def test_headers_that_promise_too_much_are_refused_before_their_tensors(folders, sent, words):
     """A caller that never stops sending fills no memory."""

@@ -35,6 +35,8 @@ _DESCRIPTORS = (
 )
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 _MAX_NAME = 1 << 10  # letters
+_ARCHIVE = b"PK"  # the beginning of a zip file, which `pickle.dumps` never writes for a storage
+_TOO_LARGE = "its tensors are larger than the model's"
 
 
 class _Refused(Exception):
@@ -151,11 +153,13 @@ class _Unpickler(pickle.Unpickler):
     def _spend(self, size: int) -> None:
         self._left -= size
         if size < 0 or self._left < 0:
-            raise _Refused("its tensors are larger than the model's")
+            raise _Refused(_TOO_LARGE)
 
     # --- storages ---
 
     def _stored(self, content: bytes) -> _Storage:
+        if content.startswith(_ARCHIVE):
+            raise _Refused("it has an archive in place of a storage, whose content may be compressed")
         found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         if not isinstance(found, torch.storage.TypedStorage):
             raise _Refused("it has bytes that are no storage of a tensor")
@@ -248,18 +252,17 @@ def _device_index(device: int | str) -> int:
 def named_tensors(content: bytes, limit: int, *, cuda: bool = False) -> dict[str, Tensor]:
     """The tensors of a pickle by name. limit: bytes of all tensors. Raises ConfigError."""
     try:
-        return _named(
-            _Unpickler(content, limit, cuda=cuda).load(), lambda part: _Unpickler(part, limit, cuda=cuda).load()
-        )
+        found = _Unpickler(content, limit, cuda=cuda).load()
+        return _named(found, limit, lambda part: _Unpickler(part, limit, cuda=cuda).load())
     except _Refused as error:
         raise ConfigError(f"the pickle of tensors is refused: {error}") from None
     except Exception as error:  # whatever damaged bytes lead to
         raise ConfigError(f"what was sent is no pickle of tensors: {type(error).__name__}: {error}") from None
 
 
-def _named(found: Any, load: Callable[[bytes], Any]) -> dict[str, Tensor]:
+def _named(found: Any, limit: int, load: Callable[[bytes], Any]) -> dict[str, Tensor]:
     if isinstance(found, dict) and "flattened_tensor" in found:
-        return _of_bucket(found["flattened_tensor"], found.get("metadata"))
+        return _of_bucket(found["flattened_tensor"], found.get("metadata"), limit)
     pairs = list(found.items()) if isinstance(found, dict) else found
     if not isinstance(pairs, list | tuple):
         raise _Refused("it has neither pairs of name and tensor, nor a bucket")
@@ -272,15 +275,24 @@ def _named(found: Any, load: Callable[[bytes], Any]) -> dict[str, Tensor]:
     return named
 
 
-def _of_bucket(flat: Any, metadata: Any) -> dict[str, Tensor]:
-    """The tensors of a bucket. Places are in bytes if the bucket is of bytes, which holds tensors of any dtypes."""
+def _of_bucket(flat: Any, metadata: Any, limit: int) -> dict[str, Tensor]:
+    """The tensors of a bucket. Places are in bytes if the bucket is of bytes, which holds tensors of any dtypes.
+
+    limit: bytes of the bucket, and of all its tensors: a storage may be smaller than tensors with strides of 0, and
+    entries may lie over one another, until they are copied
+    """
     if not isinstance(flat, Tensor) or not isinstance(metadata, list | tuple):
         raise _Refused("its bucket has no tensor, or no list of places")
-    flat, named = flat.reshape(-1), dict[str, Tensor]()
+    if flat.nbytes > limit:
+        raise _Refused(_TOO_LARGE)
+    flat, named, left = flat.reshape(-1), dict[str, Tensor](), limit
     for entry in metadata:
         if not isinstance(entry, _Entry) or not 0 <= entry.start_idx <= entry.end_idx <= len(flat):
             raise _Refused("its bucket has an entry that lies outside of it")
         part = flat[entry.start_idx : entry.end_idx]
+        left -= len(part) * (1 if part.dtype == torch.uint8 else max(part.itemsize, entry.dtype.itemsize))
+        if left < 0:
+            raise _Refused(_TOO_LARGE)
         if part.dtype != entry.dtype:
             if part.dtype == torch.uint8 and part.storage_offset() % entry.dtype.itemsize:
                 part = part.clone()  # a view of wider numbers must be aligned

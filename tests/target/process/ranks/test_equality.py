@@ -294,16 +294,16 @@ def test_all_ranks_take_a_place_in_a_trainers_process_group(pair, updates):
     member = Membership(TRAINERS, "127.0.0.1", port, 1, 3, "gloo")
     try:
         control.groups.announce("join", membership=asdict(member))
-        control.groups.join(member)
+        control.groups.join(member).result()
         announced = [Announced(name, "float32", tuple(tensor.shape)) for name, tensor in tensors.items()]
         parts = [(one.name, one.dtype, one.shape) for one in announced]
         control.groups.announce("receive", name=TRAINERS, announced=parts, flattened=False)
         trainer.broadcast(list(tensors))
-        arrived = control.receive_from_group(TRAINERS, announced, flattened=False)
+        arrived = control.groups.receive(TRAINERS, announced).result()
         assert control.update_from_tensors(arrived, Update("two")).whole
         assert text(engine) == texts[1]
         control.groups.announce("leave", name=TRAINERS)
-        control.groups.leave(TRAINERS)
+        control.groups.leave(TRAINERS).result()
     finally:
         trainer.kill()
     assert text(engine) == texts[1]

@@ -146,6 +146,11 @@ class State:
     ([1], "no pickle of tensors"),
     (1, "neither pairs"),
     ({"flattened_tensor": 1, "metadata": []}, "no tensor"),
+    ([("a", Calls(torch.storage._load_from_bytes, b"PK" + bytes(9)))], "an archive"),
+    ({"flattened_tensor": torch.ones(1).expand(1 << 12, 1 << 12), "metadata": []}, "larger than the model's"),
+    ({"flattened_tensor": torch.ones(1 << 15), "metadata": [
+        FlattenedTensorMetadata(str(i), torch.Size([1 << 15]), torch.float64, 0, 1 << 15, 1 << 15) for i in range(9)
+    ]}, "larger than the model's"),
 ])  # fmt: skip
 def test_what_no_trainer_writes_is_refused(content, words):
     with pytest.raises(ConfigError, match=words):
