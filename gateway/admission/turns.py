@@ -17,7 +17,7 @@ from outrider.errors import Overloaded
 
 _PER_TURN = 4  # pieces of text, before the event loop reads the streams again
 _PER_REQUEST = 8  # pieces of text for each new request, while both wait; a request takes about as long as 20
-_WEIGHT = 0.05  # of the newest piece of text in the mean delay
+_WEIGHT = 0.05  # of the newest piece of text, or request, in the mean delay
 _TOLERATED = 0.03  # seconds of delay that a burst of frames causes in a gateway that keeps up
 _SHARE = 0.25  # of the delay: the time between two frames of a stream
 _MAX_SPACING = 0.25  # seconds
@@ -25,7 +25,7 @@ MAX_DELAY = 10.0  # seconds of delay beyond which new requests are refused
 
 
 class Turns:
-    """One for all models of a process. Lives in one event loop. delay: mean of the last pieces of text, in seconds."""
+    """One for all models of a process. Lives in one event loop. delay: of the last work, in seconds."""
 
     def __init__(self) -> None:
         self.delay = 0.0
@@ -73,12 +73,14 @@ class Turns:
 
     def _turn(self) -> None:
         self._left, self._turning = _PER_TURN, False
+        now = time.perf_counter()
         while self._requests and self._requests[0][1].done():  # its client has gone
             self._requests.popleft()
         if self._requests and (not self._texts or self._since_request >= _PER_REQUEST):
             self._left = self._since_request = 0
-            self._requests.popleft()[1].set_result(None)
-        now = time.perf_counter()
+            since, turn = self._requests.popleft()
+            self._waited(now - since)
+            turn.set_result(None)
         while self._texts and self._left:
             since, text = self._texts.popleft()
             self._send(text, now - since)
@@ -88,5 +90,8 @@ class Turns:
     def _send(self, text: Callable[[], object], late: float) -> None:
         self._left -= 1
         self._since_request += 1
-        self.delay += _WEIGHT * (late - self.delay)
+        self._waited(late)
         text()
+
+    def _waited(self, seconds: float) -> None:
+        self.delay += _WEIGHT * (seconds - self.delay)
