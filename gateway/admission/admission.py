@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from gateway.admission.caller import CALLER, Caller, fingerprint, within
 from gateway.admission.retry_after import RetryAfter
+from gateway.admission.turns import Turns
 from outrider.config import GatewayConfig
 from outrider.errors import Forbidden, InvalidRequest, Overloaded, TooManyRequests, Unauthenticated, Unavailable
 
@@ -20,10 +21,14 @@ _POLL_SECONDS = 0.02
 
 
 class Admission:
-    """Counts running generations, and refuses those above the limit or after draining began."""
+    """Counts running generations, and refuses those above the limit or after draining began.
+
+    turns: of the work for clients; a request waits for its own before its generations are counted
+    """
 
     def __init__(self, limit: int | None = None) -> None:
         """limit: of running generations; None is no limit."""
+        self.turns = Turns()
         self.draining = False
         self.running = 0
         self._limit = limit

@@ -22,11 +22,18 @@ from gateway.workers.peers import Answers, Peers
 from outrider.errors import ConfigError, InvalidRequest, NotFound
 
 _CATCH_UP = 30.0  # seconds between two questions to the other workers what was decided
+COMING = "coming"
+"""The state of a replica that is in no pool but `next`'s."""
+
+_COMING = "the changed table of its model names it, which holds once a target of it is up"
 _WAITING = Availability(ReplicaState.UNREACHABLE, "it is connected once a target is up")
 
 
 class Replicas:
-    """Lists, adds and removes replicas."""
+    """Lists, adds and removes replicas.
+
+    next: of the pools that are to replace these, as a changed table of the models does once a target of it is up
+    """
 
     def __init__(self, discovery: Discovery, orchestrator: Orchestrator, peers: Peers, model: str = "") -> None:
         """model: whose pools these are; empty for the only model."""
@@ -35,6 +42,7 @@ class Replicas:
         self._discovery = discovery
         self._orchestrator = orchestrator
         self._peers = peers
+        self.next: Replicas | None = None
 
     # --- the list ---
 
@@ -62,7 +70,14 @@ class Replicas:
         raise NotFound(f"no replica {name!r} is in a pool; GET /workers lists them")
 
     def own(self) -> list[dict[str, Any]]:
-        """The replicas as this worker sees them."""
+        """The replicas as this worker sees them. Those in the pools of `next` have their state there at `next`."""
+        found = {one["id"]: one | {"next": None} for one in self._present()}
+        for one in self.next._present() if self.next is not None else ():
+            shown = found.get(one["id"], one | {"state": COMING, "reason": _COMING})
+            found[one["id"]] = shown | {"next": {"state": one["state"], "reason": one["reason"]}}
+        return list(found.values())
+
+    def _present(self) -> list[dict[str, Any]]:
         links = {(link.service, link.address): link for link in self._orchestrator.links}
         found = [self._described(member, links.pop((member.service, member.address), None)) for member in self._members]
         return found + [self._described(None, link) for link in links.values()]  # those that drain
@@ -91,10 +106,8 @@ class Replicas:
     @property
     def failed_sources(self) -> list[dict[str, str]]:
         """DNS names and files that cannot be read at present, and why."""
-        return [
-            {"service": service, "source": name, "reason": reason}
-            for (service, name), reason in self._discovery.failures.items()
-        ]
+        failures = self._discovery.failures | (self.next._discovery.failures if self.next is not None else {})
+        return [{"service": service, "source": name, "reason": reason} for (service, name), reason in failures.items()]
 
     # --- changes ---
 

@@ -92,7 +92,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 models = self._ready()
                 check_size(request.ByteSize(), self._config.max_body_bytes)
                 model = models.choose(request.model)
-                generation = model.generator.start(await _request(model, request), request_id, span)
+                wanted = await _request(model, request), request_id
+                (generation,) = await model.generator.start_all([wanted], span)
                 sender = Sender(context, [generation], self._config.slow_reader_timeout)
                 try:
                     finish = FinishReason.RUNNING

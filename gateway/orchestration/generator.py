@@ -93,7 +93,7 @@ class Generator:
     async def start_all(
         self, requests: Sequence[tuple[GenerationRequest, Ids]], span: RequestSpan | None = None
     ) -> list[Generation]:
-        """Start the answers of one request, in turns with other coroutines. The caller must close them.
+        """Start the answers of one request, in turns with other work for clients. The caller must close them.
 
         requests: with their ids. span: as in start. Raises as start, and InvalidRequest for too many; none is left then
         """
@@ -110,8 +110,9 @@ class Generator:
         shared: dict[int, SharedPrompt] = {}  # by identity of the prompt, which the answers to it have in common
         self._starting.add(starting)
         clock = asyncio.get_running_loop().time
-        due = clock() + _TURN_SECONDS
         try:
+            await self.admission.turns.request()
+            due = clock() + _TURN_SECONDS
             for request, ids in requests:
                 if clock() >= due:
                     await asyncio.sleep(0)

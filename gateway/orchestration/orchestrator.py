@@ -17,6 +17,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from gateway.admission.turns import Turns
 from gateway.orchestration.draft_relay import DraftRelay
 from gateway.orchestration.session_table import SessionTable
 from gateway.orchestration.target_relay import TargetRelay
@@ -45,15 +46,17 @@ class Orchestrator:
         *,
         resume_timeout: float = RESUME_TIMEOUT,
         routing: Routing | None = None,
+        turns: Turns | None = None,
         model: str = "",
     ) -> None:
         """resume_timeout: seconds for which sessions wait for a target. routing: how replicas are chosen.
 
-        model: that is served, for errors; empty for the only one
+        turns: of the clients of all models. model: that is served, for errors; empty for the only one
         """
         self.metrics = metrics
         placement = Placement(metrics, routing)
-        self.sessions = SessionTable(placement, metrics, resume_timeout=resume_timeout, model=model)
+        turns = turns or Turns()
+        self.sessions = SessionTable(placement, metrics, turns, resume_timeout=resume_timeout, model=model)
         self.targets, self.drafts = placement.targets, placement.drafts
         undelivered: list[common_pb2.CommitBatch] = []
         self._target_relay = TargetRelay(self.sessions, undelivered, metrics)
@@ -70,6 +73,7 @@ class Orchestrator:
 
     def attach(self, link: TargetLink | DraftLink) -> None:
         """Add a replica. Its link may be started before or after."""
+        link.stream.spacing = self.sessions.turns.spacing
         if isinstance(link, TargetLink):
             self._target_relay.attach(link)
         else:

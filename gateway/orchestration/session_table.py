@@ -7,6 +7,7 @@ import itertools
 import secrets
 
 from gateway.admission.retry_after import bounded
+from gateway.admission.turns import Turns
 from gateway.orchestration.target_absence import TargetAbsence
 from gateway.pools.placement import Placement
 from gateway.sessions.draft_watch import DraftWatches
@@ -25,12 +26,16 @@ class SessionTable:
     """The open sessions of a model, by id. Lives in one event loop.
 
     model: its name; empty for the only model of the gateway
+    turns: in which clients get their tokens
     absence: of all targets
     """
 
-    def __init__(self, placement: Placement, metrics: Metrics, *, resume_timeout: float, model: str = "") -> None:
+    def __init__(
+        self, placement: Placement, metrics: Metrics, turns: Turns, *, resume_timeout: float, model: str = ""
+    ) -> None:
         """resume_timeout: seconds for which sessions wait for a target to come back."""
         self.model = model
+        self.turns = turns
         self.absence = TargetAbsence(placement, resume_timeout, model)
         self.by_id: dict[int, Session] = {}
         self.placement = placement
@@ -69,7 +74,7 @@ class SessionTable:
         of them can serve before it is sent weights, or is started with what fits, or if the pool has none.
         """
         self.absence.check()
-        session = Session(next(self._ids), request)
+        session = Session(next(self._ids), request, self.turns.add)
         self.by_id[session.id] = session
         if session.watch is not None:
             self.watches[session.id] = session.watch

@@ -26,7 +26,7 @@ from outrider.wire.v1 import common_pb2, target_pb2
 
 log = logging.getLogger(__name__)
 
-_SESSIONS_PER_TURN = 4  # sessions that receive their tokens before the event loop reads the streams again
+COMMITS_AT_ONCE = 64  # commits that sessions receive before the event loop does other work
 _MAX_LOSSES = 5  # of targets or frames without a token in between, after which a session fails
 
 _FINISH_REASONS = {int(reason): reason for reason in FinishReason}
@@ -109,10 +109,7 @@ class TargetRelay:
         rows: Sequence[codec.CommitRow],
         logprobs: Mapping[int, Sequence[Logprobs]],
     ) -> None:
-        """Deliver commits, some sessions at a time, so that their clients' work does not delay proposals.
-
-        logprobs: by index of the commit
-        """
+        """Append commits to their sessions, whose clients get them in turns. logprobs: by index of the commit."""
         await asyncio.sleep(0)  # the drafts' frames are written first
         now = time.perf_counter()
         together: dict[int, int] = {}  # tokens of each session in the frame, removed with the first of its commits
@@ -120,7 +117,7 @@ class TargetRelay:
             together[session_id] = together.get(session_id, 0) + len(tokens)
         sessions = self._table.by_id
         for index, (session_id, base, tokens, root_hash, verified, accepted, finish, cached, source) in enumerate(rows):
-            if index and index % _SESSIONS_PER_TURN == 0:
+            if index and index % COMMITS_AT_ONCE == 0:
                 await asyncio.sleep(0)
             session = sessions.get(session_id)
             if session is None or session.target is not target or not self._continues(session, base, tokens, root_hash):

@@ -88,7 +88,10 @@ Left = Callable[[Member, bool], None]
 
 
 class Members:
-    """The members of both pools. Lives in one event loop."""
+    """The members of both pools. Lives in one event loop.
+
+    next: those that are to replace these, which take each decision, too; None if these stay
+    """
 
     def __init__(self, targets: Iterable[Named] = (), drafts: Iterable[Named] = (), model: str = "") -> None:
         """targets, drafts: what the flags name, in their order. Addresses among them are members from now on.
@@ -102,6 +105,7 @@ class Members:
         }
         self._decisions: dict[tuple[Service, str], Decision] = {}
         self._members: dict[tuple[Service, str], Member] = {}
+        self.next: Members | None = None
         self.on_join: Joined = lambda _: None
         self.on_leave: Left = lambda *_: None
         for service in Service:
@@ -143,6 +147,8 @@ class Members:
         hides = not decision.added and (decision.hides or decision.address in self._all_named(decision.service))
         self._decisions[key] = replace(decision, hides=hides)
         self._apply(decision.service, drain=decision.drain)
+        if self.next is not None:
+            self.next.decide(replace(decision, hides=False))  # what it hides there depends on what names it there
         return True
 
     def take(self, decision: Decision) -> bool:

@@ -1,7 +1,8 @@
 """The gateway process: ports first, then services, then clients.
 
 1. bind the REST and gRPC ports, so that a port in use is an error at once; answer 503 meanwhile
-2. wait for a target, and read its facts and tokenizer (`model.py`); of several models one is enough
+2. wait for a target, and read its facts and tokenizer (`model.py`); of several models one is enough. Their file may
+   be read again meanwhile
 3. serve until a signal, and connect to the other services. With one model, a target that a flag names by its address
    and that does not fit ends the process; a draft that does not fit or does not come is tried again, unless
    --require-draft makes it an error. So is a replica that DNS, a file or the API names, and with several models any
@@ -29,16 +30,16 @@ from gateway.api.tracing import Traced
 from gateway.control.models import Models
 from gateway.facade import Backend, Facade, facades
 from gateway.grpc.service import SERVICE_NAME, GatewayServicer
+from gateway.process.first_model import first_model
 from gateway.process.listeners import Listeners
 from gateway.process.model import ModelRunner
 from gateway.process.models_file import model_configs
 from gateway.process.models_reload import ModelsReload
-from gateway.process.waiting import WARN_AFTER
 from gateway.telemetry import request_log
 from gateway.workers.parent import supervise_workers
 from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig, parse_flags
-from outrider.errors import ConfigError, Unavailable
+from outrider.errors import ConfigError
 from outrider.placement.shares import share_of_gateway
 from outrider.process import process
 from outrider.process.cpu_affinity import run_network_on
@@ -56,6 +57,8 @@ Result = TypeVar("Result")
 def main(argv: Sequence[str]) -> int:
     """Run the gateway with flags. Returns the process's exit code; 2 for flags, ports or services that do not fit."""
     config = parse_flags(GatewayConfig, argv, "outrider gateway")
+    if config.models is not None:  # until the file is read, a change of it needs no signal
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if config.gateway_workers != 1:
         run = process.run_plainly
         return run("gateway", config, lambda whole: asyncio.run(_supervise(whole)), share_of_gateway)
@@ -95,7 +98,7 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
     servicer, keys = GatewayServicer(), Keys(config)
     facade_services, changed = facades(config.grpc_facades), asyncio.Event()
     admission = Admission(config.max_pending_requests)
-    hangup = _hangups() if config.models is not None else asyncio.Event()
+    hangup = _hangups(peers) if config.models is not None else asyncio.Event()
     configs = model_configs(config)
     run = partial(ModelRunner, peers=peers, admission=admission, report=changed.set)
     runners = [run(one, alone=len(configs) == 1) for one in configs]
@@ -124,7 +127,8 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         for runner in runners:
             starts.append(asyncio.create_task(runner.begin(), name="start of a model"))
             reload.started(runner, starts[-1])
-        if await unless(stop, _first_model(starts, config, runners)) is None:
+        reload.begin(hangup)
+        if await unless(stop, first_model(reload, config.connect_timeout)) is None:
             return 0
         await peers.serve(models.answers)
         edge.app = KeyCheck(rest.build(models, keys), keys)
@@ -141,8 +145,7 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         STARTUP.done("tokenizer and routes")
         log.info("%s", STARTUP.describe())
         following = [_follow(start, runner, serve_facades) for start, runner in zip(starts, runners, strict=True)]
-        following += [_report_health(models, listeners, changed), reload.follow(hangup)]
-        await unless(stop, _gather(*following))
+        await unless(stop, _gather(*following, _report_health(models, listeners, changed)))
         if admission.running:
             log.info("%d requests get %g s to end", admission.running, config.drain_timeout)
         await listeners.set_serving(False)
@@ -154,32 +157,6 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         await reload.stop()
         await peers.stop()
         await listeners.close()
-
-
-async def _first_model(
-    starts: Sequence[asyncio.Task[None]], config: GatewayConfig, runners: Sequence[ModelRunner]
-) -> bool:
-    """Wait until a model is served, and a little longer for the others. Returns True.
-
-    Raises the error of a model that is the only one, and Unavailable if none of several comes in time.
-    """
-    several = len(runners) > 1
-    fixed = all(runner.links.targets_are_fixed for runner in runners)
-    seconds = config.connect_timeout if several and fixed else None
-    done, waiting = await asyncio.wait(starts, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    for start in done:
-        start.result()
-    if not done:
-        raise Unavailable(f"no target of any model answered in {config.connect_timeout:.0f} s; is one of them running?")
-    if several:
-        STARTUP.done("waiting for targets")
-    coming = {start for start, runner in zip(starts, runners, strict=True) if runner.links.any_target} & waiting
-    if coming:
-        await asyncio.wait(coming, timeout=WARN_AFTER)
-    for runner, start in zip(runners, starts, strict=True):
-        if not start.done():
-            log.warning("no target of the model %s is up yet; its requests get 503 until one is", runner.served.name)
-    return True
 
 
 async def _follow(start: asyncio.Task[None], runner: ModelRunner, serve_facades: Callable[[], None]) -> None:
@@ -213,10 +190,11 @@ async def _report_health(models: Models, listeners: Listeners, changed: asyncio.
         await listeners.report(ready=ready, draft=any(draft.open_to_sessions for draft in drafts))
 
 
-def _hangups() -> asyncio.Event:
-    """An event that SIGHUP sets."""
+def _hangups(peers: Peers) -> asyncio.Event:
+    """An event that SIGHUP sets. The file of --models is read after this, so that no change is missed."""
     hangup = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
+    peers.takes_hangups()
     return hangup
 
 

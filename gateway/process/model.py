@@ -66,7 +66,7 @@ class ModelRunner:
         self._peers = peers.of_model(scope)
         metrics = Metrics()
         routing = Routing(config.cache_threshold, config.balance_abs_threshold, config.balance_rel_threshold)
-        self._orchestrator = Orchestrator([], [], metrics, routing=routing, model=scope)
+        self._orchestrator = Orchestrator([], [], metrics, routing=routing, turns=admission.turns, model=scope)
         members = Members(map(parse, config.target), map(parse, config.draft), scope)
         self._members = members
         discovery = Discovery(members, config.discovery_interval)
@@ -94,6 +94,11 @@ class ModelRunner:
         """Take what the API has decided about the replicas of a runner that this one replaces. Called before `open`."""
         for decision in before._members.decisions:
             self._members.take(decision)
+
+    def set_next(self, after: ModelRunner | None) -> None:
+        """Another runner is to replace this one; None: none is. Its pools take what the API decides, and show it."""
+        self._members.next = after._members if after is not None else None
+        self._replicas.next = after._replicas if after is not None else None
 
     async def open(self) -> None:
         """Let the other workers ask for the pools, and take what was decided there."""

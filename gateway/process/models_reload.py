@@ -2,7 +2,7 @@
 
 A new model joins. One that is gone gets no new requests, and ends with its last session. One whose table has changed is
 replaced: it serves as it was until a target of the new table is up, if that names any, and its sessions end where they
-are. A mistake in the file changes nothing.
+are. A mistake in the file changes nothing. All of this also holds before a first model is served.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _POLL_SECONDS = 0.1
 
 
 class ModelsReload:
-    """Lives in one event loop."""
+    """Lives in one event loop. changed: set after the file was read again, or another model is served."""
 
     def __init__(
         self,
@@ -46,11 +46,39 @@ class ModelsReload:
         self._make = make
         self._on_change = on_change
         self._starts: dict[ModelRunner, asyncio.Task[None]] = {}
+        self._first: list[tuple[ModelRunner, asyncio.Task[None]]] = []
         self._leaving: dict[ModelRunner, asyncio.Task[None]] = {}
+        self._following: asyncio.Task[None] | None = None
+        self.changed = asyncio.Event()
 
     def started(self, runner: ModelRunner, start: asyncio.Task[None]) -> None:
         """A model of the gateway's start waits for its first target in a task, which ends if the model leaves."""
         self._starts[runner] = start
+        self._first.append((runner, start))
+
+    @property
+    def runners(self) -> Sequence[ModelRunner]:
+        """Of the models that requests may name, in their order."""
+        return self._runners
+
+    @property
+    def first_starts(self) -> Sequence[tuple[ModelRunner, asyncio.Task[None]]]:
+        """The models of the gateway's start that have not left, with their waits for a first target."""
+        return [(runner, start) for runner, start in self._first if runner in self._runners]
+
+    @property
+    def serves_any(self) -> bool:
+        """True if a target of any model has been up."""
+        return any(runner.served.running is not None for runner in self._runners)
+
+    @property
+    def several(self) -> bool:
+        """False if the only model is the one of the start, whose own wait ends the gateway."""
+        return len(self._runners) > 1 or not self.first_starts
+
+    def begin(self, hangup: asyncio.Event) -> None:
+        """Follow an event until `stop`."""
+        self._following = asyncio.create_task(self.follow(hangup), name="models read again")
 
     async def follow(self, hangup: asyncio.Event) -> None:
         """Read the file each time that the event is set, until cancelled."""
@@ -77,6 +105,8 @@ class ModelsReload:
         for runner in former.values():
             if runner not in runners:
                 self._leave(runner)
+        for runner in known.values():
+            runner.set_next(None)
         self._runners = []
         for runner, before in zip(runners, found, strict=True):
             starts = before is not runner and runner not in former.values()
@@ -85,6 +115,7 @@ class ModelsReload:
             else:
                 self._runners.append(before)
                 self._coming[runner.name] = runner
+                before.set_next(runner)
             if starts:
                 if before is not None:
                     runner.take_decisions(before)
@@ -103,6 +134,7 @@ class ModelsReload:
     def _publish(self) -> None:
         self._models.set(runner.served for runner in self._runners)
         self._on_change()
+        self.changed.set()
 
     async def _start(self, runner: ModelRunner) -> None:
         try:
@@ -115,7 +147,6 @@ class ModelsReload:
                 index = next(i for i, one in enumerate(self._runners) if one.name == runner.name)
                 before, self._runners[index] = self._runners[index], runner
                 self._leave(before)
-                runner.take_decisions(before)  # those since its start
             self._publish()
             if replaces:
                 await runner.open()
@@ -143,6 +174,7 @@ class ModelsReload:
     async def stop(self) -> None:
         """End all models."""
         tasks = [*self._starts.values(), *self._leaving.values()]
+        tasks += [self._following] if self._following is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +22,14 @@ from outrider.speculation.proposal import FinishReason, Logprobs, path_hash
 if TYPE_CHECKING:
     from gateway.streams.draft import DraftLink
     from gateway.streams.target import TargetLink
+
+
+InTurn = Callable[[Callable[[], object]], object]
+"""Does a piece of work for a client when it is its turn."""
+
+
+def _at_once(work: Callable[[], object]) -> None:
+    work()
 
 
 class SessionStats:
@@ -102,8 +110,11 @@ class Committed(NamedTuple):
 class Inbox:
     """Commits that the client has not received yet."""
 
-    def __init__(self, steps: list[StepStats]) -> None:
-        """steps: of the session, which grow with every commit."""
+    def __init__(self, steps: list[StepStats], in_turn: InTurn) -> None:
+        """steps: of the session, which grow with every commit. in_turn: wakes the client's coroutine."""
+        self._in_turn = in_turn
+        self._due = False  # it waits for its turn
+        self._new = False  # there is something that the client's coroutine has not taken
         self.finish = FinishReason.RUNNING
         self.prompt_logprobs: Logprobs | None = None  # once they are known, until the client receives them
         self._steps = steps
@@ -114,12 +125,20 @@ class Inbox:
         self._filled = asyncio.Event()
 
     def put(self, tokens: list[int], finish: FinishReason, logprobs: Logprobs | None) -> None:
-        """Add committed tokens and wake the waiting coroutine."""
+        """Add committed tokens, and wake the waiting coroutine in its turn."""
         self.finish = finish
         self._tokens += tokens
         if logprobs is not None:
             self._logprobs.append(logprobs)
-        self._filled.set()
+        self._new = True
+        if not self._due:
+            self._due = True
+            self._in_turn(self._wake)
+
+    def _wake(self) -> None:
+        self._due = False
+        if self._new:
+            self._filled.set()
 
     def fail(self, error: OutriderError) -> None:
         """End with an error, which `next` raises behind the tokens that are still here."""
@@ -129,7 +148,7 @@ class Inbox:
     async def next(self) -> Committed:
         """Everything committed since the last call. Raises the OutriderError that ended the session."""
         await self._filled.wait()
-        tokens, self._tokens = self._tokens, []
+        tokens, self._tokens, self._new = self._tokens, [], False
         if self._error is None:
             self._filled.clear()
         elif not tokens:
@@ -148,8 +167,8 @@ class Session:
     features_end: hidden states of positions before it have been sent to the draft service
     """
 
-    def __init__(self, session_id: int, request: GenerationRequest) -> None:
-        """request: resolved, with max_tokens and a seed; its prompt has at least one token."""
+    def __init__(self, session_id: int, request: GenerationRequest, in_turn: InTurn = _at_once) -> None:
+        """request: resolved, with max_tokens and a seed; its prompt has at least one token. in_turn: for its client."""
         self.id = session_id
         self.request = request
         self.prompt_length = len(request.prompt)
@@ -159,7 +178,7 @@ class Session:
         self.drained_from: TargetLink | None = None
         self.features_end = 0
         self.stats = SessionStats()
-        self.inbox = Inbox(self.stats.steps)
+        self.inbox = Inbox(self.stats.steps, in_turn)
         self.failures = Failures()
         self.reopening = Reopening()
         self.prefix_hashes = PrefixHashes(request.cache_salt)

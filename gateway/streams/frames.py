@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
-from outrider.speculation.proposal import Proposal
-from outrider.wire import codec
+import numpy as np
+
+from outrider.wire.arrays import F32, I32, U32, U64, numbers_of, unpack
 from outrider.wire.v1 import common_pb2
 
 Batch = TypeVar("Batch", common_pb2.ProposalBatch, common_pb2.CommitBatch, common_pb2.FeatureBatch)
@@ -21,6 +22,11 @@ _FIELDS: dict[type, tuple[str, ...]] = {
     kind: tuple(field.name for field in kind.DESCRIPTOR.fields)
     for kind in (common_pb2.ProposalBatch, common_pb2.CommitBatch, common_pb2.FeatureBatch)
 }
+_COLUMNS = {
+    "session_ids": U64, "anchor_lengths": U32, "anchor_hashes": U64, "node_counts": U32, "tokens": U32, "parents": I32,
+    "log_scores": F32, "committed_lengths": U32,
+}  # fmt: skip
+_OF_NODES = frozenset({"tokens", "parents", "log_scores"})  # columns with a row for each draft token
 
 
 class FrameSignal:
@@ -77,9 +83,18 @@ def cut_opens(opens: list[common_pb2.OpenSession]) -> tuple[list[common_pb2.Open
 def split_proposals(
     batch: common_pb2.ProposalBatch, owner: Callable[[int], Key | None]
 ) -> dict[Key, common_pb2.ProposalBatch]:
-    """The proposals of a batch by their session's owner; those without an owner are dropped. Raises InvalidRequest."""
-    groups: dict[Key, list[Proposal]] = {}
-    for proposal in codec.proposals_from_pb(batch):
-        if (key := owner(proposal.session_id)) is not None:
-            groups.setdefault(key, []).append(proposal)
-    return {key: codec.proposals_to_pb(proposals) for key, proposals in groups.items()}
+    """The proposals of a batch, which was checked, by their session's owner; those without an owner are dropped."""
+    owners = [owner(session_id) for session_id in numbers_of(batch.session_ids, U64)]
+    keys = dict.fromkeys(owners)
+    if len(keys) <= 1:
+        return {key: batch for key in keys if key is not None}
+    places = np.array([list(keys).index(one) for one in owners])
+    of_nodes = np.repeat(places, unpack(batch.node_counts, U32))
+    columns = {name: unpack(getattr(batch, name), kind) for name, kind in _COLUMNS.items()}
+    groups = {}
+    for place, key in enumerate(keys):
+        if key is not None:
+            rows, nodes = places == place, of_nodes == place
+            parts = {name: of[nodes if name in _OF_NODES else rows].tobytes() for name, of in columns.items()}
+            groups[key] = common_pb2.ProposalBatch(**parts)
+    return groups

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gateway.workers.peers import health_address, open_mark
+from gateway.workers.peers import hangup_mark, health_address, open_mark
 from outrider.config import GatewayConfig, to_argv
 from outrider.errors import ConfigError, EngineFault
 from outrider.process.ports import socket_folder, take_port
@@ -48,7 +48,7 @@ async def supervise_workers(config: GatewayConfig, on_hangup: Callable[[], bool]
     with reserved_ports(config), socket_folder("outrider-gateway-") as folder:
         children = _children(config, folder)
         if on_hangup is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _hang_up, children, on_hangup)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _hang_up, children, folder, on_hangup)
         if health is not None:
             await health.start(config.health_listen or "", ())
         try:
@@ -79,12 +79,19 @@ def worker_config(config: GatewayConfig, index: int, folder: Path) -> GatewayCon
     )
 
 
-def _hang_up(children: Sequence[Child], wanted: Callable[[], bool]) -> None:
+def _hang_up(children: Sequence[Child], folder: Path, wanted: Callable[[], bool]) -> None:
     if wanted():
-        for child in children:
-            if child.pid is not None:  # one that starts may end by it, and is started again
+        for index, child in enumerate(children):
+            # A worker that starts would end by the signal, and needs none, because it reads the file later.
+            if child.pid is not None and _takes_hangups(folder, index, child.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGHUP)
+
+
+def _takes_hangups(folder: Path, index: int, pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return hangup_mark(folder, index).read_text() == str(pid)
+    return False
 
 
 def _children(config: GatewayConfig, folder: Path) -> list[Child]:

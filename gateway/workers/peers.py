@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,11 @@ class Peers:
     def opened(self) -> bool:
         """True once any worker serves. Workers that start later listen only when they can serve as well."""
         return self._folder is not None and open_mark(self._folder).exists()
+
+    def takes_hangups(self) -> None:
+        """This worker handles SIGHUP from now on, and reads its files after this."""
+        if self._folder is not None:
+            hangup_mark(self._folder, self.index).write_text(str(os.getpid()))
 
     async def serve(self, answers: Answers) -> None:
         """Answer the other workers, these requests too. answers: handlers by request name; they take its content and
@@ -176,6 +182,11 @@ class _PeersOfModel(Peers):
 def open_mark(folder: Path) -> Path:
     """The file that exists once any worker serves."""
     return folder / "open"
+
+
+def hangup_mark(folder: Path, index: int) -> Path:
+    """The file with the id of a worker's process, once that handles SIGHUP."""
+    return folder / f"{index}.hangup"
 
 
 def health_address(folder: Path, index: int) -> str:

@@ -18,6 +18,7 @@ from gateway.admission.caller import CALLER
 from gateway.api.answers.json_response import json_response
 from gateway.api.requests.http import VALID_UNICODE, Route
 from gateway.control.models import Models, ServedModel
+from gateway.control.replicas import COMING
 from gateway.pools.members import Service
 from gateway.streams.availability import ReplicaState
 from outrider.errors import InvalidRequest, NotFound
@@ -54,7 +55,8 @@ def install(app: FastAPI, models: Models, keys: Keys) -> None:
     async def listed(model: str | None = None) -> Response:
         """All replicas of both pools, with their state, sessions and load, and what names them. model: of it alone."""
         found = [shown(*one) for one in await models.replicas(model)]
-        counts = {service: sum(one["service"] == service for one in found) for service in Service}
+        used = [one["service"] for one in found if one["state"] != COMING]
+        counts = {service: used.count(service) for service in Service}
         stats = {"regular_count": counts[Service.TARGET], "draft_count": counts[Service.DRAFT]}
         return json_response({
             "workers": found,
@@ -75,9 +77,12 @@ def install(app: FastAPI, models: Models, keys: Keys) -> None:
         pools = models.named(body.model_id, "model_id") if models.several else models.default
         found, _ = await pools.replicas.add(service, body.url)
         location = f"/workers/{found}"
+        message = "The replica is used once it is up and fits."
+        if pools.replicas.next is not None:
+            message += " The changed table of its model, which holds once a target of it is up, has it as well."
         content = {
             "status": "accepted", "worker_id": found, "url": body.url, "location": location,
-            "message": "The replica is used once it is up and fits.",
+            "message": message,
         }  # fmt: skip
         return json_response(content, 202, {"location": location})
 
@@ -117,8 +122,8 @@ def install(app: FastAPI, models: Models, keys: Keys) -> None:
     @router.get("/list_workers")
     async def list_workers(model: str | None = None) -> Response:
         """The addresses of all targets."""
-        found = await models.replicas(model)
-        return json_response({"urls": [_url(one) for _, one in found if one["service"] == Service.TARGET]})
+        found = [one for _, one in await models.replicas(model) if one["state"] != COMING]
+        return json_response({"urls": [_url(one) for one in found if one["service"] == Service.TARGET]})
 
     app.include_router(router)
 

@@ -1,6 +1,7 @@
 """The frames of one replica's stream: what carries them, when they are written, and how many there were.
 
-Messages that arrive while a frame is being written are sent together in the next frame.
+Messages that arrive while a frame is being written are sent together in the next frame, and so are those of a gateway
+that has more work than time (`spacing`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class FrameStream(Generic[Frame]):
     outgoing: set when a message waits to be sent
     on_frame: called with the incoming frames, one after the other
     traffic: counts of frames, which streams share
+    spacing: seconds between two outgoing frames, by the load of the gateway
     """
 
     def __init__(self, service: str, kind: StreamType, address: str, connection: Connection) -> None:
@@ -52,6 +54,7 @@ class FrameStream(Generic[Frame]):
         self.outgoing = FrameSignal()
         self.on_frame: Callable[[Frame], Awaitable[None]] = _ignore
         self.traffic = Traffic()
+        self.spacing: Callable[[], float] = lambda: 0.0
         self._features = Count()
 
     async def start_call(self, channel: grpc.aio.Channel) -> Any:
@@ -91,9 +94,13 @@ class FrameStream(Generic[Frame]):
     async def write(self, call: Any, take_frame: Callable[[], Any]) -> None:
         """Write frames when they are due. take_frame: returns the waiting messages as one frame."""
         outgoing, sent = self.outgoing, self.traffic.count(self._service, "sent", self.transport)
+        clock, last = asyncio.get_running_loop().time, 0.0
         while True:
             await outgoing.wait()
+            if (early := self.spacing() - (clock() - last)) > 0.0:
+                await asyncio.sleep(early)
             outgoing.clear()
+            last = clock()
             frame = take_frame()
             content = frame.SerializeToString()
             try:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gateway.orchestration.orchestrator import Orchestrator
+from gateway.orchestration.target_relay import COMMITS_AT_ONCE
 from gateway.streams.draft import DraftLink
 from gateway.streams.features import Features
 from gateway.streams.target import TargetLink
@@ -169,7 +170,7 @@ async def test_a_draft_opened_during_delivery_receives_the_whole_frame(lost):
     target, draft = TargetLink("unix:/nowhere"), DraftLink("unix:/nowhere", common_pb2.ModelInfo())
     target.up, draft.up = True, lost
     orchestrator = Orchestrator([target], [draft], Metrics())
-    sessions = [orchestrator.sessions.open(request_for([1, 2], 9)) for _ in range(6)]
+    sessions = [orchestrator.sessions.open(request_for([1, 2], 9)) for _ in range(COMMITS_AT_ONCE + 2)]
     batch = commits_to_pb([Commit(session.id, 2, np.array([3, 4], np.uint32), 0) for session in sessions])
     draft.take_frame()
     delivery = asyncio.create_task(target.stream.on_frame(target_pb2.VerifyResponse(commits=batch)))

@@ -19,7 +19,8 @@ from outrider.config import GatewayConfig
 from outrider.errors import Unavailable
 from outrider.speculation.sampling import SamplingParams
 
-TABLE = '[a]\ntarget = "unix:/none/target"\nrequest-timeout = {}\n'
+TARGET = "unix:/none/target"
+TABLE = '[a]\ntarget = "{}"\nrequest-timeout = {}\n'
 
 
 class Coming(ModelRunner):
@@ -41,7 +42,7 @@ class Gateway:
         self._config = GatewayConfig(models=str(file))
         self.peers, self.made = Peers(), []
         self._options = {"peers": self.peers, "admission": Admission(8), "report": lambda: None, "alone": False}
-        file.write_text(TABLE.format(1))
+        file.write_text(TABLE.format(TARGET, 1))
         self.first = ModelRunner(*model_configs(self._config), **self._options)
         known = self.first.served.health.orchestrator
         self.first.served.running, self.first.served.health = object(), SimpleNamespace(ready=True, orchestrator=known)
@@ -52,9 +53,9 @@ class Gateway:
         self.made.append(Coming(config, **self._options))
         return self.made[-1]
 
-    async def read(self, seconds):
+    async def read(self, seconds, target=TARGET):
         """Read a table with this --request-timeout, of which a target is up later."""
-        self._file.write_text(TABLE.format(seconds))
+        self._file.write_text(TABLE.format(target, seconds))
         self._reload._apply(model_configs(self._config))
         await asyncio.sleep(0.01)
 
@@ -97,15 +98,39 @@ async def test_a_change_that_is_taken_back_leaves_the_model_to_the_other_workers
     assert list(gateway.models) == [gateway.first.served]
 
 
-async def test_replicas_added_while_a_change_comes_stay(gateway):
+def states(runner):
+    """State of each replica of a model, and in the pools that are to replace its own."""
+    return {
+        one["address"]: (one["state"], one["next"] and one["next"]["state"]) for one in runner.served.replicas.own()
+    }
+
+
+async def test_replicas_added_while_a_change_comes_are_in_both_pools(gateway):
     await gateway.read(2)
+    (coming,) = gateway.made
     await gateway.first.served.replicas.add(Service.TARGET, "unix:/none/added")
-    gateway.made[0].up.set()
+    assert states(gateway.first) == dict.fromkeys(("unix:/none/target", "unix:/none/added"), ("unreachable",) * 2)
+    assert [one.address for one in coming.links._orchestrator.targets] == ["unix:/none/target", "unix:/none/added"]
+    coming.up.set()  # such a target may be the first one of the changed table
     await asyncio.sleep(0.01)
-    assert list(gateway.models) == [gateway.made[0].served]
-    assert "unix:/none/added" in [one["address"] for one in gateway.made[0].served.replicas.own()]
-    await gateway.made[0].served.replicas.add(Service.TARGET, "unix:/none/later")
+    assert list(gateway.models) == [coming.served]
+    assert states(coming) == dict.fromkeys(("unix:/none/target", "unix:/none/added"), ("unreachable", None))
+    await coming.served.replicas.add(Service.TARGET, "unix:/none/later")
     assert gateway.decided == ["unix:/none/added", "unix:/none/later"]
+
+
+async def test_replicas_of_the_changed_table_are_shown_and_can_be_removed(gateway):
+    await gateway.read(2, target="unix:/none/next")
+    (coming,) = gateway.made
+    present = {"unix:/none/target": ("unreachable", None)}
+    assert states(gateway.first) == {**present, "unix:/none/next": ("coming", "unreachable")}
+    await gateway.first.served.replicas.remove("unix:/none/next", drain=True)
+    await gateway.first.served.replicas.remove("unix:/none/target", drain=False)  # no name of the changed table
+    await asyncio.sleep(0.01)
+    assert states(gateway.first) == states(coming) == {}
+    await gateway.first.served.replicas.add(Service.TARGET, "unix:/none/next")
+    await gateway.read(1)  # taken back
+    assert states(gateway.first) == {"unix:/none/next": ("unreachable", None)}
 
 
 async def test_a_request_that_comes_after_its_model_has_left_is_refused(gateway):

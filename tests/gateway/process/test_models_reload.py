@@ -21,10 +21,13 @@ class Runner:
         self.config, self.name = config, config.served_model_name[0]
         self.served = SimpleNamespace(runner=self, ready=False)
         self.up, self.open_sessions, self.events = asyncio.Event(), 0, []
-        self.took = None
+        self.took = self.next = None
 
     def take_decisions(self, before):
         self.took = before
+
+    def set_next(self, after):
+        self.next = after
 
     async def open(self):
         self.events.append("open")
@@ -103,8 +106,10 @@ async def test_a_changed_model_serves_as_it_was_until_its_target_is_up(gateway):
     first = gateway.made[-1]
     assert gateway.served[-1] == [a, b]
     assert first.took is a
+    assert a.next is first
     await gateway.read('[a]\ntarget = "x:3"\n[b]\ntarget = "y:1"\n')  # the first change never came up
     second = gateway.made[-1]
+    assert a.next is second
     await asyncio.sleep(0.02)
     assert first.events == ["start", "stop"]  # the one that serves answers the other workers
     second.up.set()
