@@ -219,16 +219,9 @@ class Learner:
             log.debug("there are too few held-out rows to evaluate %d steps", self._load.steps)
             return
         better = verdict.better
-        log.log(
-            logging.INFO if better else logging.DEBUG,
-            "%d steps trained: accept length %.3f, was %.3f, on %d held-out rows%s; %s",
-            self._load.steps, verdict.after, verdict.before, verdict.rows,
-            "" if verdict.retained is None else
-            f", {verdict.retained:.1%} of the first one on earlier traffic, {verdict.weights.part:.0%} of the way",
-            "kept" if better else "not kept",
-        )  # fmt: skip
+        log.log(logging.INFO if better else logging.DEBUG, "%d steps trained: %s", self._load.steps, verdict.text())
         if better:
-            self.swap(verdict.weights.learnt, verdict.weights.part)
+            self.swap(verdict.weights)
         else:
             self.worse = self.worse + 1 if verdict.worse else 0
             if self.worse == _MAX_WORSE:
@@ -242,13 +235,14 @@ class Learner:
         """Restart the count of steps to the next evaluation."""
         self._evaluated = self._load.steps
 
-    def swap(self, learnt: LearntWeights, part: float = 1.0) -> None:
-        """Serve these weights, of the vocabulary in training, from now on. part: of the way to the learnt ones."""
+    def swap(self, weights: Weights) -> None:
+        """Serve these weights, of the vocabulary in training, from now on. They are not the arrays in training."""
         with self.swapping:
-            learnt = LearntWeights(_copy(learnt.params), self.ids)
-            self.serving, self.worse = Weights(learnt, self.trainer.target, part), 0
-            self.offer.put(jax.block_until_ready(self.host.convert(learnt)))
-        self.host.keep(learnt)
+            if weights.target is not self.trainer.target:  # the target was updated since
+                weights = weights._replace(target=self.trainer.target)
+            self.serving, self.worse = weights, 0
+            self.offer.put(jax.block_until_ready(self.host.convert(weights.learnt)))
+        self.host.keep(weights.learnt)
         self.save()  # else a process that ends soon leaves a state that is older than the weights
 
     def follow(self) -> ServedWeights:
@@ -259,7 +253,7 @@ class Learner:
         served, first = self.serving.learnt, self.judge.first.learnt
         own, training, origin = self.host.targets(served.ids, self.ids, first.ids)
         self.serving = self.serving._replace(target=own)
-        self.judge.first = Weights(first, origin)
+        self.judge.follow(Weights(first, origin))
         self.trainer.follow(training)
         self.offer.take()
         converted = self.host.convert(served)

@@ -113,14 +113,14 @@ def test_training_restarts_from_what_the_served_weights_are_a_part_of(learnt):
     draft, _, _ = learnt
     learner = draft.drafter.learner
     first, served = learner.judge.first.learnt.params, learner.serving.learnt.params
-    learner.swap(learner.judge.between(learner.serving, 0.5).learnt, 0.5)
+    learner.swap(learner.judge.between(learner.serving, 0.5))
     learner.restart()
     changed = 0.0
     for origin, expected, found in zip(*map(jax.tree.leaves, (first, served, learner.averaged)), strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)
         changed = max(changed, float(np.abs(np.asarray(expected) - np.asarray(origin)).max()))
     assert changed > 1e-3
-    learner.swap(LearntWeights(learner.averaged, learner.ids))
+    learner.swap(learner.judge.behind(learner.serving))
     learner.offer.take()
 
 
