@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -32,8 +33,8 @@ from services.draft.online.swap import LearntWeights
 _MIN_ROWS = 64
 _MAX_LOSS = 0.02  # of the first weights' accept length on earlier traffic
 # Expected loss of learnt weights on earlier traffic before it is measured, and its standard deviation: after 200 to 300
-# steps on translations into French the bundled head had lost 8 to 10 % on Spec-Bench.
-_PRIOR, _SPREAD = 0.10, 0.03
+# steps on translations into French the bundled head had lost 3 to 4 % on Spec-Bench.
+_PRIOR, _SPREAD = 0.06, 0.02
 _SURE = 2.0  # standard errors of a measured loss that replace the prior
 _SPAN = 8  # segments of the shortest span of earlier traffic; others are twice as long, and so on
 
@@ -53,10 +54,11 @@ class Weights(NamedTuple):
 
 
 class Retention(NamedTuple):
-    """Accept lengths on earlier traffic over those of the first weights. segments, rows: that were evaluated.
+    """Accept lengths on earlier traffic over those of the first weights.
 
+    segments, rows: the span on which most is lost
     learnt, chosen: of the learnt weights, and of those that would serve
-    forgetting: the served weights are estimated to lose more than they may
+    forgetting: the served weights lose more than they may, beyond chance
     """
 
     segments: int
@@ -91,7 +93,7 @@ class Verdict(NamedTuple):
         return (
             f"{recent}; {self.weights.part:.0%} of the way to weights that keep {learnt:.1%} of the first ones' accept "
             f"length on {rows} earlier rows of {segments} segments keeps {chosen:.1%}; "
-            f"{'served' if self.better else 'not served'}{', as the former ones forget too much' * forgetting}"
+            f"{'served' if self.better else 'not served'}{', the former ones forget too much' * forgetting}"
         )
 
 
@@ -115,12 +117,12 @@ class Judge:
 
     def verdict(self, served: Weights, new: Weights) -> Verdict | None:
         """The verdict on new weights; None without enough held-out rows."""
-        recent, earlier = self._sampler.recent_held_out(), self._sampler.earliest_held_out(_SPAN)
+        recent, earlier = self._sampler.recent_held_out(), self._sampler.earliest_held_out()
         rows = self._sampler.evaluated_rows(recent)
         if rows < _MIN_ROWS:
             return None
         first, serving = self._first, self._served if self._served.weights is served else _Scores(served)
-        if self._sampler.evaluated_rows(earlier) >= _MIN_ROWS:
+        if len(earlier) >= (_SPAN if self._sampler.updated else 1):
             chosen, retention = self._retaining(first, serving, new, earlier)
         else:
             chosen, retention = _Scores(self.between(new, 1.0)), None
@@ -139,19 +141,30 @@ class Judge:
     ) -> tuple[_Scores, Retention]:
         """The weights on the way to new ones that keep enough of earlier traffic."""
         then, learnt = self._tokens(first, earlier), self._tokens(_Scores(new), earlier)
-        chosen = _Scores(self.between(new, largest_part(then, learnt)))
+        # The prior is of the first weights and their target; a trainer may update the target every minute.
+        loss = loss_bound(then, learnt, 1.0, math.inf if self._sampler.updated else _SPREAD)
+        chosen = _Scores(self.between(new, largest_part(loss.bound)))
         now, later = self._tokens(serving, earlier), self._tokens(chosen, earlier)
-        lost = loss_bound(then, now, serving.weights.part, deviations=0.0)
-        forgetting = lost > _MAX_LOSS and bool(later.sum() > now.sum())
-        kept = [float(tokens.sum() / then.sum()) for tokens in (learnt, later)]
-        return chosen, Retention(len(earlier), self._sampler.evaluated_rows(earlier), *kept, forgetting)
+        lost, count = loss_bound(then, now, -1.0, math.inf)
+        forgetting = lost > _MAX_LOSS and bool(later[:count].sum() > now[:count].sum())
+        span = slice(loss.segments)
+        learnt_kept, kept = (float(tokens[span].sum() / then[span].sum()) for tokens in (learnt, later))
+        return chosen, Retention(
+            loss.segments, self._sampler.evaluated_rows(earlier[span]), learnt_kept, kept, forgetting
+        )
 
     def between(self, new: Weights, part: float) -> Weights:
         """Weights at a part of the way from the first ones to new ones. Entries of other tokens are the new ones'."""
-        learnt = new.learnt
-        places = self.first.target.draft_ids[learnt.ids]
-        params = _between(self.first.learnt.params, learnt.params, part, places)
-        return Weights(LearntWeights(params, learnt.ids), new.target, part)
+        params = _between(self.first.learnt.params, new.learnt.params, part, self._places(new.learnt.ids))
+        return Weights(LearntWeights(params, new.learnt.ids), new.target, part)
+
+    def with_first_output(self, params: Params, ids: NDArray[np.int64]) -> Params:
+        """With the first weights' output layer where their vocabulary has the token. params: donated."""
+        return _with_output(params, self.first.learnt.params, self._places(ids)) if "head" in params else params
+
+    def _places(self, ids: NDArray[np.int64]) -> jax.Array:
+        """The first weights' entries for tokens, -1 without one."""
+        return self.first.target.draft_ids[ids]
 
     def behind(self, served: Weights) -> Weights:
         """The learnt weights that served ones lie on the way to."""
@@ -192,47 +205,63 @@ class _Scores:
 def _between(first: Params, learnt: Params, part: float, places: jax.Array) -> Params:
     """Parameters between others. places: the first ones' entry for the token of each entry, -1 without one."""
     if "head" in first:
-        known = jnp.where(places >= 0, first["head"][:, places], learnt["head"])
-        first = first | {"head": known}
+        first = first | {"head": _known(first, learnt, places)}
     mixed: Params = jax.tree.map(lambda a, b: a + part * (b - a), first, learnt)
     return mixed
 
 
-def largest_part(first: Tokens, learnt: Tokens) -> float:
-    """The largest part of the way to learnt weights at which no more than `_MAX_LOSS` is lost, by `loss_bound`.
+@partial(jax.jit, donate_argnums=0)
+def _with_output(params: Params, first: Params, places: jax.Array) -> Params:
+    return params | {"head": _known(first, params, places)}
+
+
+def _known(first: Params, other: Params, places: jax.Array) -> jax.Array:
+    """The output layer of the first weights, where they have the token, else that of others."""
+    return jnp.where(places >= 0, first["head"][:, places], other["head"])
+
+
+def largest_part(loss: float) -> float:
+    """The largest part of the way to learnt weights of a loss at which no more than `_MAX_LOSS` is lost.
 
     The loss grows with the square of the part, because the first weights are about the best ones for earlier traffic.
     So the loss of the learnt weights, which stands out best of the noise, gives that of all parts. If parts were tried
     one by one, a part too large would pass by luck at one of many evaluations, and then stay.
     """
-    bound = loss_bound(first, learnt, 1.0, deviations=1.0)
-    return 1.0 if bound <= _MAX_LOSS else math.sqrt(_MAX_LOSS / bound)
+    return 1.0 if loss <= _MAX_LOSS else math.sqrt(_MAX_LOSS / loss)
 
 
-def loss_bound(first: Tokens, other: Tokens, part: float, deviations: float) -> float:
-    """What weights at a part of the way lose of the first ones' accept length on earlier traffic, at most.
+class Loss(NamedTuple):
+    """bound: of what is lost of the first weights' accept length on the earliest `segments`."""
 
-    first, other: of the first and of these weights on the same segments, earliest first
-    deviations: standard deviations above the expected loss
+    bound: float
+    segments: int
+
+
+def loss_bound(first: Tokens, other: Tokens, deviations: float = 1.0, spread: float = _SPREAD) -> Loss:
+    """What other weights lose on earlier traffic, with a margin.
+
+    first, other: on the same segments, earliest first
+    deviations: standard deviations above the estimate
+    spread: standard deviation of what is expected before it is measured; infinite for the measured loss alone
 
     Spans that begin with the earliest segment are judged on their own, and the one that loses most counts: traffic may
     have shifted within the segments, and gains behind the shift must not make up for losses before it.
     """
     longer = (_SPAN << i for i in range(len(first).bit_length()))
     spans = [*(length for length in longer if length < len(first)), len(first)]
-    return max(_span_bound(first[:length], other[:length], part, deviations) for length in spans)
+    return max(Loss(_span_bound(first[:n], other[:n], deviations, spread), n) for n in spans)
 
 
-def _span_bound(first: Tokens, other: Tokens, part: float, deviations: float) -> float:
+def _span_bound(first: Tokens, other: Tokens, deviations: float, spread: float) -> float:
     """As of `loss_bound`, for one span: from the measured loss and the prior, or from what is measured alone."""
-    prior, spread, count = part**2 * _PRIOR, part**2 * _SPREAD, len(first)
+    count = len(first)
     if count == 1:
-        return prior + deviations * spread
+        return _PRIOR + deviations * spread
     ratio = float(other.sum() / first.sum())
     residuals = other - ratio * first
     error = math.sqrt(float((residuals**2).sum()) * count / (count - 1)) / float(first.sum())
-    weight = spread**2 / (spread**2 + error**2)
-    bound = weight * (1 - ratio) + (1 - weight) * prior + deviations * math.sqrt(weight) * error
+    weight = 1 / (1 + (error / spread) ** 2)
+    bound = weight * (1 - ratio) + (1 - weight) * _PRIOR + deviations * math.sqrt(weight) * error
     return bound if count < _SPAN else min(bound, 1 - ratio + (_SURE + deviations) * error)
 
 

@@ -61,14 +61,18 @@ class SegmentSampler:
         enough = self.evaluated_rows(current) >= self._recent_rows
         return self._first(current if enough else segments, self._recent_rows)
 
-    def earliest_held_out(self, fewest: int) -> list[Segment]:
+    def earliest_held_out(self) -> list[Segment]:
         """The earliest held-out segments of the sample of all traffic, earliest first; of the target's present weights.
 
         With more of the sample, a shift of the traffic would take it over. A target with other weights does not write
-        the earlier texts again. fewest: segments behind an update of the target, else none
+        the earlier texts again.
         """
-        chosen = self._first(self._current(self.buffer.sample()), self._earlier_rows)
-        return chosen if len(chosen) >= fewest or not self.buffer.version else []
+        return self._first(self._current(self.buffer.sample()), self._earlier_rows)
+
+    @property
+    def updated(self) -> bool:
+        """True if the target's weights were updated, so that earlier segments may be missing."""
+        return self.buffer.version > 0
 
     def evaluation_packs(self, chosen: Sequence[Segment]) -> Iterator[tuple[Batch, list[Segment]]]:
         """Packs of held-out segments, with the segments of each in its order. Of a long segment, the last rows.

@@ -1,18 +1,16 @@
 """The judge of new weights: better on recent sessions, and nearly as good as the first weights on earlier ones."""
 
-import math
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from services.draft.online.judge import Judge, Weights, is_better, largest_part
+from services.draft.online.judge import Judge, Weights, is_better, largest_part, loss_bound
 from services.draft.online.swap import LearntWeights
 
 FIRST, NEW = 0.0, 1.0
 ROWS = 80  # of a segment
-PRIOR_PART = 0.46  # where nothing is known of the loss
 
 
 def weights(value, ids=(0, 1, 2), part=1.0):
@@ -34,7 +32,8 @@ class ScriptedJudge(Judge):
         self.segments = [SimpleNamespace(number=number) for number in range(recent + earlier)]
         self._sampler = SimpleNamespace(
             recent_held_out=lambda: self.segments[::-1][:recent],
-            earliest_held_out=lambda fewest: self.segments[:earlier],
+            earliest_held_out=lambda: self.segments[:earlier],
+            updated=False,
             evaluated_rows=lambda chosen: ROWS * len(chosen),
         )
         self.gain, self.evaluated = gain, []
@@ -64,8 +63,8 @@ def gain(recent=0.0, earlier=0.0, noise=0.0, shift=16):
     [
         (1.0, -0.25, 0.0, True, False, 0.45),  # learnt weights lose a tenth, and the square of 0.45 is a fifth
         (1.0, -0.5, 0.0, True, False, 0.32),
-        (1.0, -0.5, 0.4, True, False, 0.355),  # by chance it is less than was measured
-        (1.0, 0.0, 0.4, True, False, 0.43),  # or more
+        (1.0, -0.5, 0.4, True, False, 0.437),  # by chance it is less than was measured
+        (1.0, 0.0, 0.4, True, False, 0.523),  # or more
         (0.0, -0.25, 0.0, False, False, 0.45),
         (-1.0, -0.25, 0.0, False, True, 0.45),
         (1.0, 0.0, 0.0, True, False, 1.0),
@@ -76,7 +75,7 @@ def test_the_part_of_the_way_that_keeps_earlier_traffic(recent, earlier, noise, 
     assert found.retention.learnt == pytest.approx(1 + earlier / 2.5)
     assert found.retention.chosen == pytest.approx(1 + found.weights.part**2 * earlier / 2.5, abs=1e-5)
     assert found.weights.learnt.params["fuse"][0] == pytest.approx(found.weights.part)
-    assert (found.retention.segments, found.retention.rows, found.rows) == (16, 16 * ROWS, 24 * ROWS)
+    assert (found.retention.rows, found.rows) == (found.retention.segments * ROWS, 24 * ROWS)
     assert (found.better, found.worse, found.weights.part) == (better, worse, pytest.approx(part, abs=0.01))
 
 
@@ -85,7 +84,7 @@ def test_gains_behind_a_shift_do_not_make_up_for_losses_before_it():
     for earlier in (10, 30):
         found = ScriptedJudge(24, earlier, gain(1.0, -0.25, shift=10)).verdict(weights(0.1, part=0.1), weights(NEW))
         assert found.weights.part == pytest.approx(0.45, abs=0.01)
-    assert found.retention.learnt > 1.2
+    assert (found.retention.segments, found.retention.learnt) == (8, pytest.approx(0.9))
 
 
 def test_traffic_that_only_gains_gets_the_learnt_weights():
@@ -96,7 +95,19 @@ def test_traffic_that_only_gains_gets_the_learnt_weights():
 @pytest.mark.parametrize("earlier", [1, 4])
 def test_few_earlier_segments_do_not_lift_the_part_that_is_expected_to_keep_enough(earlier):
     found = ScriptedJudge(24, earlier, gain(1.0, 0.0, 0.5)).verdict(weights(0.1, part=0.1), weights(NEW))
-    assert found.weights.part == pytest.approx(math.sqrt(0.02 / 0.13), abs=0.02)
+    assert found.weights.part == pytest.approx(0.5, abs=0.02)
+
+
+def test_behind_an_update_of_the_target_only_measurements_limit_the_part():
+    """The expected loss is that of the first weights with their own target."""
+    for earlier, part in ((4, 1.0), (16, 0.45)):
+        judge = ScriptedJudge(24, earlier, gain(1.0, -0.25))
+        judge._sampler.updated = True
+        assert judge.verdict(weights(0.1, part=0.1), weights(NEW)).weights.part == pytest.approx(part, abs=0.01)
+    judge = ScriptedJudge(24, 16, gain(1.0, 0.05, 0.2))
+    assert judge.verdict(weights(0.1, part=0.1), weights(NEW)).weights.part < 0.7
+    judge._sampler.updated = True
+    assert judge.verdict(weights(0.1, part=0.1), weights(NEW)).weights.part == 1.0
 
 
 def test_weights_that_turn_out_to_forget_are_replaced_by_shorter_chains_on_recent_traffic():
@@ -126,20 +137,20 @@ def test_every_segment_is_evaluated_once_for_the_first_and_the_served_weights():
 
 
 def test_parts_seldom_lose_more_than_they_may():
-    """Earlier sessions of 80 rows, whose ratios differ by chance with a standard deviation of 8 %, as measured.
+    """Earlier sessions of 80 rows, whose ratios differ by chance with a standard deviation of 6.6 %, as measured.
 
     Most of it is the same at all evaluations on the same ten sessions, so it does not average out.
     """
     rng, lost = np.random.default_rng(0), []
     for _ in range(300):
-        first, luck = ROWS * rng.uniform(2.0, 3.0, 10), rng.normal(0, 0.07, 10)
-        for loss in 0.10 * np.arange(24, 385, 24) / 288:
-            part = largest_part(first, first * (1 - loss + luck + rng.normal(0, 0.03, 10)))
-            lost.append(loss * part**2)
+        first, luck = ROWS * rng.uniform(2.0, 3.0, 10), rng.normal(0, 0.056, 10)
+        for loss in 0.045 * np.arange(24, 385, 24) / 288:
+            learnt = first * (1 - loss + luck + rng.normal(0, 0.035, 10))
+            lost.append(loss * largest_part(loss_bound(first, learnt).bound) ** 2)
     worst = np.reshape(lost, (300, -1)).max(axis=1)
-    assert np.mean(np.array(lost) > 0.02) < 0.15
+    assert np.mean(np.array(lost) > 0.02) < 0.05
     assert np.mean(worst > 0.025) < 0.05
-    assert np.mean(lost) > 0.01, "it is no use to stay at the first weights"
+    assert np.mean(lost) > 0.008, "it is no use to stay at the first weights"
 
 
 def test_better_means_more_than_chance():

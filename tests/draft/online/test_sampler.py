@@ -29,24 +29,25 @@ def numbers(segments):
 
 
 def test_recent_and_earliest_segments(sampler):
-    assert sampler.recent_held_out() == sampler.earliest_held_out(1) == []
+    assert sampler.recent_held_out() == sampler.earliest_held_out() == []
     add(sampler, range(1, 41))
     assert numbers(sampler.recent_held_out()) == list(range(40, 24, -1))
-    assert numbers(sampler.earliest_held_out(1)) == list(range(1, 33))
+    assert numbers(sampler.earliest_held_out()) == list(range(1, 33))
     assert sampler.evaluated_rows(sampler.recent_held_out()) == 16 * 16
 
 
 def test_earlier_traffic_is_that_of_the_present_weights(sampler):
     """Recent segments are of former weights, too, until those of the present ones suffice."""
     add(sampler, range(1, 21))
+    assert not sampler.updated
     sampler.buffer.outdate()
+    assert sampler.updated
     add(sampler, range(21, 25))
     assert numbers(sampler.recent_held_out()) == list(range(24, 8, -1))
-    assert numbers(sampler.earliest_held_out(4)) == list(range(21, 25))
-    assert sampler.earliest_held_out(5) == [], "few segments behind an update limit nothing"
+    assert numbers(sampler.earliest_held_out()) == list(range(21, 25))
     add(sampler, range(25, 65))
     assert numbers(sampler.recent_held_out()) == list(range(64, 48, -1))
-    assert numbers(sampler.earliest_held_out(4)) == list(range(21, 53))
+    assert numbers(sampler.earliest_held_out()) == list(range(21, 53))
 
 
 def test_packs_of_an_evaluation():
