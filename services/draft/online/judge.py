@@ -35,7 +35,8 @@ _MAX_LOSS = 0.02  # of the first weights' accept length on earlier traffic
 # Expected loss of learnt weights on earlier traffic before it is measured, and its standard deviation: after 200 to 300
 # steps on translations into French the bundled head had lost 3 to 4 % on Spec-Bench.
 _PRIOR, _SPREAD = 0.06, 0.02
-_SURE = 2.0  # standard errors of a measured loss that replace the prior
+_MARGIN = 2.0  # standard deviations of the estimated loss that are added to it
+_SURE = 3.0  # standard errors that are added to a loss that is measured alone, without the prior
 _SPAN = 8  # segments of the shortest span of earlier traffic; others are twice as long, and so on
 
 Tokens = NDArray[np.int64]
@@ -142,7 +143,7 @@ class Judge:
         """The weights on the way to new ones that keep enough of earlier traffic."""
         then, learnt = self._tokens(first, earlier), self._tokens(_Scores(new), earlier)
         # The prior is of the first weights and their target; a trainer may update the target every minute.
-        loss = loss_bound(then, learnt, 1.0, math.inf if self._sampler.updated else _SPREAD)
+        loss = loss_bound(then, learnt, _MARGIN, math.inf if self._sampler.updated else _SPREAD)
         chosen = _Scores(self.between(new, largest_part(loss.bound)))
         now, later = self._tokens(serving, earlier), self._tokens(chosen, earlier)
         lost, count = loss_bound(then, now, -1.0, math.inf)
@@ -237,7 +238,7 @@ class Loss(NamedTuple):
     segments: int
 
 
-def loss_bound(first: Tokens, other: Tokens, deviations: float = 1.0, spread: float = _SPREAD) -> Loss:
+def loss_bound(first: Tokens, other: Tokens, deviations: float = _MARGIN, spread: float = _SPREAD) -> Loss:
     """What other weights lose on earlier traffic, with a margin.
 
     first, other: on the same segments, earliest first
@@ -262,7 +263,7 @@ def _span_bound(first: Tokens, other: Tokens, deviations: float, spread: float) 
     error = math.sqrt(float((residuals**2).sum()) * count / (count - 1)) / float(first.sum())
     weight = 1 / (1 + (error / spread) ** 2)
     bound = weight * (1 - ratio) + (1 - weight) * _PRIOR + deviations * math.sqrt(weight) * error
-    return bound if count < _SPAN else min(bound, 1 - ratio + (_SURE + deviations) * error)
+    return bound if count < _SPAN else min(bound, 1 - ratio + _SURE * error)
 
 
 def is_better(old: Tokens, new: Tokens) -> bool:

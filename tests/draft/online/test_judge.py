@@ -63,8 +63,8 @@ def gain(recent=0.0, earlier=0.0, noise=0.0, shift=16):
     [
         (1.0, -0.25, 0.0, True, False, 0.45),  # learnt weights lose a tenth, and the square of 0.45 is a fifth
         (1.0, -0.5, 0.0, True, False, 0.32),
-        (1.0, -0.5, 0.4, True, False, 0.437),  # by chance it is less than was measured
-        (1.0, 0.0, 0.4, True, False, 0.523),  # or more
+        (1.0, -0.5, 0.4, True, False, 0.404),  # by chance it is less than was measured
+        (1.0, 0.0, 0.4, True, False, 0.466),  # or more
         (0.0, -0.25, 0.0, False, False, 0.45),
         (-1.0, -0.25, 0.0, False, True, 0.45),
         (1.0, 0.0, 0.0, True, False, 1.0),
@@ -95,7 +95,7 @@ def test_traffic_that_only_gains_gets_the_learnt_weights():
 @pytest.mark.parametrize("earlier", [1, 4])
 def test_few_earlier_segments_do_not_lift_the_part_that_is_expected_to_keep_enough(earlier):
     found = ScriptedJudge(24, earlier, gain(1.0, 0.0, 0.5)).verdict(weights(0.1, part=0.1), weights(NEW))
-    assert found.weights.part == pytest.approx(0.5, abs=0.02)
+    assert found.weights.part == pytest.approx(0.45, abs=0.02)
 
 
 def test_behind_an_update_of_the_target_only_measurements_limit_the_part():
@@ -104,8 +104,8 @@ def test_behind_an_update_of_the_target_only_measurements_limit_the_part():
         judge = ScriptedJudge(24, earlier, gain(1.0, -0.25))
         judge._sampler.updated = True
         assert judge.verdict(weights(0.1, part=0.1), weights(NEW)).weights.part == pytest.approx(part, abs=0.01)
-    judge = ScriptedJudge(24, 16, gain(1.0, 0.05, 0.2))
-    assert judge.verdict(weights(0.1, part=0.1), weights(NEW)).weights.part < 0.7
+    judge = ScriptedJudge(24, 16, gain(1.0, 0.15, 0.2))
+    assert judge.verdict(weights(0.1, part=0.1), weights(NEW)).weights.part < 0.9
     judge._sampler.updated = True
     assert judge.verdict(weights(0.1, part=0.1), weights(NEW)).weights.part == 1.0
 
@@ -148,9 +148,9 @@ def test_parts_seldom_lose_more_than_they_may():
             learnt = first * (1 - loss + luck + rng.normal(0, 0.035, 10))
             lost.append(loss * largest_part(loss_bound(first, learnt).bound) ** 2)
     worst = np.reshape(lost, (300, -1)).max(axis=1)
-    assert np.mean(np.array(lost) > 0.02) < 0.05
-    assert np.mean(worst > 0.025) < 0.05
-    assert np.mean(lost) > 0.008, "it is no use to stay at the first weights"
+    assert np.mean(np.array(lost) > 0.02) < 0.01
+    assert np.mean(worst > 0.02) < 0.05
+    assert np.mean(lost) > 0.007, "it is no use to stay at the first weights"
 
 
 def test_better_means_more_than_chance():
