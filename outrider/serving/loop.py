@@ -183,14 +183,14 @@ class EngineLoop:
         """Pass a message to the engine. Any thread may call."""
         self.inbox.put(message)
 
-    def call(self, work: Callable[[], Result]) -> Future[Result]:
+    def call(self, work: Callable[[], Result], *, interrupts: bool = True) -> Future[Result]:
         """Let the engine thread do some work between two steps. Any thread may call.
 
         The future fails with the error that the work raises. EngineFault, and any error that is no OutriderError, ends
-        the engine.
+        the engine. interrupts: a step that watches for messages ends early for it.
         """
         call = _Call(work)
-        self.inbox.put(call)
+        self.inbox.put(call, interrupts=interrupts)
         if self._ended:  # the thread may have read its last message
             self._refuse_calls()
         return call.future

@@ -121,7 +121,9 @@ class StreamHub(Generic[Request, Response]):
         try:
             while (frame := await context.read()) is not grpc.aio.EOF:
                 message, failures = self._decode(frame)
-                self._engine.call(partial(self._call_streams.receive, stream, message, failures))
+                # Proposals are of use for the next step; for a session that begins or ends, this one may end early.
+                urgent = bool(message.opens or message.closes or failures)
+                self._engine.call(partial(self._call_streams.receive, stream, message, failures), interrupts=urgent)
         except InvalidRequest as error:
             log.warning("a stream is closed, because a frame cannot be decoded: %s", error.message)
             raise
