@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from outrider.serving.messages import OnlineStats
 from services.draft.learning.algorithms.published import PublishedHead
 from services.draft.learning.objective import Objective, TargetWeights
-from services.draft.learning.optimize import ConstantSchedule, Trainer, TrainState
+from services.draft.learning.optimize import ConstantSchedule, StepResult, Trainer, TrainState
 from services.draft.learning.records.batches import Batch, PackShape
 from services.draft.model.params import Params
 from services.draft.online import vocabulary
@@ -131,8 +131,7 @@ class Learner:
         batch, step = self.sampler.empty_batch(), self.trainer.step
         before = jax.tree.map(np.array, (self.trainer.state, self.averaged))
         for _ in range(2):  # the second step's input is the output of a program
-            self.trainer.take_step(iter([batch]))
-            self.averaged = _average(self.averaged, self.trainer.state.params, self._options.averaging)
+            self._optimize(batch)
         self.judge.warm_up()
         jax.block_until_ready(self.host.convert(LearntWeights(_copy(self.averaged), self.ids), served=False))
         self.trainer.state, self.averaged = jax.tree.map(jnp.asarray, before)
@@ -161,10 +160,7 @@ class Learner:
         self.host.save(self)
 
     def _take_step(self, batch: Batch) -> None:
-        result = self.trainer.take_step(iter([batch]))
-        self.averaged = jax.block_until_ready(  # so that the time is measured
-            _average(self.averaged, self.trainer.state.params, self._options.averaging)
-        )
+        result = self._optimize(batch)
         self._load = replace(
             self._load, steps=self._load.steps + 1, rows=self._load.rows + int((batch.reach > 0).sum())
         )
@@ -173,6 +169,15 @@ class Learner:
                 "training diverged (losses %s); it restarts from the last weights that were kept", result.losses
             )
             self.restart()
+
+    def _optimize(self, batch: Batch) -> StepResult:
+        """A step of all weights but the known columns of the output layer: those forget most and gain least."""
+        result = self.trainer.take_step(iter([batch]))
+        params, moments = self.trainer.state
+        self.trainer.state = TrainState(self.judge.with_first_output(params, self.ids), moments)
+        mean = _average(self.averaged, self.trainer.state.params, self._options.averaging)
+        self.averaged = jax.block_until_ready(mean)  # so that the time is measured
+        return result
 
     def restart(self) -> None:
         """Train from the learnt weights again, of which the served ones were made."""
@@ -204,7 +209,7 @@ class Learner:
                 heads = np.asarray(self.trainer.target.head), np.asarray(target.head)
                 averaged = vocabulary.exchanged_state(TrainState(self.averaged, ()), change, *heads)
                 self.trainer.state = vocabulary.exchanged_state(self.trainer.state, change, *heads)
-                self.averaged = averaged.params
+                self.averaged = self.judge.with_first_output(averaged.params, self.ids)
                 self.trainer.follow(target)
             log.debug("%d entries of the draft's vocabulary are exchanged", len(change.entries))
 
@@ -219,16 +224,9 @@ class Learner:
             log.debug("there are too few held-out rows to evaluate %d steps", self._load.steps)
             return
         better = verdict.better
-        log.log(
-            logging.INFO if better else logging.DEBUG,
-            "%d steps trained: accept length %.3f, was %.3f, on %d held-out rows%s; %s",
-            self._load.steps, verdict.after, verdict.before, verdict.rows,
-            "" if verdict.retained is None else
-            f", {verdict.retained:.1%} of the first one on earlier traffic, {verdict.weights.part:.0%} of the way",
-            "kept" if better else "not kept",
-        )  # fmt: skip
+        log.log(logging.INFO if better else logging.DEBUG, "%d steps trained: %s", self._load.steps, verdict.text())
         if better:
-            self.swap(verdict.weights.learnt, verdict.weights.part)
+            self.swap(verdict.weights)
         else:
             self.worse = self.worse + 1 if verdict.worse else 0
             if self.worse == _MAX_WORSE:
@@ -242,13 +240,14 @@ class Learner:
         """Restart the count of steps to the next evaluation."""
         self._evaluated = self._load.steps
 
-    def swap(self, learnt: LearntWeights, part: float = 1.0) -> None:
-        """Serve these weights, of the vocabulary in training, from now on. part: of the way to the learnt ones."""
+    def swap(self, weights: Weights) -> None:
+        """Serve these weights, of the vocabulary in training, from now on. They are not the arrays in training."""
         with self.swapping:
-            learnt = LearntWeights(_copy(learnt.params), self.ids)
-            self.serving, self.worse = Weights(learnt, self.trainer.target, part), 0
-            self.offer.put(jax.block_until_ready(self.host.convert(learnt)))
-        self.host.keep(learnt)
+            if weights.target is not self.trainer.target:  # the target was updated since
+                weights = weights._replace(target=self.trainer.target)
+            self.serving, self.worse = weights, 0
+            self.offer.put(jax.block_until_ready(self.host.convert(weights.learnt)))
+        self.host.keep(weights.learnt)
         self.save()  # else a process that ends soon leaves a state that is older than the weights
 
     def follow(self) -> ServedWeights:
@@ -259,7 +258,7 @@ class Learner:
         served, first = self.serving.learnt, self.judge.first.learnt
         own, training, origin = self.host.targets(served.ids, self.ids, first.ids)
         self.serving = self.serving._replace(target=own)
-        self.judge.first = Weights(first, origin)
+        self.judge.follow(Weights(first, origin))
         self.trainer.follow(training)
         self.offer.take()
         converted = self.host.convert(served)

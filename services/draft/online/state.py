@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 STATE = "learner.state"
 """Name of the file."""
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 class _Unusable(Exception):

@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save, save_file
 from outrider.errors import ConfigError
 from outrider.wire.v1 import draft_pb2
 from services.draft.drafters.shared_weights import ArrivingTensors
-from services.draft.online.swap import LearntWeights
 from services.draft.process.service import DraftServicer
 from tests.support.checkpoints.heads import eagle, eagle3, write_head
 from tests.support.checkpoints.mtp import write_mtp
@@ -232,6 +231,6 @@ def test_a_head_that_learns_follows_its_target(tmp_path):
     for target_weights in (learner.trainer.target, learner.serving.target, learner.judge.first.target):
         assert same(target_weights, fresh.drafter.learner.trainer.target)
         assert not same(target_weights.head, weights.head)
-    learner.swap(LearntWeights(learner.trainer.state.params, learner.ids))
+    learner.swap(learner.judge.between(learner.serving, 1.0))
     drafter.work()
     assert same(params_of(engine)["embed"], params_of(fresh)["embed"])

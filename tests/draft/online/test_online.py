@@ -28,7 +28,7 @@ from tests.support.invariance.engines import target_engine
 from tests.support.invariance.pair import Faults, Pair, request
 from tests.support.system.heads import VERIFY_ALL, accepted, ask_all
 from tests.support.system.services import draft_service, target_service
-from tests.support.tiny import write_tokenizer
+from tests.support.tiny import VOCAB, write_tokenizer
 
 NOTHING = LearntWeights({}, np.zeros(0, np.int64))
 FAULTS = Faults(lost=0.03, doubled=0.1, delay=2)
@@ -69,6 +69,23 @@ def test_draft_improves_on_its_traffic(learnt):
     assert load.accept_length_after > 2.5  # of 3
     assert load.seconds > 0
     assert draft.load().compilations == 0  # at swaps, too; every run looks as well
+
+
+def test_output_layer_stays_where_the_first_weights_know_the_token(learnt):
+    """All others learn; entries of other tokens would, too."""
+    learner = learnt[0].drafter.learner
+    first, own = learner.judge.first.learnt, learner.averaged
+    entries = {token: entry for entry, token in enumerate(first.ids.tolist())}
+    places = [(entry, entries[token]) for entry, token in enumerate(learner.ids.tolist()) if token in entries]
+    here, there = np.transpose(places)
+    assert len(places) > 32
+    np.testing.assert_allclose(own["head"][:, here], first.params["head"][:, there], rtol=1e-5)
+    assert not np.allclose(own["norm"], first.params["norm"], rtol=1e-3)
+    unknown = next(token for token in range(VOCAB) if token not in entries)
+    ids = np.where(np.arange(64) < 60, first.ids, unknown)
+    kept = learner.judge.with_first_output({"head": jax.numpy.ones_like(own["head"])}, ids)["head"]
+    np.testing.assert_array_equal(kept[:, :60], first.params["head"][:, :60])
+    np.testing.assert_array_equal(kept[:, 60:], 1)
 
 
 def test_worse_weights_are_discarded(learnt, target):
@@ -113,14 +130,14 @@ def test_training_restarts_from_what_the_served_weights_are_a_part_of(learnt):
     draft, _, _ = learnt
     learner = draft.drafter.learner
     first, served = learner.judge.first.learnt.params, learner.serving.learnt.params
-    learner.swap(learner.judge.between(learner.serving, 0.5).learnt, 0.5)
+    learner.swap(learner.judge.between(learner.serving, 0.5))
     learner.restart()
     changed = 0.0
     for origin, expected, found in zip(*map(jax.tree.leaves, (first, served, learner.averaged)), strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)
         changed = max(changed, float(np.abs(np.asarray(expected) - np.asarray(origin)).max()))
     assert changed > 1e-3
-    learner.swap(LearntWeights(learner.averaged, learner.ids))
+    learner.swap(learner.judge.behind(learner.serving))
     learner.offer.take()
 
 
