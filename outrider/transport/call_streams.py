@@ -92,7 +92,7 @@ class CallStream:
         """ended: called once if the engine ends the stream, with the error or None. peer: as in Outbox."""
         self.writer = writer
         self.ended = ended
-        self.outbox = Outbox(lambda: None, peer)
+        self.outbox = Outbox(peer)
 
 
 class CallStreams:
@@ -123,15 +123,18 @@ class CallStreams:
         if (stream := self._streams.get(outbox)) is not None:
             self._lose(stream)
 
-    def receive(self, stream: CallStream, message: Message, failures: Sequence[SessionFailure]) -> None:
-        """Take a decoded frame, with the failures of its sessions that could not be decoded."""
+    def admit(self, stream: CallStream, failures: Sequence[SessionFailure], message: Message) -> Message:
+        """The part of a stream's message that is about its own sessions; nothing of a stream that has ended.
+
+        failures: of sessions in the same frame that could not be decoded; their stream receives them
+        """
         if stream.outbox not in self._streams:
-            return
+            return Message()
         message, refused = self._routes.admit(message, stream.outbox)
-        self._engine.submit(message)
         if failures or refused:
             stream.outbox.fail([*failures, *refused])
             self._write(stream)
+        return message
 
     def write_all(self) -> None:
         """Send the output that the routes have given to the streams."""

@@ -40,7 +40,7 @@ class SocketStream:
         self.connection = connection
         self.kind = kind
         self.ended = ended
-        self.outbox = Outbox(lambda: None, peer)
+        self.outbox = Outbox(peer)
 
 
 class SocketStreams:

@@ -121,7 +121,7 @@ class StreamHub(Generic[Request, Response]):
         try:
             while (frame := await context.read()) is not grpc.aio.EOF:
                 message, failures = self._decode(frame)
-                self._engine.call(partial(self._call_streams.receive, stream, message, failures))
+                self._engine.submit(message, partial(self._call_streams.admit, stream, failures))
         except InvalidRequest as error:
             log.warning("a stream is closed, because a frame cannot be decoded: %s", error.message)
             raise

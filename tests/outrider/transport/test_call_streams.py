@@ -56,7 +56,7 @@ def a_stream(context):
     streams = CallStreams(Engine(), lambda output: [c.session_id for c in output.commits], Routes())
     stream = CallStream(CallWriter(context), ended.append)
     streams.begin(stream)
-    streams.receive(stream, Message(opens=[request(1), request(2)]), [])
+    streams._engine.submit(streams.admit(stream, [], Message(opens=[request(1), request(2)])))
     return streams, stream, ended
 
 
