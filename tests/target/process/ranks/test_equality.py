@@ -142,7 +142,7 @@ def test_sampled_texts_are_those_of_one_rank(as_on_cuda, pair, tmp_path):
     expected = run(engine_of(load_modules(folder)), requests).new
     engine = engine_of(pair.load(folder), page_size=4)
     sampler = engine.launcher.sampler
-    engine.overlap, sampler._walks, sampler._compiled = as_on_cuda, as_on_cuda, not as_on_cuda
+    engine.overlap, sampler.walks, sampler.alongside = as_on_cuda, as_on_cuda, not as_on_cuda
 
     result = run(engine, requests, lambda i, path: ahead(i, path, expected))
     assert result.new == expected
