@@ -96,6 +96,13 @@ def install(app: FastAPI, models: Models, keys: Keys) -> None:
         message = "Its sessions go on elsewhere." if drain else "It has left its pool."
         return json_response({"status": "accepted", "worker_id": found["id"], "message": message}, 202)
 
+    _install_former(router, models)
+    app.include_router(router)
+
+
+def _install_former(router: APIRouter, models: Models) -> None:
+    """Add the former routes of SGLang's router."""
+
     @router.post("/add_worker", response_class=PlainTextResponse)
     async def add_worker(
         url: Annotated[str, Query(min_length=1)], worker_type: str = "target", model: str | None = None
@@ -119,8 +126,6 @@ def install(app: FastAPI, models: Models, keys: Keys) -> None:
         """The addresses of all targets."""
         found = await models.replicas(model)
         return json_response({"urls": [_url(one) for _, one in found if one["service"] == Service.TARGET]})
-
-    app.include_router(router)
 
 
 def _service(worker_type: str) -> Service:

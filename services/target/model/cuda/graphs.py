@@ -334,21 +334,7 @@ class GraphRunner:
 
 def wrap(runner: ModuleRunner, config: TargetConfig, device: torch.device) -> Runner:
     """The runner with CUDA graphs, if flags and device allow them. Raises ConfigError for inconsistent flags."""
-    asked = {
-        "--cuda-graph-bs": config.cuda_graph_bs,
-        "--cuda-graph-max-bs": config.cuda_graph_max_bs,
-    }
-    for flag, value in asked.items():
-        if value is None:
-            continue
-        if min(value if isinstance(value, tuple) else (value,), default=0) < 1:
-            raise ConfigError(f"{flag} must be 1 or more, not {value}")
-        if config.disable_cuda_graph:
-            raise ConfigError(f"{flag} and --disable-cuda-graph exclude one another; leave one out")
-        if config.attention_backend == "torch_native":
-            log.warning("%s has no effect: --attention-backend torch_native cannot be captured", flag)
-    if config.torch_compile_max_bs < 1:
-        raise ConfigError(f"--torch-compile-max-bs must be 1 or more, not {config.torch_compile_max_bs}")
+    _check(config)
     captured = device.type == "cuda" and not config.disable_cuda_graph and runner.planner is not GroupedAttention
     rows, padding = captured_rows(config), not config.disable_cuda_graph_padding
     if config.enable_torch_compile and not runner.compilable:
@@ -366,3 +352,22 @@ def wrap(runner: ModuleRunner, config: TargetConfig, device: torch.device) -> Ru
     if is_split(runner.module):  # NCCL's own thread watches earlier collectives, also while a graph is captured
         capturer = RankCapturer(CudaCapturer("thread_local"))
     return GraphRunner(runner, rows, capturer, padding=padding)
+
+
+def _check(config: TargetConfig) -> None:
+    """Raise ConfigError for flags of captured steps that do not fit together."""
+    asked = {
+        "--cuda-graph-bs": config.cuda_graph_bs,
+        "--cuda-graph-max-bs": config.cuda_graph_max_bs,
+    }
+    for flag, value in asked.items():
+        if value is None:
+            continue
+        if min(value if isinstance(value, tuple) else (value,), default=0) < 1:
+            raise ConfigError(f"{flag} must be 1 or more, not {value}")
+        if config.disable_cuda_graph:
+            raise ConfigError(f"{flag} and --disable-cuda-graph exclude one another; leave one out")
+        if config.attention_backend == "torch_native":
+            log.warning("%s has no effect: --attention-backend torch_native cannot be captured", flag)
+    if config.torch_compile_max_bs < 1:
+        raise ConfigError(f"--torch-compile-max-bs must be 1 or more, not {config.torch_compile_max_bs}")
