@@ -28,24 +28,26 @@ class CallWriter(Generic[Response]):
     The first part of grpc.aio's coroutine `write`, up to its only suspension, hands the frame to gRPC's core; it runs
     in the calling thread. The event loop completes the future that the coroutine waits for, and the coroutine is
     resumed at the next use. So there is no change of threads between a step and its frame.
+
+    pending: the write that has not ended yet, and the future that it waits for
     """
 
     def __init__(self, context: Any) -> None:
         """context: of the call, with initial metadata sent. Created in the event loop's thread."""
         self._context = context
         self._loop = asyncio.get_running_loop()
-        self._pending: tuple[Coroutine[Any, Any, None], asyncio.Future[None]] | None = None
+        self.pending: tuple[Coroutine[Any, Any, None], asyncio.Future[None]] | None = None
         self._awaited = False  # a callback is registered for the pending write
 
     @property
     def busy(self) -> bool:
         """True while a frame is being written. Raises ConnectionError if the last write failed."""
-        if self._pending is None:
+        if self.pending is None:
             return False
-        write, written = self._pending
+        write, written = self.pending
         if not written.done():
             return True
-        self._pending, self._awaited = None, False
+        self.pending, self._awaited = None, False
         with _lost_connection(), contextlib.suppress(StopIteration):
             write.send(None)
         return False
@@ -54,14 +56,14 @@ class CallWriter(Generic[Response]):
         """Write a frame; the writer must not be busy. Raises ConnectionError if the call has ended."""
         write = self._context.write(frame)
         with _lost_connection(), contextlib.suppress(StopIteration):
-            self._pending = (write, write.send(None))
+            self.pending = (write, write.send(None))
 
     def when_idle(self, call: Callable[[], object]) -> None:
         """Call a function once in the event loop's thread, when the present write ends."""
-        if self._pending is not None and not self._awaited:
+        if self.pending is not None and not self._awaited:
             self._awaited = True
             with contextlib.suppress(RuntimeError):  # the event loop is closed: the process ends
-                self._loop.call_soon_threadsafe(self._pending[1].add_done_callback, lambda _: call())
+                self._loop.call_soon_threadsafe(self.pending[1].add_done_callback, lambda _: call())
 
     def close(self) -> None:
         """Let the last write end in the event loop."""

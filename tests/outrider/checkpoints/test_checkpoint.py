@@ -137,7 +137,7 @@ def test_no_weights_are_fetched_twice():
     files = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "modeling_own.py"]
     others = ["original/model.safetensors", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors"]
     wanted = filter_repo_objects(
-        [*files, *others], allow_patterns=checkpoint._HUB_FILES, ignore_patterns=checkpoint._HUB_DUPLICATES
+        [*files, *others], allow_patterns=checkpoint.HUB_FILES, ignore_patterns=checkpoint.HUB_DUPLICATES
     )
     assert list(wanted) == files
 

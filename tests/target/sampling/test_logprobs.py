@@ -139,7 +139,7 @@ def test_few_rows_of_a_prompt_are_scored_in_a_step(model, expected, monkeypatch)
             sizes.append(len(batch.rows.sampled) - batch.sample_count)
             return forward(batch, cache)
 
-    engine.launcher.sampler._model = replace(model, runner=Counting())
+    engine.launcher.model = replace(model, runner=Counting())
     result = run(engine, requests)
     assert max(sizes) == 16
     assert sum(sizes) == 54 + 43

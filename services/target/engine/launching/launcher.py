@@ -51,7 +51,7 @@ class Launcher:
         self.captures = StepCaptures(model.runner)
         self.clock = LaunchClock()
         self.step_tokens = 0
-        self._model, self._cache, self._features, self._scheduler = model, cache, features, scheduler
+        self.model, self._cache, self._features, self._scheduler = model, cache, features, scheduler
         self._speculation, self._entries = speculation, entries
         # Steps behind draft tokens overlap, too, where the device can choose the next ones.
         self._follows = takes_prepared_spans(model.runner)
@@ -82,7 +82,7 @@ class Launcher:
         works = plan.works
         capture = self._features.capture(works, deferred=self._speculation.policy.drafting_paused)
         with plan.program(listen) as program:
-            batch = build(works, self._model.device, capture, self.sampler.plan(works, self._entries), program)
+            batch = build(works, self.model.device, capture, self.sampler.plan(works, self._entries), program)
             prepared = None
             if behind is not None and tables is not None:
                 samples = behind.launched.tokens
@@ -107,8 +107,8 @@ class Launcher:
 
         works: of the batch, in order. prepared, ahead: as of StepSampler
         """
-        use_device(self._model.device)
-        outputs = self._model.runner.forward(batch, self._cache)
+        use_device(self.model.device)
+        outputs = self.model.runner.forward(batch, self._cache)
         self._features.take(batch, outputs.features)
         outputs = outputs._replace(features=None)  # what has taken them may free them before the sampling needs memory
         return self.sampler.sample(batch, outputs, works, self._entries, prepared, ahead=ahead)
