@@ -30,7 +30,7 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """What transformers' logits of a whole text say: of every token but the first, with so many of the likeliest."""
+    """What transformers' logits of a whole text say: of every token but the first, with a number of the likeliest."""
     from transformers import AutoModelForCausalLM
 
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
