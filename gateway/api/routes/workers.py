@@ -97,35 +97,14 @@ def install(app: FastAPI, models: Models, keys: Keys) -> None:
         return json_response({"status": "accepted", "worker_id": found["id"], "message": message}, 202)
 
     _install_former(router, models)
-    app.include_router(router)
-
-
-def _install_former(router: APIRouter, models: Models) -> None:
-    """Add the former routes of SGLang's router."""
-
-    @router.post("/add_worker", response_class=PlainTextResponse)
-    async def add_worker(
-        url: Annotated[str, Query(min_length=1)], worker_type: str = "target", model: str | None = None
-    ) -> Response:
-        await models.named(model).replicas.add(_service(worker_type), url)
-        return PlainTextResponse(f"Successfully added worker: {url}")
-
-    @router.post("/remove_worker", response_class=PlainTextResponse)
-    async def remove_worker(
-        url: Annotated[str, Query(min_length=1)], drain: bool = True, model: str | None = None
-    ) -> Response:
-        try:
-            pools, _ = await models.replica(url, model)
-            await pools.replicas.remove(url, drain=drain)
-        except NotFound as error:  # SGLang's status
-            raise InvalidRequest(error.message, param="url") from None
-        return PlainTextResponse(f"Successfully removed worker: {url}")
 
     @router.get("/list_workers")
     async def list_workers(model: str | None = None) -> Response:
         """The addresses of all targets."""
         found = await models.replicas(model)
         return json_response({"urls": [_url(one) for _, one in found if one["service"] == Service.TARGET]})
+
+    app.include_router(router)
 
 
 def _service(worker_type: str) -> Service:
@@ -152,3 +131,25 @@ def _worker(one: dict[str, Any], model_id: str | None) -> dict[str, Any]:
 def _url(one: dict[str, Any]) -> str:
     address: str = one["address"]
     return address if address.startswith("unix:") else f"grpc://{address}"
+
+
+def _install_former(router: APIRouter, models: Models) -> None:
+    """Add the routes by which SGLang's router was sent replicas before."""
+
+    @router.post("/add_worker", response_class=PlainTextResponse)
+    async def add_worker(
+        url: Annotated[str, Query(min_length=1)], worker_type: str = "target", model: str | None = None
+    ) -> Response:
+        await models.named(model).replicas.add(_service(worker_type), url)
+        return PlainTextResponse(f"Successfully added worker: {url}")
+
+    @router.post("/remove_worker", response_class=PlainTextResponse)
+    async def remove_worker(
+        url: Annotated[str, Query(min_length=1)], drain: bool = True, model: str | None = None
+    ) -> Response:
+        try:
+            pools, _ = await models.replica(url, model)
+            await pools.replicas.remove(url, drain=drain)
+        except NotFound as error:  # SGLang's status
+            raise InvalidRequest(error.message, param="url") from None
+        return PlainTextResponse(f"Successfully removed worker: {url}")
