@@ -116,8 +116,9 @@ class _Call:
             self.future.set_exception(Unavailable("the engine has stopped; retry once the service is back"))
 
 
-class _Arrival(NamedTuple):
-    """A stream's message, and what keeps the part of it that is about the stream's own sessions."""
+class Arrival(NamedTuple):
+    """A stream's message. admit: returns what the engine takes of it, called when its turn has come, because the
+    stream may have ended by then."""
 
     message: Message
     admit: Callable[[Message], Message]
@@ -173,7 +174,7 @@ class EngineLoop:
         self._last_load = EngineLoad()  # the load that was published last
         self._published_at = -math.inf  # when, by the clock of time.perf_counter
         self._heart = Heart()
-        self.inbox: Inbox[Message | _Arrival | _Call | None] = Inbox()
+        self.inbox: Inbox[Message | Arrival | _Call | None] = Inbox()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, engine: Engine, publish: Callable[[StepOutput], None]) -> None:
@@ -186,12 +187,9 @@ class EngineLoop:
         self._publish = publish
         self._thread.start()
 
-    def submit(self, message: Message, admit: Callable[[Message], Message] | None = None) -> None:
-        """Pass a message to the engine. Any thread may call.
-
-        admit: returns what the engine takes of it; called in the engine thread, behind all that was submitted before
-        """
-        self.inbox.put(message if admit is None else _Arrival(message, admit))
+    def submit(self, message: Message | Arrival) -> None:
+        """Pass a message to the engine. Any thread may call."""
+        self.inbox.put(message)
 
     def call(self, work: Callable[[], Result]) -> Future[Result]:
         """Let the engine thread do some work between two steps. Any thread may call.
@@ -305,9 +303,9 @@ class EngineLoop:
             if isinstance(message, _Call):
                 message.run()
             else:
-                self._handle(message.admit(message.message) if isinstance(message, _Arrival) else message)
+                self._handle(message.admit(message.message) if isinstance(message, Arrival) else message)
 
-    def _next_message(self, idle: bool) -> Message | _Arrival | _Call | None:
+    def _next_message(self, idle: bool) -> Message | Arrival | _Call | None:
         """The next message. Raises queue.Empty if none arrives in the time that the engine can wait."""
         if not idle:
             return self.inbox.get(self.engine.draft_wait)

@@ -113,12 +113,12 @@ class CallStreams:
         self._routes.enter(stream.outbox)
 
     def end(self, stream: CallStream) -> None:
-        """Close the sessions that a stream still owns. Does nothing if the stream has ended."""
+        """Close a stream's sessions, before anything that waits is handled. Does nothing if it has ended."""
         if self._streams.pop(stream.outbox, None) is None:
             return
         stream.writer.close()
         if orphans := self._routes.leave(stream.outbox):
-            self._engine.submit(Message(closes=orphans))
+            self._engine.inbox.put_first(Message(closes=orphans))
 
     def drop(self, outbox: Outbox) -> None:
         """End the stream of an outbox, if it is one of these."""

@@ -19,7 +19,7 @@ from typing import Any, Generic
 import grpc
 
 from outrider.errors import InvalidRequest
-from outrider.serving.loop import EngineLoop
+from outrider.serving.loop import Arrival, EngineLoop
 from outrider.serving.messages import StepOutput
 from outrider.transport.call_streams import CallStream, CallStreams, CallWriter
 from outrider.transport.frame_socket import FrameSocket
@@ -124,7 +124,7 @@ class StreamHub(Generic[Request, Response]):
         try:
             while (frame := await context.read()) is not grpc.aio.EOF:
                 message, failures = self._decode(frame)
-                self.engine.submit(message, partial(self._call_streams.admit, stream, failures))
+                self.engine.submit(Arrival(message, partial(self._call_streams.admit, stream, failures)))
         except InvalidRequest as error:
             log.warning("a stream is closed, because a frame cannot be decoded: %s", error.message)
             raise

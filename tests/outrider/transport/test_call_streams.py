@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,6 +41,7 @@ class Engine:
     def __init__(self):
         self.messages = []
         self.submit = self.messages.append
+        self.inbox = SimpleNamespace(put_first=self.submit)
 
     def call(self, work):
         work()

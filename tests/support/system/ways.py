@@ -1,5 +1,8 @@
 """Which files a request, a proposal and a commit pass: call stacks of a small system where each of them is handed on.
 
+A stack begins where the thing arrives: at what reads it, or at the engine's loop. What converts or stores it and
+returns, as codec and inbox do, is not on the stack of the next.
+
 `python -m tests.support.system.ways FOLDER` serves a model's folder, and writes the ways as JSON: by name a list of
 stacks, each a list of "file:function", the first caller first. One process holds gateway, draft service and target.
 """
@@ -19,8 +22,6 @@ from functools import partial, reduce
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
-
-import httpx
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("outrider", "gateway", "services")
@@ -53,6 +54,8 @@ POINTS = {
         "uvicorn.protocols.http.httptools_impl:RequestResponseCycle.send",
     ),
 }
+
+READS = "FrameStream.read"  # what waits for it, the attempts to hold the connection, hands nothing on
 
 
 def code_of(name: str) -> CodeType:
@@ -87,7 +90,7 @@ def _stack(frame: FrameType | None) -> list[str]:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES:
             stack.append(f"{path.relative_to(ROOT)}:{frame.f_code.co_qualname}")
-        frame = frame.f_back
+        frame = None if frame.f_code.co_qualname == READS else frame.f_back
     return stack[::-1]
 
 
@@ -108,6 +111,8 @@ def returns_of(way: list[list[str]]) -> list[str]:
 def main(folder: str) -> None:
     """Serve, send a request twice, and write the ways of the second, whose text the drafter knows."""
     trace = Trace()
+    import httpx
+
     from gateway.process.app import serve
     from outrider.config import GatewayConfig, parse_flags
     from services.draft.drafters.ngram import NgramDrafter
@@ -119,7 +124,7 @@ def main(folder: str) -> None:
         target = target_service(Path(folder), f"unix:{base}/target", speculative_always=True).start()
         draft = draft_service(f"unix:{base}/draft", NgramDrafter(NgramOptions())).start()
         port = free_port()
-        flags = ["--target", target.address, "--draft", draft.address, "--port", port, "--grpc-port", 0]
+        flags = ["--target", target.address, "--draft", draft.address, "--port", port, "--grpc-port", free_port()]
         config = parse_flags(GatewayConfig, [*map(str, flags), "--disable-draft-self-test"], "gateway")
 
         def ask() -> None:
@@ -130,17 +135,18 @@ def main(folder: str) -> None:
                     client.post("/v1/chat/completions", json=body | {"stream": True}).raise_for_status()
             os.kill(os.getpid(), signal.SIGTERM)
 
-        client = threading.Thread(target=ask)
-        client.start()
-        code = asyncio.run(serve(config))
-        client.join()
-        for service in (target, draft):
-            service.stop()
-        assert code == 0
+        threading.Thread(target=ask, daemon=True).start()
+        try:
+            assert asyncio.run(serve(config)) == 0
+        finally:
+            for service in (target, draft):
+                service.stop()
     print(json.dumps(trace.ways()))
 
 
-def _healthy(client: httpx.Client) -> bool:
+def _healthy(client: Any) -> bool:
+    import httpx
+
     try:
         return client.get("/health").json()["status"] == "ok"
     except httpx.TransportError:
