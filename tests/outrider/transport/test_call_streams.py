@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from outrider.serving.inbox import Inbox
 from outrider.serving.messages import EngineLoad, Message, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason
 from outrider.transport.call_streams import CallStream, CallStreams, CallWriter
@@ -106,6 +107,17 @@ async def test_a_failed_write_ends_its_stream_and_closes_its_sessions(when):
     one.publish(commit(1))
     one.streams.end(one.stream)
     assert one.ended == [None]
+
+
+async def test_sessions_of_a_lost_stream_are_closed_before_a_frame_that_opens_them_again():
+    one = OneStream(Slow())
+    inbox = one.engine.inbox = Inbox()
+    inbox.put("a frame of the peer's new stream")
+    one.streams.drop(one.stream.outbox)
+    assert inbox.get().closes == [1, 2]
+    assert inbox.get() == "a frame of the peer's new stream"
+    late = Message(opens=[request(3)])
+    assert one.streams.admit(one.stream, [], late) == Message()
 
 
 async def test_a_frame_that_cannot_be_encoded_ends_its_stream_with_the_error():
