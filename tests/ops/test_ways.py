@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from services.target.kernels.cpu import library
 from tests.support.system.ways import POINTS, files_of, returns_of
 from tests.support.tiny import write_model, write_tokenizer
+
+pytestmark = pytest.mark.skipif(not library.available(), reason="a request's way ends at a compiled kernel")
 
 ROOT = Path(__file__).parents[2]
 MAX_FILES = {"request": 16, "proposal": 16, "commit": 14}
