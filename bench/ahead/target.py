@@ -17,7 +17,7 @@ from services.target.process import app
 if TYPE_CHECKING:
     from outrider.serving.messages import StepOutput
     from services.target.engine.engine import TargetEngine
-    from services.target.speculation.mode_policy import ModePolicy
+    from services.target.speculation.modes.policy import ModePolicy
 
 _LONGEST_WAIT = 10.0  # seconds, in the mode that always waits
 
@@ -64,8 +64,8 @@ class PacedTarget:
 
     def _set_mode(self, setting: Setting) -> None:
         """The mode's policy; what it has measured under the same setting before stays."""
-        from services.target.speculation.mode_policy import SERVICE_MODES, ModePolicy
-        from services.target.speculation.mode_selector import SpeculationMode
+        from services.target.speculation.modes.mode import SpeculationMode
+        from services.target.speculation.modes.policy import SERVICE_MODES, ModePolicy
 
         if (policy := self._policies.get(setting)) is None:
             if setting.mode is Mode.AUTO:

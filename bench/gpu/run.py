@@ -50,7 +50,7 @@ from services.target.model.loading.probe import pass_a_token
 from services.target.model.modules import ModuleRunner
 from services.target.sampling import sampler
 from services.target.sampling.row_params import RowRequest, gather
-from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.modes.mode import SpeculationMode
 from services.target.step.batch import SessionWork, build
 
 SPARE_BYTES = 6 << 30  # reserved for activations of steps and of CUDA graphs

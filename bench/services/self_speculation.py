@@ -34,7 +34,7 @@ from services.target.kernels.cpu.matrices.weights import BLOCK, quantize_int4
 from services.target.model.loading.load import load
 from services.target.model.native import ProgramRunner
 from services.target.process.warmup import warm_up
-from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.modes.mode import SpeculationMode
 
 MAX_PROMPT_TOKENS = 1000
 MODES = ("plain", "self")

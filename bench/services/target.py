@@ -35,7 +35,7 @@ from services.target.model.native import ProgramRunner
 from services.target.process.app import build_engine
 from services.target.process.costs import step_by_step
 from services.target.speculation.budget import Budget, Selection
-from services.target.speculation.mode_policy import ModePolicy
+from services.target.speculation.modes.policy import ModePolicy
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 GREEDY = SamplingParams(temperature=0.0)

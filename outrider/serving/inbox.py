@@ -26,14 +26,15 @@ class Inbox(Generic[Item]):
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
         self._asleep = False  # the reader waits, so `put` must wake it
+        self._interruptible = False  # the reader works; an item may interrupt it
         self._wake_pair: tuple[socket.socket, socket.socket] | None = None
         self._poll = select.poll()
         self._sources: dict[int, Callable[[int], None]] = {}
 
-    def put(self, item: Item) -> None:
-        """Add an item; any thread may call."""
+    def put(self, item: Item, *, interrupts: bool = True) -> None:
+        """Add an item; any thread may call. interrupts: work that watches `message_files` ends early for it."""
         self._items.append(item)
-        if self._asleep:
+        if self._asleep or (interrupts and self._interruptible):
             self._wake()
 
     def put_first(self, item: Item) -> None:
@@ -86,13 +87,13 @@ class Inbox(Generic[Item]):
     @contextlib.contextmanager
     def message_files(self) -> Iterator[list[int]]:
         """Descriptors, one of which becomes readable once a message arrives, for work that a message interrupts."""
-        self._asleep = True
+        self._interruptible = True
         try:
-            if self._items:  # items that arrived before `_asleep` was set did not wake the reader
+            if self._items:  # items that arrived before `_interruptible` was set did not wake the reader
                 self._wake()
             yield list(self._sources)
         finally:
-            self._asleep = False
+            self._interruptible = False
 
     def get(self, seconds: float | None = 0.0) -> Item:
         """The next item. seconds: maximum wait; None waits without limit. Raises queue.Empty if none arrives.

@@ -187,9 +187,12 @@ class EngineLoop:
         self._publish = publish
         self._thread.start()
 
-    def submit(self, message: Message | Arrival) -> None:
-        """Pass a message to the engine. Any thread may call."""
-        self.inbox.put(message)
+    def submit(self, message: Message | Arrival, *, interrupts: bool = True) -> None:
+        """Pass a message to the engine. Any thread may call.
+
+        interrupts: a step that watches for messages ends early for it
+        """
+        self.inbox.put(message, interrupts=interrupts)
 
     def call(self, work: Callable[[], Result]) -> Future[Result]:
         """Let the engine thread do some work between two steps. Any thread may call.

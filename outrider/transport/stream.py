@@ -124,7 +124,10 @@ class StreamHub(Generic[Request, Response]):
         try:
             while (frame := await context.read()) is not grpc.aio.EOF:
                 message, failures = self._decode(frame)
-                self.engine.submit(Arrival(message, partial(self._call_streams.admit, stream, failures)))
+                # Proposals are of use for the next step; for a session that begins or ends, this one may end early.
+                urgent = bool(message.opens or message.closes or failures)
+                arrival = Arrival(message, partial(self._call_streams.admit, stream, failures))
+                self.engine.submit(arrival, interrupts=urgent)
         except InvalidRequest as error:
             log.warning("a stream is closed, because a frame cannot be decoded: %s", error.message)
             raise

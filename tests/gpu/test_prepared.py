@@ -12,7 +12,7 @@ from outrider.speculation.sampling import SamplingParams
 from services.target.engine.engine import TargetEngine
 from services.target.model.loading.load import load
 from services.target.process.warmup import warm_up
-from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.modes.mode import SpeculationMode
 from tests.support.target.driving import counting, opening, run
 from tests.support.target.features import F32, Reader, configured
 from tests.support.target.proposals import Drafts

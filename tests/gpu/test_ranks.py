@@ -24,7 +24,7 @@ from services.target.process.ranks import group
 from services.target.process.ranks.leading import LeadingRunner
 from services.target.process.ranks.processes import load_split
 from services.target.process.warmup import warm_up
-from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.modes.mode import SpeculationMode
 from tests.support.target.driving import chain, counting, opening, run
 from tests.support.target.proposals import Drafts
 from tests.support.tiny import write_model

@@ -43,7 +43,7 @@ from services.target.model.base import Model
 from services.target.sampling.session import TargetSession
 from services.target.sampling.step_sampler import StepSampler
 from services.target.speculation.controller import Speculation, speculation_of
-from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.modes.mode import SpeculationMode
 from services.target.speculation.planner import Planner
 from services.target.speculation.plans import StepPlan, Timing
 

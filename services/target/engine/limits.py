@@ -13,8 +13,8 @@ from outrider.serving.portions import Limits
 from outrider.speculation.acceptance import Thresholds
 from services.target.model.base import Model
 from services.target.sampling.logprobs import scored_rows
-from services.target.speculation.mode_policy import MEASURING_MODES
-from services.target.speculation.mode_selector import DRAFT_MODES, SpeculationMode
+from services.target.speculation.modes.mode import DRAFT_MODES, SpeculationMode
+from services.target.speculation.modes.policy import MEASURING_MODES
 
 log = logging.getLogger(__name__)
 

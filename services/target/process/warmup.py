@@ -14,7 +14,7 @@ from services.target.model.base import CapturesAhead
 from services.target.process.costs import SESSION, Measuring, draft_chain, open_session, step_by_step
 from services.target.process.kept_costs import KeptCosts, starting_cost
 from services.target.speculation.budget import Budget
-from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.modes.mode import SpeculationMode
 
 log = logging.getLogger(__name__)
 

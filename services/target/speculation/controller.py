@@ -26,8 +26,8 @@ from services.target.sampling.session import TargetSession
 from services.target.speculation.allowed import AllowedSources
 from services.target.speculation.chooser import SourceChooser, model_source
 from services.target.speculation.draft_wait import MEASURING_WAIT
-from services.target.speculation.mode_policy import ModePolicy
-from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.modes.mode import SpeculationMode
+from services.target.speculation.modes.policy import ModePolicy
 from services.target.speculation.multi_step import MultiStepPlanner
 from services.target.speculation.planner import Planner, last_chunks
 from services.target.speculation.plans import PlanMaker, ServiceStep, StepPlan

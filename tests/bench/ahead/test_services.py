@@ -13,7 +13,7 @@ from bench.ahead.run import add_expected, add_rows
 from bench.ahead.system import Answer
 from bench.ahead.target import PacedTarget
 from bench.harness.report import Report
-from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.modes.mode import SpeculationMode
 from tests.support.target.driving import chain, engine_of, load_model, opening, run
 from tests.support.tiny import write_model
 

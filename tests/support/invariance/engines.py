@@ -16,7 +16,7 @@ def target_engine(folder: Path, **options: Any) -> Engine:
     """
     from services.target.engine.engine import TargetEngine
     from services.target.model.loading.load import load
-    from services.target.speculation.mode_selector import DRAFT_MODES
+    from services.target.speculation.modes.mode import DRAFT_MODES
 
     names = {"max_step_tokens": "chunked_prefill_size", "max_running": "max_running_requests"}
     flags = {"max_total_tokens": 4096} | {names.get(name, name): value for name, value in options.items()}
@@ -27,7 +27,7 @@ def target_engine(folder: Path, **options: Any) -> Engine:
 
 def as_on_cuda(engine: Any, *, prepares: bool) -> Any:
     """The target engine, with steps that overlap and are walked on the device. prepares: also behind draft tokens."""
-    from services.target.speculation.mode_selector import SpeculationMode
+    from services.target.speculation.modes.mode import SpeculationMode
 
     engine.overlap, engine.launcher.prepares = True, prepares
     sampler = engine.launcher.sampler

@@ -16,7 +16,7 @@ from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.target.engine.engine import TargetEngine
 from services.target.model.base import Model
 from services.target.model.loading.load import load
-from services.target.speculation.mode_selector import DRAFT_MODES, SpeculationMode
+from services.target.speculation.modes.mode import DRAFT_MODES, SpeculationMode
 from tests.support.tiny import VOCAB
 
 GREEDY = SamplingParams(temperature=0.0)

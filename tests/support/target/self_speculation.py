@@ -15,7 +15,7 @@ from outrider.config import TargetConfig
 from outrider.speculation.sampling import log_softmax, sample
 from services.target.engine.engine import TargetEngine
 from services.target.model.base import Model
-from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.modes.mode import SpeculationMode
 from services.target.step.programs import LoopIteration
 from tests.support.target.driving import load_model
 from tests.support.tiny import VOCAB

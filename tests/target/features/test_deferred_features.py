@@ -11,8 +11,8 @@ from outrider.serving.features import FeatureSpec
 from outrider.speculation.proposal import FinishReason
 from services.target.features import features
 from services.target.features.fusion import Fusion
-from services.target.speculation.mode_policy import ModePolicy
-from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.modes.mode import SpeculationMode
+from services.target.speculation.modes.policy import ModePolicy
 from tests.support.target.driving import engine_of, opening
 from tests.support.target.features import F32, WIDTH, Reader, configured, prompts, proposals_of
 

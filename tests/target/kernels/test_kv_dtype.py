@@ -13,7 +13,7 @@ from services.target.kernels.kv_cache import KVCache
 from services.target.kernels.pools import LayerShape, gather, pick_cache_dtype, stored, token_bytes
 from services.target.kernels.reference import paged_attention
 from services.target.model.loading.load import load
-from services.target.speculation.mode_selector import DRAFT_MODES
+from services.target.speculation.modes.mode import DRAFT_MODES
 from services.target.step.batch import build
 from tests.support.target.driving import GREEDY, chain, opening, random_tree, run
 from tests.support.target.works import allocator_of, random_works

@@ -12,8 +12,8 @@ from outrider.speculation.sampling import SamplingParams
 from services.target.engine.engine import TargetEngine
 from services.target.kernels.cpu import library
 from services.target.speculation.estimates.step_cost import StepCost
-from services.target.speculation.mode_policy import ModePolicy
-from services.target.speculation.mode_selector import DRAFT_MODES, SpeculationMode
+from services.target.speculation.modes.mode import DRAFT_MODES, SpeculationMode
+from services.target.speculation.modes.policy import ModePolicy
 from services.target.speculation.plans import LoopStep, MixedStep, MultiStep
 from tests.support.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target
 from tests.support.target.driving import chain, engine_of, load_model, opening, run

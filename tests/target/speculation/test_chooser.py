@@ -7,7 +7,7 @@ import pytest
 from outrider.serving.messages import Grammar, GrammarKind
 from services.target.kernels.cpu import library
 from services.target.speculation.estimates.step_cost import StepCost
-from services.target.speculation.mode_selector import DRAFT_MODES
+from services.target.speculation.modes.mode import DRAFT_MODES
 from services.target.speculation.plans import LoopStep, MultiStep, SelfDraftStep, ServiceStep
 from services.target.speculation.sources.base import PROBE_INTERVAL
 from tests.support.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target

@@ -2,8 +2,9 @@
 
 import pytest
 
-from services.target.speculation.mode_policy import MEASURING_MODES, ModePolicy
-from services.target.speculation.mode_selector import TRIAL, SpeculationMode
+from services.target.speculation.modes.mode import SpeculationMode
+from services.target.speculation.modes.policy import MEASURING_MODES, ModePolicy
+from services.target.speculation.modes.trial import TRIAL
 from tests.support.target.virtual_time.drafter_clock import Clock, work
 
 

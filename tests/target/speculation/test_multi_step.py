@@ -176,6 +176,17 @@ def test_multi_step_decoding_ends_on_a_message(model):
 
     engine.message_files = message_during_the_call
     assert len(engine.step().commits[0].tokens) == 1
+    assert inbox.get() == "message"
+
+    @contextmanager
+    def proposal_during_the_call():
+        with inbox.message_files() as files:
+            inbox.put("proposal", interrupts=False)
+            yield files
+
+    engine.message_files = proposal_during_the_call
+    assert len(engine.step().commits[0].tokens) == 16
+    assert inbox.get() == "proposal"
     inbox.close()
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.target.speculation.mode_policy import ModePolicy
-from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.modes.mode import SpeculationMode
+from services.target.speculation.modes.policy import ModePolicy
 from tests.support.target.driving import chain, engine_of, load_model, opening, run
 from tests.support.tiny import write_model
 

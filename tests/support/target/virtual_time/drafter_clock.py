@@ -1,6 +1,6 @@
 """A simulated clock, and steps of a mode policy with a drafter on it."""
 
-from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.modes.mode import SpeculationMode
 
 
 class Clock:

@@ -13,8 +13,8 @@ import math
 import random
 from dataclasses import dataclass
 
-from services.target.speculation.mode_policy import ModePolicy
-from services.target.speculation.mode_selector import DRAFT_MODES, SpeculationMode
+from services.target.speculation.modes.mode import DRAFT_MODES, SpeculationMode
+from services.target.speculation.modes.policy import ModePolicy
 from tests.support.target.virtual_time.drafter_clock import Clock
 
 _DEPTH = 8  # tokens of a tree's longest path

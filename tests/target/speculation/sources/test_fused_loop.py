@@ -10,7 +10,7 @@ from outrider.serving.features import FeatureSpec
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from services.target.kernels.cpu import library
-from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.modes.mode import SpeculationMode
 from services.target.speculation.sources import local_eagle_head
 from services.target.step.programs import DraftTokenValue
 from tests.support.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3

@@ -12,7 +12,7 @@ from services.target.engine.engine import TargetEngine
 from services.target.kernels.cpu import library
 from services.target.process.warmup import warm_up
 from services.target.speculation.estimates.step_cost import StepCost
-from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.modes.mode import SpeculationMode
 from services.target.speculation.sources.base import Demand
 from services.target.speculation.sources.prompt_lookup import MIN_MATCH, PromptLookup, find
 from tests.support.target.driving import CACHES, GREEDY, engine_of, load_model, opening, run, run_as_plain

@@ -19,7 +19,7 @@ from services.target.kernels.cpu import library
 from services.target.kernels.cpu.matrices import weights
 from services.target.process.warmup import warm_up
 from services.target.speculation.estimates.step_cost import StepCost
-from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.modes.mode import SpeculationMode
 from services.target.speculation.sources.quantized_self_draft import QuantizedSelfDraft
 from tests.support.target.driving import CACHES, GREEDY, chain, engine_of, load_model, opening, run, run_as_plain
 from tests.support.target.self_speculation import drafting, pending_message

@@ -12,22 +12,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 
 from services.target.speculation.estimates.answer_latency import AnswerLatency
-from services.target.speculation.estimates.in_time import share_in_time
-from services.target.speculation.estimates.mode_trial import SETTLING, Steps
+from services.target.speculation.modes.effects import ModeEffects
+from services.target.speculation.modes.mode import DRAFT_MODES, SpeculationMode
+from services.target.speculation.modes.prediction import PRIOR_STEPS, predicted, variances
+from services.target.speculation.modes.prefill_cost import PrefillCost
+from services.target.speculation.modes.trial import SETTLING, TRIAL, Steps
 
-TRIAL = 16  # measured steps of a trial; the first trials at a load are shorter, so that a losing mode ends soon
+# Measured steps of the first trials at a load: a losing mode ends soon.
 _FIRST_TRIAL = TRIAL // 4
 _DOUBLINGS = (TRIAL // _FIRST_TRIAL).bit_length() - 1
 _SHORT_TRIAL = TRIAL // 2  # of a mode that is far behind
 _FAR_BEHIND = 0.9  # of the best mode's throughput
-# A losing mode is retried when its last trial's cost is at most this share of the time since. The worse of two modes
-# with drafts waits longer where plain steps are best: it hardly wins if the better one does not.
+# A losing mode is retried when what a trial costs is at most this share of the time since its last one. The worse of
+# two modes with drafts waits longer where plain steps are best: it hardly wins if the better one does not.
 _COST_SHARE = 0.005
 _COST_SHARE_OF_WORST = _COST_SHARE / 4
-_MIN_PAUSE_TRIALS = 16  # of the mode's own trials
+_DOUBT_SHARE = 0.1  # the same for a mode that is the best after all, times the probability that it is
+_MIN_PAUSE_TRIALS = 16  # of the mode's own trials; fewer where it may be the best
 _MAX_PAUSE = 300.0  # seconds
 # A trial may go wrong for reasons outside its mode, such as a program that is compiled or a process that starts. So a
 # mode is given up for long only after several losses: its first pause is at most one second, or 16 trials of the
@@ -38,85 +41,23 @@ _FIRST_DELAY = 30.0  # seconds that a load lasts before drafts are tried where a
 _GAIN_LOSS = 1.5  # factor by which the gain of drafts shrinks with twice as many sessions
 _MIN_GAIN = 1.02  # minimum gain of drafts: less may be noise, and costs drafters their time
 _DECAY, _MIN_DECAY = 0.9, 0.3  # of a measurement, per trial of any mode since, and at most between two of its own
-# Steps with proposals for which it counts that they accept one draft token: the first few may meet a hard line of text.
-_PRIOR_STEPS = 4.0
-_PROMPT_DECAY = 0.98  # of the cost of prompts, per step that computes some in the same mode
-_PROMPT_PRIOR = 512  # prompt tokens for which the average over all modes counts
-
-
-class SpeculationMode(Enum):
-    """What steps do about draft tokens."""
-
-    WAIT_FOR_DRAFT = auto()  # hold the step until proposals arrive, within a bound
-    DRAFT_IF_READY = auto()  # verify the proposals that are there
-    # In both, the target's own sources draft where no proposal is predicted to bring more.
-    SELF_SPECULATE = auto()  # draft with the target's own sources where they are predicted to pay
-    NONE = auto()  # decode plainly
-
-
-DRAFT_MODES = (SpeculationMode.WAIT_FOR_DRAFT, SpeculationMode.DRAFT_IF_READY)  # those with a draft service
-
-
-class PrefillCost:
-    """Seconds of a prompt token, where drafters read prompts, too, and where not; and prompt tokens per new token.
-
-    Prompts of one trial may be twice as expensive as those of another, so modes with drafts are one class here.
-    """
-
-    def __init__(self) -> None:
-        self._tokens = {True: 0.0, False: 0.0}  # by whether drafters read them
-        self._seconds = {True: 0.0, False: 0.0}
-        self._reading = 0.0  # seconds for which steps were held while drafters read prompts
-        self._all_tokens = 0.0
-        self._committed = 0.0  # for as long as prompt tokens are remembered
-
-    def observe(self, mode: SpeculationMode, tokens: int, seconds: float) -> None:
-        """Add a step. seconds: of its prompt tokens."""
-        drafted = mode in DRAFT_MODES
-        self._tokens[drafted] = self._tokens[drafted] * _PROMPT_DECAY + tokens
-        self._seconds[drafted] = self._seconds[drafted] * _PROMPT_DECAY + seconds
-        self._reading *= _PROMPT_DECAY if drafted else 1.0
-        self._all_tokens = self._all_tokens * _PROMPT_DECAY + tokens
-        self._committed *= _PROMPT_DECAY
-
-    def held(self, seconds: float) -> None:
-        """A step was held for drafters that read prompts, which belongs to the cost of these."""
-        self._reading += seconds
-
-    @property
-    def seconds_per_prompt_token(self) -> float:
-        """Seconds in which the target computes a prompt token, in all modes; 0 before one was computed."""
-        tokens = sum(self._tokens.values())
-        return sum(self._seconds.values()) / tokens if tokens else 0.0
-
-    @property
-    def prompt_tokens_per_token(self) -> float:
-        """Prompt tokens for each new token."""
-        return self._all_tokens / self._committed if self._committed else 0.0
-
-    def committed(self, tokens: int) -> None:
-        """Add committed tokens of all sessions."""
-        self._committed += tokens
-
-    def seconds(self, mode: SpeculationMode) -> float:
-        """A new token's share of prompts in a mode, in seconds."""
-        tokens = sum(self._tokens.values())
-        if not tokens or not self._committed:
-            return 0.0
-        average = sum(self._seconds.values()) / tokens
-        drafted = mode in DRAFT_MODES
-        own = self._seconds[drafted] + (self._reading if drafted else 0.0)
-        each = (own + _PROMPT_PRIOR * average) / (self._tokens[drafted] + _PROMPT_PRIOR)
-        return each * self._all_tokens / self._committed
+# Standard deviation of the logarithm of a predicted throughput, and of that of own sources by the steps of a trial that
+# have no proposals: a draft on the same cores makes these longer, and texts are harder there.
+_PREDICTION_DEVIATION, _RELATION_DEVIATION = 0.1, 0.12
+_FEWEST_TOKENS = 0.5  # that a trial without any counts for
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """The last trial of a mode, all steps without prompts. ended: seconds at this load; tokens: per session."""
+    """The last trial of a mode, all steps without prompts. ended: seconds at this load; tokens: per session.
+
+    pace: tokens per second of its measured steps
+    """
 
     ended: float
     tokens: float
     seconds: float
+    pace: float
 
 
 @dataclass
@@ -125,8 +66,7 @@ class _Measured:
 
     total: Steps = field(default_factory=Steps)
     trials: int = 0  # of all modes, when this one was measured last; 0 for never
-    trial: _Trial = _Trial(0.0, 0.0, 0.0)
-    retry_soon: bool = False  # the last trial beat the incumbent; retry soon, because the average lags
+    trial: _Trial = _Trial(0.0, 0.0, 0.0, 1.0)
     losses: int = 0  # consecutive trials after which it was not the best
 
     def add(self, trials: int, new: Steps) -> None:
@@ -167,7 +107,7 @@ class ModeSelector:
         self.trials = 0
         self._elapsed = 0.0  # seconds in steps
         self._since = Steps()  # the last trial's end: all steps, measured or not
-        self._drafted = Steps(drafted=_PRIOR_STEPS, accepted=_PRIOR_STEPS)  # of all modes, of trials with proposals
+        self._drafted = Steps(drafted=PRIOR_STEPS, accepted=PRIOR_STEPS)  # of all modes, of trials with proposals
         if fewer is not None:
             self._drafted = replace(fewer._drafted)
         self._short = False
@@ -178,6 +118,7 @@ class ModeSelector:
         self._first_pause = _FIRST_DELAY if many else _FIRST_PAUSE
         self._delay = 0.0 if self._alone is None else _first_delay(self.loss, self.gain, many=many)
         self.mode = self._alone if self._delay and first in DRAFT_MODES and self._alone is not None else first
+        self._effects = ModeEffects(modes)
 
     @property
     def _alone(self) -> SpeculationMode | None:
@@ -207,30 +148,52 @@ class ModeSelector:
         """A trial has ended; choose the next mode."""
         self.trials += 1
         present = self._measured[self.mode]
-        after_delay = self._delay > 0.0 and self.mode in DRAFT_MODES and not present.trials
         if self.mode in DRAFT_MODES and not present.trials:
-            others = (self._measured[mode].total for mode in DRAFT_MODES if mode in self._measured)
-            present.total = next(filter(None, (self._predicted(self.mode, steps) for steps in others)), present.total)
+            self._expect_first()
         present.add(self.trials, new)
-        present.trial = _Trial(self._elapsed, self._since.tokens, self._since.seconds)
+        if new.drafted:
+            self._update_accepted(new)
+        pace = max(self._tokens_of(new), _FEWEST_TOKENS) / new.seconds
+        noise, walk = variances(max(new.steps, 1.0), present.total, self._accepted, sessions)
+        self._effects.observe(self.mode, pace, noise, walk, self._since.seconds)
+        present.trial = _Trial(self._elapsed, self._since.tokens, self._since.seconds, pace)
+        self._relate(new)
         self._since = Steps()
         self._sessions = sessions
-        if new.drafted:
-            self._drafted.add(new, _DECAY)
         rates = self._rates()
-        best = max(rates, key=lambda mode: rates[mode] * (1.0 if mode in DRAFT_MODES else _MIN_GAIN))
-        # After a delay, drafts are chosen by scores that are not calibrated yet, and the next trial may be a quarter of
-        # a minute away: a first trial that is not far behind is followed by another one.
-        threshold = _FAR_BEHIND if after_delay and self.mode is not best else 1.0
-        rate = self._rate_of(new, self.mode) if self._gains(new) else 0.0
-        present.retry_soon = rate > threshold * rates[best]
-        present.losses = present.losses + 1 if self.mode is not best and not present.retry_soon else 0
+        best = max(rates, key=lambda mode: rates[mode] / _required_gain(mode))
+        present.losses = present.losses + 1 if self.mode is not best else 0
         self._update_gain(rates)
         due = [mode for mode in self._measured if mode is not best and self._due(mode, rates, best) <= self._elapsed]
-        self.mode = due[0] if due else best
-        self.probes = bool(due) and not self._measured[self.mode].retry_soon
-        expected = rates.get(self.mode) or self._rate_predicted(self.mode, self._measured[best].total) or math.inf
+        self.mode, self.probes = due[0] if due else best, bool(due)
+        expected = rates.get(self.mode) or self._rate_predicted(self.mode, best) or math.inf
         self._short = self.mode is not best and expected < _FAR_BEHIND * rates[best]
+
+    def _update_accepted(self, new: Steps) -> None:
+        """Learn what steps with proposals accept, in whatever mode, by which earlier trials of all modes are judged."""
+        measured = {mode: one.total for mode, one in self._measured.items() if one.total.drafted and one.trials}
+        before = {mode: self._tokens_of(steps) for mode, steps in measured.items()}
+        self._drafted.add(new, _DECAY)
+        for mode, steps in measured.items():
+            self._effects.scale(mode, self._tokens_of(steps) / before[mode])
+
+    def _expect_first(self) -> None:
+        """Before the first trial of a mode with drafts counts: what the other one's trials foretell of it."""
+        for mode in DRAFT_MODES:
+            if mode not in self._measured or not self._measured[mode].trials:
+                continue
+            if (steps := predicted(self.mode, self._measured[mode].total, self._accepted, self._latency)) is not None:
+                self._effects.expect(self.mode, self._pace_predicted(self.mode, mode), _PREDICTION_DEVIATION)
+                self._measured[self.mode].total = steps
+
+    def _relate(self, new: Steps) -> None:
+        """A trial with drafts shows what own sources bring on the same text: they draft in steps without proposals."""
+        alone = SpeculationMode.SELF_SPECULATE
+        if self.mode not in DRAFT_MODES or alone not in self._measured:
+            return
+        if (steps := predicted(alone, new, self._accepted, self._latency)) is not None:
+            ratio = self._pace_of(steps) / self._pace_of(new)
+            self._effects.relate(alone, self.mode, ratio, _RELATION_DEVIATION)
 
     def _rates(self) -> dict[SpeculationMode, float]:
         """Throughput of the measured modes. Drafts that are never accepted made no trial fast: they count for no more
@@ -256,21 +219,34 @@ class ModeSelector:
         drafted = [other for other in rates if other in DRAFT_MODES]
         if not measured.trials:
             return self._first_due(mode, rates, best)
-        if measured.retry_soon:
-            return measured.trial.ended
         worst = best not in DRAFT_MODES and len(drafted) > 1 and rates[mode] == min(rates.values())
-        lost = self._trial_cost(mode, max(rates.values()))
-        pause = _pause(lost, _COST_SHARE_OF_WORST if worst else _COST_SHARE, measured.trial.seconds)
+        chance, gain = self._promise(mode, rates, best)
+        share = max(_COST_SHARE_OF_WORST if worst else _COST_SHARE, _DOUBT_SHARE * chance, gain)
+        trials = min(_MIN_PAUSE_TRIALS, 0.5 / chance) if chance else _MIN_PAUSE_TRIALS
+        pause = _pause(self._trial_cost(mode, rates[best]), share, trials * measured.trial.seconds)
         first = max(self._first_pause, _MIN_PAUSE_TRIALS * self._measured[best].trial.seconds)
         losses = min(max(measured.losses - 1 + worst, 0), _MAX_LOSSES)
         if self._is_explained(mode, rates, best):
             losses = _MAX_LOSSES
         return measured.trial.ended + min(pause, first * _PAUSE_GROWTH**losses)
 
+    def _promise(
+        self, mode: SpeculationMode, rates: dict[SpeculationMode, float], best: SpeculationMode
+    ) -> tuple[float, float]:
+        """Probability that a mode is better than the one that looks best, and the gain in throughput to expect of that,
+        by how well both are known."""
+        if mode in DRAFT_MODES and not self._gains(self._measured[mode].total):
+            return 0.0, 0.0
+        deviation = self._effects.deviation(mode, best)
+        behind = math.log(rates[best] / _required_gain(best) / rates[mode] * _required_gain(mode)) / deviation
+        chance = 0.5 * math.erfc(behind / math.sqrt(2.0))
+        density = math.exp(-(behind**2) / 2.0) / math.sqrt(2.0 * math.pi)
+        return chance, deviation * (density - behind * chance)
+
     def _is_explained(self, mode: SpeculationMode, rates: dict[SpeculationMode, float], best: SpeculationMode) -> bool:
         """True if a mode is far behind, and not for want of luck: it is predicted to be, from the steps of the best."""
-        predicted = self._rate_predicted(mode, self._measured[best].total) if best in DRAFT_MODES else 0.0
-        return predicted > 0.0 and max(predicted, rates[mode]) < _FAR_BEHIND * rates[best]
+        rate = self._rate_predicted(mode, best) if best in DRAFT_MODES else 0.0
+        return rate > 0.0 and max(rate, rates[mode]) < _FAR_BEHIND * rates[best]
 
     def _first_due(self, mode: SpeculationMode, rates: dict[SpeculationMode, float], best: SpeculationMode) -> float:
         """When a mode has its first trial."""
@@ -281,9 +257,9 @@ class ModeSelector:
             return self._delay
         known = self._measured[drafted[-1]].total
         untried = [other for other in self._measured if other not in rates]
-        predicted = {other: self._rate_predicted(other, known) for other in untried}
-        if predicted[mode]:
-            lost = 1.0 - predicted[mode] / max(rates[best], *predicted.values())
+        rates_predicted = {other: self._rate_predicted(other, drafted[-1]) for other in untried}
+        if rates_predicted[mode]:
+            lost = 1.0 - rates_predicted[mode] / max(rates[best], *rates_predicted.values())
             pause = _pause((self.steps + SETTLING) * known.seconds / known.steps * lost, _COST_SHARE)
             return min(pause, self._first_pause * _PAUSE_GROWTH)  # as after two losses: it may be wrong
         if self.loss is None:
@@ -294,17 +270,24 @@ class ModeSelector:
     def _trial_cost(self, mode: SpeculationMode, rate: float) -> float:
         """Seconds that a mode's last trial cost beside a throughput, in tokens per session and second."""
         trial = self._measured[mode].trial
-        prompts = self._sessions * self._prompts.seconds(mode)
-        return trial.seconds + trial.tokens * (prompts - 1.0 / rate) if rate else 0.0
+        tokens = trial.tokens * self._effects.rate(mode) / trial.pace  # that it commits with usual luck
+        return trial.seconds + tokens * (self._sessions * self._prompts.seconds(mode) - 1.0 / rate)
 
     def throughput(self, mode: SpeculationMode) -> float:
-        """Tokens per session and second, prompts included."""
-        return self._rate_of(self._measured[mode].total, mode)
+        """Tokens per session and second that a trial would commit now, prompts included."""
+        return self._with_prompts(self._effects.rate(mode), mode)
+
+    def _with_prompts(self, pace: float, mode: SpeculationMode) -> float:
+        """A throughput, prompts included. pace: the same in steps without prompts."""
+        return 1.0 / (1.0 / pace + self._sessions * self._prompts.seconds(mode)) if pace else 0.0
 
     def _rate_of(self, steps: Steps, mode: SpeculationMode) -> float:
-        """The same of some steps. Of a step with proposals all modes accept as many draft tokens: texts differ more."""
-        tokens = self._tokens_of(steps)
-        return 1.0 / (steps.seconds / tokens + self._sessions * self._prompts.seconds(mode)) if tokens else 0.0
+        """Throughput of some steps, prompts included."""
+        return self._with_prompts(self._pace_of(steps), mode)
+
+    def _pace_of(self, steps: Steps) -> float:
+        """The same without prompts. A step with proposals counts as many accepted draft tokens in all modes."""
+        return self._tokens_of(steps) / steps.seconds
 
     def _tokens_of(self, steps: Steps) -> float:
         return steps.tokens + steps.drafted * self._accepted - steps.accepted
@@ -318,28 +301,15 @@ class ModeSelector:
         """Draft tokens that a step with proposals accepts, in any mode."""
         return self._drafted.accepted / self._drafted.drafted
 
-    def _predicted(self, mode: SpeculationMode, steps: Steps) -> Steps | None:
-        """A few steps of a mode, from those of another one with drafts and the time of answers; None if these say
-        nothing of it. Drafting beside the target is taken to cost it nothing."""
-        if not steps.steps:
-            return None
-        step, own = (steps.seconds - steps.held) / steps.steps, steps.own / steps.steps
-        drafted = held = 0.0
-        if mode is not SpeculationMode.NONE:
-            if mode not in DRAFT_MODES or not self._latency.count:
-                return None
-            drafted, held = 1.0, self._latency.held_seconds
-        if mode is SpeculationMode.DRAFT_IF_READY:
-            drafted, held = share_in_time(self._accepted, step, self._latency.seconds), 0.0
-        accepted = drafted * self._accepted
-        predicted = Steps()
-        predicted.add(Steps(1.0 + own + accepted, step + held, 1.0, own, drafted, accepted, held), scale=_PRIOR_STEPS)
-        return predicted
+    def _rate_predicted(self, mode: SpeculationMode, known: SpeculationMode) -> float:
+        """Throughput of a mode, prompts included, from that of another one; 0 if nothing is predicted."""
+        return self._with_prompts(self._pace_predicted(mode, known), mode)
 
-    def _rate_predicted(self, mode: SpeculationMode, steps: Steps) -> float:
-        """Its throughput; 0 if nothing is predicted."""
-        predicted = self._predicted(mode, steps)
-        return 0.0 if predicted is None else self._rate_of(predicted, mode)
+    def _pace_predicted(self, mode: SpeculationMode, known: SpeculationMode) -> float:
+        """The same without prompts."""
+        steps = self._measured[known].total
+        made = predicted(mode, steps, self._accepted, self._latency)
+        return 0.0 if made is None else self._effects.rate(known) * self._pace_of(made) / self._pace_of(steps)
 
     def hopeless(self, steps: Steps) -> bool:
         """True if the present trial may end with these steps: by them a mode with drafts that had none is far ahead."""
@@ -347,13 +317,19 @@ class ModeSelector:
             return False
         others = [mode for mode in DRAFT_MODES if mode is not self.mode and mode in self._measured]
         others = [mode for mode in others if not self._measured[mode].trials]
-        rates = [self._rate_predicted(mode, steps) for mode in others]
+        made = [(mode, predicted(mode, steps, self._accepted, self._latency)) for mode in others]
+        rates = [self._rate_of(steps, mode) for mode, steps in made if steps is not None]
         return bool(rates) and self._rate_of(steps, self.mode) < _FAR_BEHIND * max(rates)
 
 
-def _pause(lost: float, share: float, trial: float = 0.0) -> float:
-    """Seconds after which a mode may be tried again. lost: seconds that a trial costs; trial: its length in seconds."""
-    return min(max(lost / share, _MIN_PAUSE_TRIALS * trial), _MAX_PAUSE)
+def _required_gain(mode: SpeculationMode) -> float:
+    """Factor of throughput that a mode must bring to be chosen."""
+    return _MIN_GAIN if mode in DRAFT_MODES else 1.0
+
+
+def _pause(lost: float, share: float, least: float = 0.0) -> float:
+    """Seconds after which a mode may be tried again. lost: seconds that a trial costs; least: seconds of a pause."""
+    return min(max(lost / share, least), _MAX_PAUSE)
 
 
 def _first_delay(loss: float | None, gain: float, *, many: bool) -> float:

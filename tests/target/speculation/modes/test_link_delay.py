@@ -4,8 +4,8 @@ import pytest
 
 from services.target.speculation.draft_wait import longest_wait
 from services.target.speculation.estimates.in_time import share_in_time
-from services.target.speculation.mode_policy import SERVICE_MODES, ModePolicy
-from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.modes.mode import SpeculationMode
+from services.target.speculation.modes.policy import SERVICE_MODES, ModePolicy
 from tests.support.target.virtual_time.drafter_clock import Clock
 from tests.support.target.virtual_time.link_replay import Link, Replay
 

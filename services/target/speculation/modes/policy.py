@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from services.target.speculation.draft_wait import DraftWait
-from services.target.speculation.estimates.mode_trial import ModeTrial, StepPace, Steps
-from services.target.speculation.mode_selector import DRAFT_MODES, TRIAL, ModeSelector, PrefillCost, SpeculationMode
+from services.target.speculation.modes.mode import DRAFT_MODES, SpeculationMode
+from services.target.speculation.modes.prefill_cost import PrefillCost
+from services.target.speculation.modes.selector import ModeSelector
+from services.target.speculation.modes.trial import TRIAL, ModeTrial, StepPace, Steps
 
 _UNANSWERED_TRIALS = 2  # trials after which missing proposals are a measurement, too
 _MANY = 2  # as of `_load`: three sessions and more
@@ -146,7 +148,10 @@ class ModePolicy:
             if count and (load > self._load or (load < self._load and not prompts and self._present_load < self._load)):
                 self._change_load(load)
             elif count and not prompts and self._is_measurement(bool(self.wait.any_of(wanted))):
-                new = Steps(tokens / count, seconds, steps, own / count, drafted / count, accepted / count, held)
+                share, computed = drafted / count, seconds - held
+                new = Steps(
+                    tokens / count, seconds, steps, own / count, share, accepted / count, held, share * computed
+                )
                 self._measure(count, new)
         if count and not prompts:
             self.pace.add(tokens / count / steps, computing / steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
+TRIAL = 16  # measured steps of a trial
 # Steps at the start of a trial that are not measured: drafters learn of the mode first, or do work that comes once.
 SETTLING = 2
 _MAX_EXCESS = 4.0  # a step that takes longer than this many usual ones of its mode counts as one that takes this long
@@ -17,6 +18,7 @@ class Steps:
 
     tokens: committed; seconds: held ones included; own: of the tokens, draft tokens of the target's own sources
     drafted: steps that verified draft tokens of a draft service, of which `accepted` were; held: seconds of waiting
+    drafted_seconds: of the steps with such draft tokens, waiting excluded
     """
 
     tokens: float = 0.0
@@ -26,6 +28,7 @@ class Steps:
     drafted: float = 0.0
     accepted: float = 0.0
     held: float = 0.0
+    drafted_seconds: float = 0.0
 
     def add(self, new: Steps, kept: float = 1.0, scale: float = 1.0) -> None:
         """Add others. kept: factor of the present ones; scale: of the new ones."""
@@ -36,6 +39,7 @@ class Steps:
         self.drafted = self.drafted * kept + new.drafted * scale
         self.accepted = self.accepted * kept + new.accepted * scale
         self.held = self.held * kept + new.held * scale
+        self.drafted_seconds = self.drafted_seconds * kept + new.drafted_seconds * scale
 
 
 class ModeTrial:
@@ -71,7 +75,9 @@ class ModeTrial:
         usual = self._usual.get(mode, seconds / steps)
         self._usual[mode] = usual + _EMA_WEIGHT * (min(seconds / steps, _MAX_EXCESS * usual) - usual)
         if seconds > _MAX_EXCESS * steps * usual:
-            new = replace(new, seconds=steps * usual, held=new.held * steps * usual / seconds)
+            cut = steps * usual / seconds
+            held, drafted = new.held * cut, new.drafted_seconds * cut
+            new = replace(new, seconds=steps * usual, held=held, drafted_seconds=drafted)
         self.steps += round(steps)
         if self.steps > 0:
             self.total.add(new)

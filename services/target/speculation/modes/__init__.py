@@ -1,0 +1,1 @@
+"""Speculation modes: which are there, what they bring at a load, and which one a step has."""
