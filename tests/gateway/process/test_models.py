@@ -315,7 +315,6 @@ def test_aborts_find_requests_of_all_models(gateway):
         assert stream.reason == "abort"
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_the_file_is_read_again_at_sighup(gateway, folder, targets):
     file = folder / "models.toml"
     before = file.read_text()
@@ -354,6 +353,7 @@ def test_the_file_is_read_again_at_sighup(gateway, folder, targets):
         until(lambda: all_say(gateway, f"/health?model={EMPTY}", "unavailable"))
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 async def test_the_page_offers_the_models(gateway, tmp_path):
     async with Browser(CHROMIUM, tmp_path) as browser:
         await browser.open(f"{gateway.url}/")
