@@ -31,9 +31,9 @@ class PacedTarget:
         self._lengths: dict[int, int] = {}  # by open session: committed tokens
         self._policies: dict[Setting, ModePolicy] = {}
         engine.speculation.multi_step.window = 0.0  # plain steps of a large model come one by one
-        self._step, self._launch = engine.step, engine.launcher.sampler.launch
+        self._step, self._compute = engine.step, engine.launcher.compute
         vars(engine)["step"] = self.step
-        vars(engine.launcher.sampler)["launch"] = self.launch
+        vars(engine.launcher)["compute"] = self.compute
 
     def step(self) -> StepOutput:
         """As of TargetEngine."""
@@ -55,10 +55,10 @@ class PacedTarget:
             write(self._file, self._counts)
         return output
 
-    def launch(self, *arguments: Any, **options: Any) -> Any:
-        """As of StepSampler."""
+    def compute(self, *arguments: Any, **options: Any) -> Any:
+        """As of Launcher."""
         end = time.perf_counter() + self._seconds
-        launched = self._launch(*arguments, **options)
+        launched = self._compute(*arguments, **options)
         time.sleep(max(0.0, end - time.perf_counter()))
         return launched
 

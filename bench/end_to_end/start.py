@@ -102,7 +102,7 @@ def measure(model: str, more: Sequence[str], cache: Path) -> SystemStart:
             time.sleep(0.5)  # for the lines that follow the last one's readiness
             found = phases_of(_text(log))
             for role, pid in _processes(process.pid):
-                _add_usage(found.setdefault(role, ProcessStart()), pid)
+                add_usage(found.setdefault(role, ProcessStart()), pid)
             _await_packed_weights(cache)
         finally:
             process.send_signal(signal.SIGINT)
@@ -145,7 +145,8 @@ def _processes(supervisor: int) -> Iterator[tuple[str, int]]:
             yield role, int(pid)
 
 
-def _add_usage(process: ProcessStart, pid: int) -> None:
+def add_usage(process: ProcessStart, pid: int) -> None:
+    """Add what the system reports of a process, nothing of one that has ended."""
     io, status, rollup = (_fields(f"/proc/{pid}/{name}") for name in ("io", "status", "smaps_rollup"))
     process.read, process.disk = io.get("rchar", 0), io.get("read_bytes", 0)
     process.peak = 1024 * status.get("VmHWM", 0)
@@ -162,7 +163,7 @@ def _fields(path: str) -> dict[str, int]:
     return {one[0]: int(one[1]) for one in words if len(one) > 1 and one[1].isdigit()}
 
 
-def _median(starts: Sequence[SystemStart]) -> SystemStart:
+def median_of(starts: Sequence[SystemStart]) -> SystemStart:
     """The start whose time to health is the median, the lower one of an even number."""
     return sorted(starts, key=lambda one: one.health)[(len(starts) - 1) // 2]
 
@@ -218,7 +219,7 @@ def main(argv: list[str]) -> None:
             for kind, done in starts.items():
                 done.append(measure(args.model_path, args.flags, Path(cache)))
                 print(f"{kind}: serves after {done[-1].serving:.2f} s, ok after {done[-1].health:.2f} s", flush=True)
-    chosen = {kind: _median(done) for kind, done in starts.items()}
+    chosen = {kind: median_of(done) for kind, done in starts.items()}
     for kind, one in chosen.items():
         add_rows(report, kind, one)
     report.more = [("Phases, in seconds", phase_rows(chosen))]

@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> None:
         report.notes = _notes(args, prompts, len(jobs))
         bandwidth = read_bandwidth(1)
         for name, flags in drafters.items():
-            for tree, own in _settings(flags, args.trees, args.tokens):
+            for tree, own in settings_of(flags, args.trees, args.tokens):
                 request = {"flags": own, "model": args.model_path, "answers": str(folder), "jobs": jobs}
                 result = _replayed(request)
                 report.add(drafter=name, tree=tree, **_row(result, bandwidth))
@@ -87,7 +87,7 @@ def _tree(text: str) -> tuple[int, int]:
     return steps, topk
 
 
-def _settings(flags: Sequence[str], trees: Sequence[tuple[int, int]], tokens: int) -> Iterator[tuple[str, list[str]]]:
+def settings_of(flags: Sequence[str], trees: Sequence[tuple[int, int]], tokens: int) -> Iterator[tuple[str, list[str]]]:
     """The trees of a drafter by name, with its flags."""
     own = [flag for flag in flags if flag not in _NO_FLAGS_OF_DRAFT]
     count = ["--speculative-num-draft-tokens", str(tokens)]

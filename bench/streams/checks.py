@@ -54,7 +54,7 @@ def remove_checks() -> None:
 def seconds_of_checks(sessions: int) -> float:
     """Seconds that the checks of a message with proposals of `sessions` sessions take."""
     heart, routes = Heart(), Routes()
-    outbox = Outbox(lambda: None)
+    outbox = Outbox()
     tokens = np.arange(4, dtype=np.uint32)
     proposals = [
         Proposal(one, 10, one, tokens, tokens.astype(np.int32), tokens.astype(np.float32), 10)

@@ -109,10 +109,7 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
     listeners = Listeners(config, app, keys, models.count_unread, shared=peers.several)
     tls = config.server_tls()
     edge.app = rest.Starting(edge.app, models, keys)
-    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, listeners.grpc.server)
-    for facade in facade_services:
-        facade.add_to(listeners.grpc.server)
-    grpc_names = (SERVICE_NAME, *(facade.name for facade in facade_services))
+    grpc_names = _add_services(listeners, servicer, facade_services)
     late = peers.opened  # other workers serve, so this one listens only when it can serve as well
     starts: list[asyncio.Task[None]] = []
     try:
@@ -165,6 +162,14 @@ async def _follow(start: asyncio.Task[None], runner: ModelRunner, serve_facades:
         start.result()
         serve_facades()
         await runner.follow()
+
+
+def _add_services(listeners: Listeners, servicer: GatewayServicer, services: Sequence[Facade]) -> Sequence[str]:
+    """Add the gRPC services to their server. Returns their names."""
+    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, listeners.grpc.server)
+    for facade in services:
+        facade.add_to(listeners.grpc.server)
+    return SERVICE_NAME, *(facade.name for facade in services)
 
 
 def _serve_facades(services: Sequence[Facade], models: Models, keys: Keys, tracing: Tracing | None) -> None:

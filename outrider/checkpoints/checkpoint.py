@@ -33,11 +33,11 @@ from outrider.errors import ConfigError
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 _TORCH_FILES = ["pytorch_model*.bin"]
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 _TEMPLATES = "additional_chat_templates/*.jinja"
 _DUPLICATES = "consolidated*.safetensors"  # the same weights in Mistral's own layout
 _VOCABULARY = "vocabulary.json"
-_HUB_DUPLICATES = ["*/*.safetensors", _DUPLICATES]
+HUB_DUPLICATES = ["*/*.safetensors", _DUPLICATES]
 
 
 @contextlib.contextmanager
@@ -311,10 +311,10 @@ def _from_hub(repository: str, revision: str | None, kinds: _Kinds) -> Path:
     from huggingface_hub import snapshot_download
 
     tensors = kinds.weights and kinds.safetensors
-    ignored = _HUB_DUPLICATES if tensors else ["*.safetensors"]
+    ignored = HUB_DUPLICATES if tensors else ["*.safetensors"]
     try:
         folder = Path(
-            snapshot_download(repository, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=ignored)
+            snapshot_download(repository, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=ignored)
         )
         found = tensors and any(not file.match(_DUPLICATES) for file in folder.glob("*.safetensors"))
         if kinds.torch_files and kinds.weights and not found:

@@ -41,7 +41,7 @@ def findings(found: Sequence[Gpu]) -> Iterator[Finding]:
     yield from accelerators(found, known, on_bus=nvidia_devices(), tpus=tpu_chips(), driver=has_gpu())
     yield _processor()
     yield _memory()
-    yield _disk(cache_folder())
+    yield disk(cache_folder())
     yield docker(bool(found))
 
 
@@ -145,7 +145,8 @@ def _memory() -> Finding:
     return ok(TOPIC, "memory", text)
 
 
-def _disk(folder: Path) -> Finding:
+def disk(folder: Path) -> Finding:
+    """Whether a folder for converted models has room."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     text = f"{free / GIB:.1f} GiB free for converted models in {folder} (OUTRIDER_CACHE)"

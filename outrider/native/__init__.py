@@ -25,7 +25,7 @@ from types import MappingProxyType
 from outrider.checkpoints import disk
 from outrider.checkpoints.conversion import cache_folder
 
-_COMPILERS = ("g++", "clang++", "c++")
+COMPILERS = ("g++", "clang++", "c++")
 _TIMEOUT = 300.0  # seconds of a compiler call
 _PARTIAL = ".partial"  # ends the name of a folder in which a library is compiled
 
@@ -68,7 +68,7 @@ class Library:
         if (found := self.found()) is not None:
             return found
         name, folders = self._places()
-        compiler = next((path for path in map(shutil.which, _COMPILERS) if path), None)
+        compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
         if compiler is None:
             raise Unavailable("there is no C++ compiler (g++ or clang++); install one")
         reasons = []

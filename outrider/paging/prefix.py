@@ -252,7 +252,7 @@ class SharedTable(PageTable):
     def peek(self, tokens: NDArray[np.uint32]) -> tuple[int, int]:
         """Number of pages that `attach` would take, and how many of them have holders. Repeated calls are cheap."""
         path = self._find(tokens)
-        return len(path), bisect_left(path, True, key=lambda node: not self._allocator.holders(node.page))
+        return len(path), bisect_left(path, True, key=lambda node: not self.allocator.holders(node.page))
 
     def attach(self, tokens: NDArray[np.uint32], written: int) -> int:
         """Take cached pages after the shared ones. tokens: [n], from the first one on, whose pages may be taken.
@@ -261,13 +261,13 @@ class SharedTable(PageTable):
         tokens taken.
         """
         before = self.shared
-        path = self._find(tokens) if written == before * self._allocator.page_size else []
+        path = self._find(tokens) if written == before * self.allocator.page_size else []
         for node in path:
             if not self._cache.offers(node, self._owner, self.shared):  # an observer may have changed its answer
                 break
-            self._allocator.share(node.page)
+            self.allocator.share(node.page)
             if self.shared < self._count:
-                self._allocator.release([int(self._pages[self.shared])])
+                self.allocator.release([int(self._pages[self.shared])])
                 self._pages[self.shared] = node.page
             else:
                 self._extend([node.page])
@@ -276,22 +276,22 @@ class SharedTable(PageTable):
             self._tip = node
             self.shared += 1
         self._ahead = []
-        return (self.shared - before) * self._allocator.page_size
+        return (self.shared - before) * self.allocator.page_size
 
     def publish(self, tokens: NDArray[np.uint32]) -> None:
         """Give full pages to the cache. tokens: [n], committed, from the first one on, whose KV has been written.
 
         If the cache already has a page of the same tokens, the table holds that page from now on.
         """
-        size = self._allocator.page_size
+        size = self.allocator.page_size
         if len(tokens) // size <= self.shared or not self.shares:
             return
         for key in page_keys(tokens[self.shared * size :], size):
             page = int(self._pages[self.shared])
             node = self._cache.insert(self._namespace, self._tip, key, page)
             if node.page != page:
-                self._allocator.share(node.page)
-                self._allocator.release([page])
+                self.allocator.share(node.page)
+                self.allocator.release([page])
                 self._pages[self.shared] = node.page
             for observer in self._cache.observers:
                 observer.page_cached(self._owner, self.shared, node.page)
@@ -301,7 +301,7 @@ class SharedTable(PageTable):
 
     def next_key(self, tokens: NDArray[np.uint32]) -> Hashable | None:
         """Key of the page after the shared ones, equal for all tables that can share it; None if it is not full."""
-        size = self._allocator.page_size
+        size = self.allocator.page_size
         start = self.shared * size
         if not self.shares or start + size > len(tokens):
             return None
@@ -310,7 +310,7 @@ class SharedTable(PageTable):
 
     def truncate(self, tokens: int) -> None:
         """Release the pages after those of the first `tokens` tokens. Shared pages are never released here."""
-        assert self._allocator.pages_for(tokens) >= self.shared, "shared pages hold committed tokens"
+        assert self.allocator.pages_for(tokens) >= self.shared, "shared pages hold committed tokens"
         super().truncate(tokens)
 
     def release(self, *, trusted: bool = True) -> None:
@@ -327,7 +327,7 @@ class SharedTable(PageTable):
     def _find(self, tokens: NDArray[np.uint32]) -> list[_Node]:
         if not self.shares:
             return []
-        size, ahead = self._allocator.page_size, self._ahead
+        size, ahead = self.allocator.page_size, self._ahead
         del ahead[max(0, len(tokens) // size - self.shared) :]
         while ahead and not self._cache.knows(ahead[-1]):
             ahead.pop()

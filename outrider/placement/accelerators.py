@@ -27,7 +27,7 @@ CUDA12_DRIVER, CUDA13_DRIVER = 525, 580
 # CUDA 13 has no kernels for older GPUs, and CUDA 12.6 none for Blackwell and later ones.
 _CUDA13_CAPABILITY, _BLACKWELL = (7, 5), (10, 0)
 # PyPI has PyTorch for CUDA 13; its other builds have package indexes of their own.
-_EXTRAS: dict[Accelerator, tuple[str, ...]] = {
+EXTRAS: dict[Accelerator, tuple[str, ...]] = {
     "cpu": (),
     "cuda12": ("draft-cuda12", "target-cuda12"),
     "cuda13": ("draft-cuda13", "target-cuda13"),
@@ -46,7 +46,7 @@ class Choice:
     @property
     def extras(self) -> tuple[str, ...]:
         """Extras of the project."""
-        return _EXTRAS[self.accelerator]
+        return EXTRAS[self.accelerator]
 
 
 def choose(found: Sequence[Gpu], tpus: int = 0, *, bare_gpus: int = 0) -> Choice:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _MEMINFO = Path("/proc/meminfo")
-_GROUPS = (  # of control groups, versions 2 and 1: folder, and names of the limit and of the use
+GROUPS = (  # of control groups, versions 2 and 1: folder, and names of the limit and of the use
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
@@ -51,7 +51,7 @@ class _MemoryGroup(NamedTuple):
 
 def _memory_group() -> _MemoryGroup | None:
     """The memory of this process's container; None without a limit."""
-    for folder, limit, used in _GROUPS:
+    for folder, limit, used in GROUPS:
         try:
             words = {name: (folder / name).read_text(encoding="ascii") for name in (limit, used, "memory.stat")}
             # In version 1, the "total" includes child groups.

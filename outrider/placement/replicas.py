@@ -46,19 +46,9 @@ def devices_of_replicas(
         if not name or (role == "target" and name.partition(":")[0] not in _TARGET_KINDS):
             raise ConfigError(f"{flag} {device}: {name!r} is no device; write for example cpu or cuda:1")
     if len(names) == 1:
-        kind, _, index = device.partition(":")
-        if replicas == 1 or kind not in GPU_KINDS:
+        if replicas == 1 or device.partition(":")[0] not in GPU_KINDS:
             return [device] * replicas
-        if index and not index.isdigit():
-            raise ConfigError(f"{flag} {device} has no number behind the colon; write for example cuda:1")
-        first = int(index or 0)
-        names = [f"{kind}:{number}" for number in range(first, first + replicas * ranks)]
-        if gpus is not None and first + replicas * ranks > gpus:
-            start = f" from {kind}:{first} on" if first else ""
-            raise ConfigError(
-                f"{needed}{start}, and this machine has {gpus}; lower one of the two, or name the devices with {flag}, "
-                "where replicas may share one, such as cuda:0,cuda:0"
-            )
+        names = _consecutive(flag, device, replicas * ranks, gpus, needed)
     elif len(names) != replicas * ranks:
         raise ConfigError(f"{needed}, and {flag} {device} names {len(names)}; name one for each, or change a number")
     groups = [names[first : first + ranks] for first in range(0, len(names), ranks)]
@@ -69,6 +59,21 @@ def devices_of_replicas(
                 "of its own"
             )
     return [",".join(group) for group in groups]
+
+
+def _consecutive(flag: str, device: str, count: int, gpus: int | None, needed: str) -> list[str]:
+    """As many CUDA devices from one on. gpus: on this machine. needed: why, for the error. Raises ConfigError."""
+    kind, _, index = device.partition(":")
+    if index and not index.isdigit():
+        raise ConfigError(f"{flag} {device} has no number behind the colon; write for example cuda:1")
+    first = int(index or 0)
+    if gpus is not None and first + count > gpus:
+        start = f" from {kind}:{first} on" if first else ""
+        raise ConfigError(
+            f"{needed}{start}, and this machine has {gpus}; lower one of the two, or name the devices with {flag}, "
+            "where replicas may share one, such as cuda:0,cuda:0"
+        )
+    return [f"{kind}:{number}" for number in range(first, first + count)]
 
 
 def gpu_numbers(device: str, count: int) -> list[int]:

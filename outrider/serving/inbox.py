@@ -37,6 +37,10 @@ class Inbox(Generic[Item]):
         if self._asleep or (interrupts and self._interruptible):
             self._wake()
 
+    def put_first(self, item: Item) -> None:
+        """Add an item before all that wait; only for the reader's thread."""
+        self._items.appendleft(item)
+
     def _wake(self) -> None:
         assert self._wake_pair is not None, "only an open inbox waits"
         with contextlib.suppress(OSError):  # the socket is full of wake-ups, or the reader has closed it

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from outrider.errors import EngineFault, OutriderError, Unavailable
 from outrider.process.cpu_affinity import run_compute_on
@@ -116,6 +116,14 @@ class _Call:
             self.future.set_exception(Unavailable("the engine has stopped; retry once the service is back"))
 
 
+class Arrival(NamedTuple):
+    """A stream's message. admit: returns what the engine takes of it, called when its turn has come, because the
+    stream may have ended by then."""
+
+    message: Message
+    admit: Callable[[Message], Message]
+
+
 class Heart:
     """Since when the engine has been at its present work. The engine thread beats; any thread may read."""
 
@@ -166,7 +174,7 @@ class EngineLoop:
         self._last_load = EngineLoad()  # the load that was published last
         self._published_at = -math.inf  # when, by the clock of time.perf_counter
         self._heart = Heart()
-        self.inbox: Inbox[Message | _Call | None] = Inbox()
+        self.inbox: Inbox[Message | Arrival | _Call | None] = Inbox()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, engine: Engine, publish: Callable[[StepOutput], None]) -> None:
@@ -179,18 +187,21 @@ class EngineLoop:
         self._publish = publish
         self._thread.start()
 
-    def submit(self, message: Message) -> None:
-        """Pass a message to the engine. Any thread may call."""
-        self.inbox.put(message)
+    def submit(self, message: Message | Arrival, *, interrupts: bool = True) -> None:
+        """Pass a message to the engine. Any thread may call.
 
-    def call(self, work: Callable[[], Result], *, interrupts: bool = True) -> Future[Result]:
+        interrupts: a step that watches for messages ends early for it
+        """
+        self.inbox.put(message, interrupts=interrupts)
+
+    def call(self, work: Callable[[], Result]) -> Future[Result]:
         """Let the engine thread do some work between two steps. Any thread may call.
 
         The future fails with the error that the work raises. EngineFault, and any error that is no OutriderError, ends
-        the engine. interrupts: a step that watches for messages ends early for it.
+        the engine.
         """
         call = _Call(work)
-        self.inbox.put(call, interrupts=interrupts)
+        self.inbox.put(call)
         if self._ended:  # the thread may have read its last message
             self._refuse_calls()
         return call.future
@@ -295,9 +306,9 @@ class EngineLoop:
             if isinstance(message, _Call):
                 message.run()
             else:
-                self._handle(message)
+                self._handle(message.admit(message.message) if isinstance(message, Arrival) else message)
 
-    def _next_message(self, idle: bool) -> Message | _Call | None:
+    def _next_message(self, idle: bool) -> Message | Arrival | _Call | None:
         """The next message. Raises queue.Empty if none arrives in the time that the engine can wait."""
         if not idle:
             return self.inbox.get(self.engine.draft_wait)

@@ -28,24 +28,26 @@ class CallWriter(Generic[Response]):
     The first part of grpc.aio's coroutine `write`, up to its only suspension, hands the frame to gRPC's core; it runs
     in the calling thread. The event loop completes the future that the coroutine waits for, and the coroutine is
     resumed at the next use. So there is no change of threads between a step and its frame.
+
+    pending: the write that has not ended yet, and the future that it waits for
     """
 
     def __init__(self, context: Any) -> None:
         """context: of the call, with initial metadata sent. Created in the event loop's thread."""
         self._context = context
         self._loop = asyncio.get_running_loop()
-        self._pending: tuple[Coroutine[Any, Any, None], asyncio.Future[None]] | None = None
+        self.pending: tuple[Coroutine[Any, Any, None], asyncio.Future[None]] | None = None
         self._awaited = False  # a callback is registered for the pending write
 
     @property
     def busy(self) -> bool:
         """True while a frame is being written. Raises ConnectionError if the last write failed."""
-        if self._pending is None:
+        if self.pending is None:
             return False
-        write, written = self._pending
+        write, written = self.pending
         if not written.done():
             return True
-        self._pending, self._awaited = None, False
+        self.pending, self._awaited = None, False
         with _lost_connection(), contextlib.suppress(StopIteration):
             write.send(None)
         return False
@@ -54,14 +56,14 @@ class CallWriter(Generic[Response]):
         """Write a frame; the writer must not be busy. Raises ConnectionError if the call has ended."""
         write = self._context.write(frame)
         with _lost_connection(), contextlib.suppress(StopIteration):
-            self._pending = (write, write.send(None))
+            self.pending = (write, write.send(None))
 
     def when_idle(self, call: Callable[[], object]) -> None:
         """Call a function once in the event loop's thread, when the present write ends."""
-        if self._pending is not None and not self._awaited:
+        if self.pending is not None and not self._awaited:
             self._awaited = True
             with contextlib.suppress(RuntimeError):  # the event loop is closed: the process ends
-                self._loop.call_soon_threadsafe(self._pending[1].add_done_callback, lambda _: call())
+                self._loop.call_soon_threadsafe(self.pending[1].add_done_callback, lambda _: call())
 
     def close(self) -> None:
         """Let the last write end in the event loop."""
@@ -92,7 +94,7 @@ class CallStream:
         """ended: called once if the engine ends the stream, with the error or None. peer: as in Outbox."""
         self.writer = writer
         self.ended = ended
-        self.outbox = Outbox(lambda: None, peer)
+        self.outbox = Outbox(peer)
 
 
 class CallStreams:
@@ -111,27 +113,30 @@ class CallStreams:
         self._routes.enter(stream.outbox)
 
     def end(self, stream: CallStream) -> None:
-        """Close the sessions that a stream still owns. Does nothing if the stream has ended."""
+        """Close a stream's sessions, before anything that waits is handled. Does nothing if it has ended."""
         if self._streams.pop(stream.outbox, None) is None:
             return
         stream.writer.close()
         if orphans := self._routes.leave(stream.outbox):
-            self._engine.submit(Message(closes=orphans))
+            self._engine.inbox.put_first(Message(closes=orphans))
 
     def drop(self, outbox: Outbox) -> None:
         """End the stream of an outbox, if it is one of these."""
         if (stream := self._streams.get(outbox)) is not None:
             self._lose(stream)
 
-    def receive(self, stream: CallStream, message: Message, failures: Sequence[SessionFailure]) -> None:
-        """Take a decoded frame, with the failures of its sessions that could not be decoded."""
+    def admit(self, stream: CallStream, failures: Sequence[SessionFailure], message: Message) -> Message:
+        """The part of a stream's message that is about its own sessions; nothing of a stream that has ended.
+
+        failures: of sessions in the same frame that could not be decoded; their stream receives them
+        """
         if stream.outbox not in self._streams:
-            return
+            return Message()
         message, refused = self._routes.admit(message, stream.outbox)
-        self._engine.submit(message)
         if failures or refused:
             stream.outbox.fail([*failures, *refused])
             self._write(stream)
+        return message
 
     def write_all(self) -> None:
         """Send the output that the routes have given to the streams."""

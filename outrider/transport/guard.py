@@ -154,6 +154,11 @@ def _bounded(handler: Any, size: int) -> Handler:
         return grpc.stream_stream_rpc_method_handler(handler.stream_stream, checked, handler.response_serializer)
     if handler.stream_unary is not None:
         return grpc.stream_unary_rpc_method_handler(handler.stream_unary, checked, handler.response_serializer)
+    return _checked_unary(handler, checked)
+
+
+def _checked_unary(handler: Any, checked: Callable[[bytes], Any]) -> Handler:
+    """The handler of a single message, which is checked inside the call."""
     if handler.unary_unary is not None:
 
         async def answer(content: bytes, context: Any) -> Any:

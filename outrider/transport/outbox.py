@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from outrider.errors import Unavailable
@@ -21,13 +21,12 @@ _MAX_LOGPROB_BYTES = 16 << 20  # of log-probabilities in a frame with several co
 class Outbox:
     """Unsent output of a stream: one frame for each version of the weights."""
 
-    def __init__(self, ready: Callable[[], None], peer: str = "") -> None:
-        """ready: called whenever there is output to take. peer: the stream's peer calls itself by this secret name."""
+    def __init__(self, peer: str = "") -> None:
+        """peer: the stream's peer calls itself by this secret name."""
         self.peer = peer
         self._frames = deque([StepOutput()])
         self._features: list[FeatureBlock] = []  # sent after all commits
         self._backlog = 0  # bytes of features that are not sent yet
-        self._ready = ready
         self.full = False  # there is output to take
 
     @property
@@ -50,7 +49,7 @@ class Outbox:
             if block.first == 0:
                 # The first row marks a session that was opened again, so that the reader sees the gap after it.
                 self._keep_features(replace(block, rows=block.rows[:1].copy()))
-        self._fill()
+        self.full = True
 
     def _keep_features(self, block: FeatureBlock) -> None:
         self._features.append(block)
@@ -59,16 +58,12 @@ class Outbox:
     def fail(self, failures: Sequence[SessionFailure]) -> None:
         """Add failures that are not part of a step's output."""
         self._frames[-1].failures += failures
-        self._fill()
+        self.full = True
 
     @property
     def unsent_features(self) -> Sequence[FeatureBlock]:
         """Features that no frame has taken yet."""
         return self._features
-
-    def _fill(self) -> None:
-        self.full = True
-        self._ready()
 
     def take(self) -> StepOutput:
         """The content of the next frame. Many features, or many log-probabilities, are split over several frames."""
@@ -185,25 +180,17 @@ class Routes:
             outbox.add(part)
 
     def _parts(self, output: StepOutput) -> dict[Outbox, StepOutput]:
+        owners = self._owners
         parts: dict[Outbox, StepOutput] = {}
-
-        def part_of(session_id: int) -> StepOutput | None:
-            owner = self._owners.get(session_id)
-            return None if owner is None else parts.setdefault(owner, StepOutput(load=output.load))
-
-        for block in output.features:
-            if (part := part_of(block.session_id)) is not None:
-                part.features.append(block)
-        for commit in output.commits:
-            if (part := part_of(commit.session_id)) is not None:
-                part.commits.append(commit)
-                if commit.finish_reason != FinishReason.RUNNING:
-                    del self._owners[commit.session_id]
-        for proposal in output.proposals:
-            if (part := part_of(proposal.session_id)) is not None:
-                part.proposals.append(proposal)
-        for failure in output.failures:
-            if (part := part_of(failure.session_id)) is not None:
-                part.failures.append(failure)
-                del self._owners[failure.session_id]
+        for kind in ("features", "commits", "proposals", "failures"):
+            for one in getattr(output, kind):
+                owner = owners.get(one.session_id)
+                if owner is None:
+                    continue
+                if owner not in parts:
+                    parts[owner] = StepOutput(load=output.load)
+                getattr(parts[owner], kind).append(one)
+        ended = (one.session_id for one in output.commits if one.finish_reason != FinishReason.RUNNING)
+        for session_id in (*ended, *(failure.session_id for failure in output.failures)):
+            owners.pop(session_id, None)
         return parts

@@ -198,7 +198,7 @@ async def _build_in_thread(build: Callable[[], Engine], stop: asyncio.Event) -> 
         engine.cancel()
 
 
-async def _sessions_gone(hub: StreamHub[Any, Any], stop: asyncio.Event, seconds: float) -> None:
+async def sessions_gone(hub: StreamHub[Any, Any], stop: asyncio.Event, seconds: float) -> None:
     """Wait until no session is left: gateways, which watch the health, move them to other replicas.
 
     Ends after `seconds`, and when `stop` is set again, by a signal or a fault.
@@ -275,7 +275,7 @@ async def serve_engine(
         log.info("stopping")
         await server.set_serving(False)
         if not loop.fault:
-            await _sessions_gone(hub, stop, drain)
+            await sessions_gone(hub, stop, drain)
         hub.close()
         await hub.acceptor.close()
         await server.stop()

@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from outrider.errors import InvalidRequest
 from outrider.serving.inbox import Inbox
+from outrider.serving.loop import Arrival
 from outrider.serving.messages import Message, SessionFailure, StepOutput
 from outrider.transport.frame_socket import FrameSocket, message_of
 from outrider.transport.outbox import Outbox, Routes
@@ -40,7 +42,7 @@ class SocketStream:
         self.connection = connection
         self.kind = kind
         self.ended = ended
-        self.outbox = Outbox(lambda: None, peer)
+        self.outbox = Outbox(peer)
 
 
 class SocketStreams:
@@ -61,13 +63,13 @@ class SocketStreams:
         self._watch(stream)
 
     def end(self, stream: SocketStream) -> None:
-        """Close a stream and the sessions that it still owns. Does nothing if the stream has ended."""
+        """Close a stream and its sessions, before anything that waits is handled. Does nothing if it has ended."""
         if self._streams.pop(stream.outbox, None) is None:
             return
         self._inbox.forget(stream.connection.file)
         stream.connection.close()
         if orphans := self._routes.leave(stream.outbox):
-            self._inbox.put(Message(closes=orphans))
+            self._inbox.put_first(Message(closes=orphans))
 
     def drop(self, outbox: Outbox) -> None:
         """End the stream of an outbox, if it is one of these."""
@@ -113,11 +115,18 @@ class SocketStreams:
     def _read(self, stream: SocketStream) -> None:
         for frame in stream.connection.receive():
             message, failures = self._decode(message_of(stream.kind, frame))
-            message, refused = self._routes.admit(message, stream.outbox)
-            self._inbox.put(message)
-            if failures or refused:
-                stream.outbox.fail([*failures, *refused])
+            self._inbox.put(Arrival(message, partial(self._admit, stream, failures)))
         self._write(stream)
+
+    def _admit(self, stream: SocketStream, failures: Sequence[SessionFailure], message: Message) -> Message:
+        """As `CallStreams.admit`."""
+        if stream.outbox not in self._streams:
+            return Message()
+        message, refused = self._routes.admit(message, stream.outbox)
+        if failures or refused:
+            stream.outbox.fail([*failures, *refused])
+            self._guarded(self._write, stream)
+        return message
 
     def _write(self, stream: SocketStream) -> None:
         """Send the outbox's content, unless part of a frame is still unsent."""

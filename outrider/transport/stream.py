@@ -19,7 +19,7 @@ from typing import Any, Generic
 import grpc
 
 from outrider.errors import InvalidRequest
-from outrider.serving.loop import EngineLoop
+from outrider.serving.loop import Arrival, EngineLoop
 from outrider.serving.messages import StepOutput
 from outrider.transport.call_streams import CallStream, CallStreams, CallWriter
 from outrider.transport.frame_socket import FrameSocket
@@ -34,11 +34,14 @@ PEER_METADATA = "outrider-peer"
 
 
 class StreamHub(Generic[Request, Response]):
-    """Routes between an engine loop and its streams. All methods but `publish` run in the network thread."""
+    """Routes between an engine loop and its streams. All methods but `publish` run in the network thread.
+
+    engine: the loop
+    """
 
     def __init__(self, engine: EngineLoop, decode: Decode[Request], encode: Encode[Response]) -> None:
         """decode, encode: conversions between frames and domain types."""
-        self._engine = engine
+        self.engine = engine
         self._decode = decode
         self._loop = asyncio.get_running_loop()
         self._ends: set[Callable[[], object]] = set()  # one for each stream: ends it
@@ -78,12 +81,12 @@ class StreamHub(Generic[Request, Response]):
         stream = SocketStream(connection, kind, self._ender(ended), peer)
         self._ends.add(end := partial(_resolve, ended, None))
         try:
-            await asyncio.wrap_future(self._engine.call(partial(self._begin, self._socket_streams, stream)))
+            await asyncio.wrap_future(self.engine.call(partial(self._begin, self._socket_streams, stream)))
             await ended
         finally:
             self._ends.discard(end)
             # The callback closes the connection even if the engine has stopped and does not end the stream.
-            self._engine.call(partial(self._socket_streams.end, stream)).add_done_callback(lambda _: connection.close())
+            self.engine.call(partial(self._socket_streams.end, stream)).add_done_callback(lambda _: connection.close())
 
     async def _serve_call(self, context: grpc.aio.ServicerContext[Any, Any], peer: str) -> None:
         """Serve a stream whose frames use gRPC, until it ends."""
@@ -91,7 +94,7 @@ class StreamHub(Generic[Request, Response]):
         ended: asyncio.Future[None] = self._loop.create_future()
         stream = CallStream(CallWriter(context), self._ender(ended), peer)
         self._ends.add(end := partial(_resolve, ended, None))
-        self._engine.call(partial(self._begin, self._call_streams, stream))
+        self.engine.call(partial(self._begin, self._call_streams, stream))
         reader = asyncio.create_task(self._read(context, stream))
         reader.add_done_callback(lambda _: end())
         try:
@@ -101,7 +104,7 @@ class StreamHub(Generic[Request, Response]):
         finally:
             self._ends.discard(end)
             reader.cancel()
-            self._engine.call(partial(self._call_streams.end, stream))
+            self.engine.call(partial(self._call_streams.end, stream))
 
     def _begin(self, streams: CallStreams | SocketStreams, stream: Any) -> None:
         """Begin a stream in the engine thread. The older ones of its peer, whose loss is not seen here yet, end first:
@@ -123,7 +126,8 @@ class StreamHub(Generic[Request, Response]):
                 message, failures = self._decode(frame)
                 # Proposals are of use for the next step; for a session that begins or ends, this one may end early.
                 urgent = bool(message.opens or message.closes or failures)
-                self._engine.call(partial(self._call_streams.receive, stream, message, failures), interrupts=urgent)
+                arrival = Arrival(message, partial(self._call_streams.admit, stream, failures))
+                self.engine.submit(arrival, interrupts=urgent)
         except InvalidRequest as error:
             log.warning("a stream is closed, because a frame cannot be decoded: %s", error.message)
             raise

@@ -30,8 +30,8 @@ import tyro
 from outrider.placement.devices import gpus
 
 _ROOT = Path(__file__).parents[2]
-_GRACE = 40.0  # seconds from SIGTERM to SIGKILL: a benchmark ends its processes, which takes up to 30 each
-_LEAST = 30.0  # seconds that must be left for a part to begin
+GRACE = 40.0  # seconds from SIGTERM to SIGKILL: a benchmark ends its processes, which takes up to 30 each
+LEAST = 30.0  # seconds that must be left for a part to begin
 _LAST_LINES = 12  # of a part that failed, quoted in the summary
 # JAX must not take the GPU that PyTorch uses in the same process, and must see it, which tests hide by default.
 _ENVIRONMENT = {
@@ -117,8 +117,8 @@ class Run:
             if part.gpus > self._gpus:
                 self._note(f"{part.name}: did not run, because it needs {part.gpus} GPUs")
                 continue
-            left = self._deadline - time.monotonic() - _GRACE
-            if left < _LEAST:
+            left = self._deadline - time.monotonic() - GRACE
+            if left < LEAST:
                 self._note(f"{part.name}: did not run, because the time was over (--minutes)")
                 continue
             self._part(part, min(part.seconds, left))
@@ -178,7 +178,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE)
+            process.wait(GRACE)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

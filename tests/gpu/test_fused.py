@@ -106,7 +106,7 @@ def test_matrices_are_on_their_way_before_the_rows_where_widths_are_even():
 
 def test_models_are_loaded_so(tmp_path):
     config = TargetConfig(device="cuda", dtype="bfloat16", max_total_tokens=2048)
-    assert isinstance(load(write_model(tmp_path), config).runner._runner, FusedRunner)
+    assert isinstance(load(write_model(tmp_path), config).runner.runner, FusedRunner)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -32,7 +32,7 @@ def inner(tmp_path_factory):
 
 def cache_like(works, cache=None):
     """A cache of random numbers, in free pages, too; or the given cache, filled in this way."""
-    allocator = works[0].chunk.session.table._allocator
+    allocator = works[0].chunk.session.table.allocator
     cache = cache or KVCache(SHAPES, allocator.total_pages, allocator.page_size, torch.float32, CUDA)
     generator = torch.Generator(CUDA).manual_seed(0)
     for pool in (*cache.keys, *cache.values):
@@ -74,7 +74,7 @@ def test_captured_steps_are_eager_ones_at_every_size(inner):
     cache = large_cache()
     runner = GraphRunner(inner, SIZES, CudaCapturer())
     runner.capture(cache, CUDA)
-    assert {key.size for key in runner._steps} == set(SIZES)
+    assert {key.size for key in runner.steps} == set(SIZES)
     for rows in [*sorted({size + d for size in SIZES for d in (-1, 0, 1)} - {0}), 3, 16, 1]:
         check(inner, runner, rows, cache)
 
@@ -90,7 +90,7 @@ def test_hidden_states_of_captured_steps_are_those_of_eager_ones(inner):
         assert runner.due
         while runner.due:
             runner.capture_next()
-        assert {key.size for key in runner._steps if key.final} == {4, 8}
+        assert {key.size for key in runner.steps if key.final} == {4, 8}
         for rows in (1, 4, 7, 8):
             check_states(inner, runner, rows, range(rows), cache)
             check_states(inner, runner, rows, range(0, rows, 2), cache)
@@ -117,6 +117,6 @@ def test_compiled_steps_are_eager_ones(inner):
     fast = compiled(inner, 8)
     runner = GraphRunner(fast, [1, 8], CudaCapturer())
     runner.capture(cache, CUDA)
-    assert {key.size for key in runner._steps} == {1, 8}
+    assert {key.size for key in runner.steps} == {1, 8}
     for rows in (1, 2, 7, 8, 9):
         check(inner, runner, rows, cache)

@@ -116,8 +116,8 @@ def divided(folders, request):
 
 @two
 def test_the_text_is_that_of_one_rank(divided, folders):
-    inner = divided.model.runner._runner
-    assert not isinstance(inner, GraphRunner) or inner._works
+    inner = divided.model.runner.runner
+    assert not isinstance(inner, GraphRunner) or inner.works
     expected = run(alone(folders[0]), requests())
     found = run(divided, requests())
     assert (found.new, found.reasons) == (expected.new, expected.reasons)

@@ -17,7 +17,7 @@ def part(name, code, seconds=30.0):
 
 
 def test_a_part_that_hangs_or_fails_keeps_none_from_running(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "_GRACE", 0.2)
+    monkeypatch.setattr(gpu, "GRACE", 0.2)
     run, began = gpu.Run(time.monotonic() + 100, tmp_path), time.monotonic()
     run.parts([part("hangs", HANGS % 1, 0.8), part("fails", "print('why'); raise SystemExit(3)"), part("good", "")])
     assert time.monotonic() - began < 20
@@ -32,7 +32,7 @@ def test_a_part_that_hangs_or_fails_keeps_none_from_running(tmp_path, monkeypatc
 
 
 def test_without_time_nothing_begins(tmp_path):
-    run = gpu.Run(time.monotonic() + gpu._GRACE + gpu._LEAST - 1, tmp_path)
+    run = gpu.Run(time.monotonic() + gpu.GRACE + gpu.LEAST - 1, tmp_path)
     run.parts([part("late", "raise SystemExit(1)")])
     assert "late: did not run" in (tmp_path / "summary.txt").read_text()
     assert not run.failed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ import torch
 from bench.gpu.system.recording import Recorder
 from services.target.process import app
 from services.target.sampling.samples import LaunchedStep
-from services.target.sampling.session import TargetSession
 from services.target.step.batch import Batch, SessionWork
 from services.target.step.prepared import PreparedSpans
 
@@ -32,23 +31,17 @@ class LaunchClock:
     def __init__(self, engine: TargetEngine, recorder: Recorder) -> None:
         self._recorder = recorder
         self._on_cuda = engine.model.device.type == "cuda"
-        self._launch = engine.launcher.sampler.launch
+        self._compute = engine.launcher.compute
         self._pending: list[tuple[float, float, Any, Any, int]] = []
-        vars(engine.launcher.sampler)["launch"] = self.launch
+        vars(engine.launcher)["compute"] = self.compute
         recorder.flush = self.flush
 
-    def launch(
-        self,
-        batch: Batch,
-        works: Sequence[SessionWork],
-        entries: Mapping[int, TargetSession],
-        prepared: PreparedSpans | None = None,
-        *,
-        ahead: bool = False,
+    def compute(
+        self, batch: Batch, works: Sequence[SessionWork], prepared: PreparedSpans | None = None, *, ahead: bool = False
     ) -> LaunchedStep:
-        """As of `StepSampler`."""
+        """As of `Launcher`."""
         begin, start = self._event(), time.perf_counter()
-        step = self._launch(batch, works, entries, prepared, ahead=ahead)
+        step = self._compute(batch, works, prepared, ahead=ahead)
         end, done = self._event(), time.perf_counter()
         self._pending.append((start, done, begin, end, sum(len(work.draft) for work in works)))
         self._recorder.span("read", step, "read")

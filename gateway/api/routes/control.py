@@ -6,7 +6,8 @@ With several models, a call names the one that it is for in the query: `?model=N
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Query
 from pydantic import BaseModel
@@ -86,22 +87,7 @@ def install(app: FastAPI, models: Models, keys: Keys) -> None:
         await model.control.resume()
         return json_response({"status": "ok", "message": "Generation continues."})
 
-    @app.post("/release_memory_occupation", dependencies=admin, tags=["control"])
-    async def release_memory_occupation(body: MemoryBody | None = None, model: Serving = named) -> Response:
-        tags = body.tags if body is not None else None
-        if tags is not None and "kv_cache" not in tags:
-            raise InvalidRequest(
-                "weights stay in memory; release `kv_cache`, or stop the target meanwhile", param="tags"
-            )
-        size = await model.control.release_memory()
-        message = f"{size} bytes of KV caches are released; weights stay in memory."
-        return json_response({"success": True, "message": message, "released_bytes": size, "kept": ["weights"]})
-
-    @app.post("/resume_memory_occupation", dependencies=admin, tags=["control"])
-    async def resume_memory_occupation(body: MemoryBody | None = None, model: Serving = named) -> Response:
-        if body is None or body.tags is None or "kv_cache" in body.tags:
-            await model.control.resume_memory()
-        return json_response({"success": True, "message": "Memory is taken again."})
+    _install_memory(app, admin, named)
 
     @app.post("/abort_request", tags=["control"], dependencies=[VALID_UNICODE])
     async def abort_request(body: AbortBody) -> Response:
@@ -110,18 +96,11 @@ def install(app: FastAPI, models: Models, keys: Keys) -> None:
         An administrator may abort the requests of others, and all at once.
         """
         running = [one.running for one in models.chosen(body.model) if one.running is not None]
-        aborted = 0
         if body.abort_all:
-            await check_admin()
-            for model in running:
-                others = await model.facts.peers.ask("abort_all")
-                aborted += model.generator.abort_all() + sum(others.values())
-            return json_response({"success": True, "aborted_requests": aborted})
-        for name in body.names():
-            for model in running:
-                aborted += await abort_everywhere(model.generator, model.facts.peers, name)
-            if aborted:
-                break
+            keys.check_admin(CALLER.get())
+            aborted = await _abort_all(running)
+        else:
+            aborted = await _abort_named(running, body.names())
         return json_response({"success": True, "aborted_requests": aborted})
 
     @app.get("/get_weight_version")
@@ -145,3 +124,44 @@ def install(app: FastAPI, models: Models, keys: Keys) -> None:
             "architecture": facts.architecture,
             "fingerprint": facts.fingerprint,
         })  # fmt: skip
+
+
+def _install_memory(app: FastAPI, admin: Sequence[Any], named: Any) -> None:
+    """Add the routes that release and take back memory. admin, named: dependencies, as of `install`."""
+
+    @app.post("/release_memory_occupation", dependencies=admin, tags=["control"])
+    async def release_memory_occupation(body: MemoryBody | None = None, model: Serving = named) -> Response:
+        tags = body.tags if body is not None else None
+        if tags is not None and "kv_cache" not in tags:
+            raise InvalidRequest(
+                "weights stay in memory; release `kv_cache`, or stop the target meanwhile", param="tags"
+            )
+        size = await model.control.release_memory()
+        message = f"{size} bytes of KV caches are released; weights stay in memory."
+        return json_response({"success": True, "message": message, "released_bytes": size, "kept": ["weights"]})
+
+    @app.post("/resume_memory_occupation", dependencies=admin, tags=["control"])
+    async def resume_memory_occupation(body: MemoryBody | None = None, model: Serving = named) -> Response:
+        if body is None or body.tags is None or "kv_cache" in body.tags:
+            await model.control.resume_memory()
+        return json_response({"success": True, "message": "Memory is taken again."})
+
+
+async def _abort_all(running: Sequence[Serving]) -> int:
+    """End all sessions of some models, in all gateway processes. Returns their number."""
+    aborted = 0
+    for model in running:
+        others = await model.facts.peers.ask("abort_all")
+        aborted += model.generator.abort_all() + sum(others.values())
+    return aborted
+
+
+async def _abort_named(running: Sequence[Serving], names: Sequence[str]) -> int:
+    """End the caller's generations with the first of these ids that has any. Returns their number."""
+    for name in names:
+        aborted = 0
+        for model in running:
+            aborted += await abort_everywhere(model.generator, model.facts.peers, name)
+        if aborted:
+            return aborted
+    return 0

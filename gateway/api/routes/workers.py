@@ -101,23 +101,7 @@ def install(app: FastAPI, models: Models, keys: Keys) -> None:
         message = "Its sessions go on elsewhere." if drain else "It has left its pool."
         return json_response({"status": "accepted", "worker_id": found["id"], "message": message}, 202)
 
-    @router.post("/add_worker", response_class=PlainTextResponse)
-    async def add_worker(
-        url: Annotated[str, Query(min_length=1)], worker_type: str = "target", model: str | None = None
-    ) -> Response:
-        await models.named(model).replicas.add(_service(worker_type), url)
-        return PlainTextResponse(f"Successfully added worker: {url}")
-
-    @router.post("/remove_worker", response_class=PlainTextResponse)
-    async def remove_worker(
-        url: Annotated[str, Query(min_length=1)], drain: bool = True, model: str | None = None
-    ) -> Response:
-        try:
-            pools, _ = await models.replica(url, model)
-            await pools.replicas.remove(url, drain=drain)
-        except NotFound as error:  # SGLang's status
-            raise InvalidRequest(error.message, param="url") from None
-        return PlainTextResponse(f"Successfully removed worker: {url}")
+    _install_former(router, models)
 
     @router.get("/list_workers")
     async def list_workers(model: str | None = None) -> Response:
@@ -152,3 +136,25 @@ def _worker(one: dict[str, Any], model_id: str | None) -> dict[str, Any]:
 def _url(one: dict[str, Any]) -> str:
     address: str = one["address"]
     return address if address.startswith("unix:") else f"grpc://{address}"
+
+
+def _install_former(router: APIRouter, models: Models) -> None:
+    """Add the routes by which SGLang's router was sent replicas before."""
+
+    @router.post("/add_worker", response_class=PlainTextResponse)
+    async def add_worker(
+        url: Annotated[str, Query(min_length=1)], worker_type: str = "target", model: str | None = None
+    ) -> Response:
+        await models.named(model).replicas.add(_service(worker_type), url)
+        return PlainTextResponse(f"Successfully added worker: {url}")
+
+    @router.post("/remove_worker", response_class=PlainTextResponse)
+    async def remove_worker(
+        url: Annotated[str, Query(min_length=1)], drain: bool = True, model: str | None = None
+    ) -> Response:
+        try:
+            pools, _ = await models.replica(url, model)
+            await pools.replicas.remove(url, drain=drain)
+        except NotFound as error:  # SGLang's status
+            raise InvalidRequest(error.message, param="url") from None
+        return PlainTextResponse(f"Successfully removed worker: {url}")

@@ -141,6 +141,10 @@ def _check(config: RayUpConfig) -> None:
             f"--scale-down-load {config.scale_down_load:g} and --scale-up-load {config.scale_up_load:g}: the first "
             "must be smaller, and both in (0, 1]; else replicas would be added and removed in turns"
         )
+    _check_devices(config)
+
+
+def _check_devices(config: RayUpConfig) -> None:
     target, ranks = config.target, config.draft.draft_tp_size
     if target.nnodes > 1 and (target.node_rank or target.dist_init_addr):
         raise ConfigError("leave out --node-rank and --dist-init-addr: the controller chooses them for each target")

@@ -70,7 +70,7 @@ class TargetEngine(Engine):
         self.scheduler = Scheduler(prefix, scheduling(config, model.vocab_size, model.device))
         longest = min(model.context_length, pages * config.page_size)
         self.features = Features(model, prefix, config.feature_cache_bytes)
-        sampler = StepSampler(model, self.cache, self.features, thresholds(config))
+        sampler = StepSampler(model, self.cache, thresholds(config))
         self.sessions = OpenSessions(model, self.scheduler, self.features, longest, self._ended)
         window = config.coalesce_seconds if sampler.alongside else 0.0
         planner, opened = Planner(config, self.scheduler, longest), open_modes(modes, config, model)
@@ -81,8 +81,9 @@ class TargetEngine(Engine):
         self._settlement = Settlement(model, self.cache, *parts, self.close)
         self.overlap = model.device.type == "cuda" and not config.disable_overlap_schedule
         self.launcher = Launcher(
-            model, sampler, self.features, self.scheduler, self.speculation, self.sessions.by_id, overlap=self.overlap
-        )
+            model, self.cache, sampler, self.features, self.scheduler, self.speculation, self.sessions.by_id,
+            overlap=self.overlap,
+        )  # fmt: skip
         self._in_flight: InFlightStep | None = None
         self._pending = StepOutput()  # of sessions that were ended, or of a step that was collected, between two steps
         self.observers = Observers()

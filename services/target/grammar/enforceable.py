@@ -51,6 +51,18 @@ class _Rewriting:
         """A part of the schema."""
         if not isinstance(node, dict):
             return node
+        result = self._inside(node, path)
+        if "uniqueItems" in result:
+            result = self._unique(result, path)
+        if "propertyNames" in result:
+            result = self._named(result)
+        unknown = [name for name in _UNKNOWN if name in result]
+        if unknown and not self._lenient:
+            raise _unenforceable(path, unknown[0], "")
+        return self._counted(result, path)
+
+    def _inside(self, node: dict[str, Any], path: str) -> dict[str, Any]:
+        """A copy of a part, whose own parts are rewritten."""
         result = dict(node)
 
         def inside(part: Any, *names: str) -> Any:
@@ -65,14 +77,7 @@ class _Rewriting:
         for name in _NAMED:
             if isinstance(result.get(name), dict):
                 result[name] = {key: inside(one, name, key) for key, one in result[name].items()}
-        if "uniqueItems" in result:
-            result = self._unique(result, path)
-        if "propertyNames" in result:
-            result = self._named(result)
-        unknown = [name for name in _UNKNOWN if name in result]
-        if unknown and not self._lenient:
-            raise _unenforceable(path, unknown[0], "")
-        return self._counted(result, path)
+        return result
 
     # --- arrays ---
 

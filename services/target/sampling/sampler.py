@@ -62,13 +62,13 @@ def token_bits(keys: Tensor, tokens: Tensor) -> Tensor:
     return _bits32(keys[:, None, :], tokens).to(torch.int64) & _LOW32
 
 
-def _gumbel(bits: Tensor) -> Tensor:
+def gumbel(bits: Tensor) -> Tensor:
     """Gumbel noise of bits (int32), as in the oracle: computed in float64, rounded to float32, returned as float64."""
     u = ((bits.to(torch.int64) & _LOW32).to(torch.float64) + 0.5) * 2.0**-32
     return (-torch.log(-torch.log(u))).to(torch.float32).to(torch.float64)
 
 
-def _rough_gumbel(bits: Tensor) -> Tensor:
+def rough_gumbel(bits: Tensor) -> Tensor:
     """Gumbel noise of bits (int32) in float32; the error is at most 0.3, for the smallest values; mostly 1e-5."""
     # Computed from 1 - u, because float32 is precise near 0, where the large noise is. ~bits is 2^32 - 1 - bits.
     rest = ((~bits).to(torch.float32) + 0.5) * 2.0**-32
@@ -163,11 +163,11 @@ def _sample_noisy(logits: Tensor, best: Tensor, rows: RowParams, wait: bool) -> 
         logits = logits.masked_fill(~kept, -torch.inf)
     ids = torch.arange(logits.shape[1], device=logits.device)
     rough = (logits - best[:, None]) / rows.temperature.float()[:, None]
-    rough += _rough_gumbel(_bits32(rows.keys[:, None, :], ids))
+    rough += rough_gumbel(_bits32(rows.keys[:, None, :], ids))
     _, candidates = rough.topk(min(_CANDIDATES, logits.shape[1]), dim=-1, sorted=False)
     candidates, _ = candidates.sort(dim=-1)  # so that argmax prefers the lowest id of equal scores
     scores = (logits.gather(1, candidates).double() - best[:, None].double()) / rows.temperature[:, None]
-    scores += _gumbel(_bits32(rows.keys[:, None, :], candidates))
+    scores += gumbel(_bits32(rows.keys[:, None, :], candidates))
     tokens = candidates.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
     return tokens if unresolved is None else torch.where(unresolved, UNRESOLVED, tokens)
 

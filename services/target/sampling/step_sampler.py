@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.speculation.acceptance import Thresholds
-from services.target.features.features import Features
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu import sampling as compiled
 from services.target.kernels.kv_cache import KVCache
-from services.target.model.base import Model
+from services.target.model.base import Model, Outputs
 from services.target.sampling import compaction, logprobs, penalties, row_params, sampler
 from services.target.sampling.compaction import Trees
 from services.target.sampling.logprobs import Scores
@@ -31,34 +30,35 @@ from services.target.sampling.session import TargetSession
 from services.target.sampling.thresholds import relax
 from services.target.step.batch import Batch, SamplingPlan, SessionWork
 from services.target.step.prepared import PreparedSpans
-from services.target.step.programs import LoopIteration
 from services.target.step.token_mask import TokenMask
-from services.target.step.upload import UploadBatch, upload, use_device
+from services.target.step.upload import UploadBatch, upload
+
+Prompts = tuple[Scores, Callable[[Scores], None]]
+"""Log-probabilities of prompt tokens, and what stores them once they are on the host."""
 
 _IS_PLAIN, _SAMPLING = attrgetter("plain"), attrgetter("sampling")
 
 
 class StepSampler:
-    """Samples the tokens of steps with a model."""
+    """Samples the tokens of steps with a model.
 
-    def __init__(self, model: Model, cache: KVCache, features: Features, thresholds: Thresholds) -> None:
+    alongside: compiled kernels sample, so that a runner may do it in the call that computes the logits, which
+        multi-step decoding needs
+    walks: draft trees are walked on the device
+    resamples: a row may be sampled twice, because waiting for the device costs more
+    """
+
+    def __init__(self, model: Model, cache: KVCache, thresholds: Thresholds) -> None:
         self._model = model
         self._cache = cache
-        self._features = features
         self._thresholds = thresholds
-        self._async = model.device.type != "cpu"  # waiting for the device costs more than sampling a row twice
-        self._walks = model.device.type != "cpu"  # walk draft trees on the device
-        self._compiled = model.device.type == "cpu" and thresholds.exact and library.available()
+        self.walks = self.resamples = model.device.type != "cpu"
+        self.alongside = model.device.type == "cpu" and thresholds.exact and library.available()
         self._masks: Masks | None = None
-
-    @property
-    def alongside(self) -> bool:
-        """True if a runner may sample in the call that computes logits, which multi-step decoding needs."""
-        return self._compiled
 
     def plan(self, works: Sequence[SessionWork], entries: Mapping[int, TargetSession]) -> SamplingPlan | None:
         """The plan by which a step's runner samples; None if the plan cannot express it, or there are no rows."""
-        if not self._compiled:
+        if not self.alongside:
             return None
         drawing = [work for work in works if work.chunk.last]
         drawn = [entries[work.chunk.session.id] for work in drawing]
@@ -67,39 +67,49 @@ class StepSampler:
     @property
     def exact(self) -> bool:
         """True if a walk along the samples is the verification, so that the device can go on with it."""
-        return self._walks and self._thresholds.exact
+        return self.walks and self._thresholds.exact
 
-    @torch.inference_mode()
-    def launch(
+    def sample(
         self,
         batch: Batch,
+        outputs: Outputs,
         works: Sequence[SessionWork],
         entries: Mapping[int, TargetSession],
         prepared: PreparedSpans | None = None,
         *,
         ahead: bool = False,
     ) -> LaunchedStep:
-        """Launch a batch and the sampling after its roots and nodes, without waiting for the device.
+        """Launch the sampling after the roots and nodes of a batch, without waiting for the device.
 
-        works: of the batch, in order. entries: the sessions by id. prepared: the batch's prepared spans, if it has any
-        ahead: accepted rows move at once, even if a row must be sampled again, so that a prepared step can follow
+        outputs: of the model. works: of the batch, in order. entries: the sessions by id. prepared: the batch's
+        prepared spans, if it has any. ahead: accepted rows move at once, even if a row must be sampled again, so that a
+        prepared step can follow
         """
-        device = self._model.device
-        use_device(device)
         drawing = [work for work in works if work.chunk.last]
         drawn = [entries[work.chunk.session.id] for work in drawing]
-        logits, tokens, iterations = self._forward(batch)
         prompts = None
         if len(batch.rows.sampled) > batch.sample_count:
-            prompts = self._score_prompts(logits, batch.sample_count, works, entries)
+            prompts = self._score_prompts(outputs.logits, batch.sample_count, works, entries)
         if not drawing:
-            return LaunchedStep(torch.empty(0, dtype=torch.int64, device=device), None, prompts)
+            return LaunchedStep(torch.empty(0, dtype=torch.int64, device=self._model.device), None, prompts)
         if batch.sampling is not None:
-            if tokens is None:
-                tokens = compiled.sample(logits[: batch.sample_count].float(), batch.sampling)
-            return LaunchedStep(tokens, None, prompts, steps=len(tokens) // batch.sample_count, iterations=iterations)
-        if self._compiled:
-            return self._launch_compiled(batch, logits, drawing, drawn, prompts)
+            return _sampled_alongside(batch, batch.sampling, outputs, prompts)
+        if self.alongside:
+            return self._sample_compiled(batch, outputs.logits, drawing, drawn, prompts)
+        return self._sample_on_device(batch, outputs.logits, drawing, drawn, prompts, prepared, ahead=ahead)
+
+    def _sample_on_device(
+        self,
+        batch: Batch,
+        logits: Tensor,
+        drawing: Sequence[SessionWork],
+        drawn: Sequence[TargetSession],
+        prompts: Prompts | None,
+        prepared: PreparedSpans | None,
+        *,
+        ahead: bool,
+    ) -> LaunchedStep:
+        """Sample with PyTorch's operators. drawing, drawn: the sessions, row after row."""
         # While the device computes, the host lays out the parameters and sends them in one transfer.
         uploads = UploadBatch()
         requests = list(map(_request, drawing, drawn))
@@ -109,13 +119,13 @@ class StepSampler:
         )
         laid_trees = None if prepared is not None else self._trees(drawing, batch, uploads)
         mask = self._mask(drawing, drawn)
-        uploads.send(device)
+        uploads.send(logits.device)
         rows = laid_rows()
         if prepared is not None and not rows.all_greedy:
             prepared.keys(rows.keys)
         banned = (rows.banned_rows, rows.banned_tokens)
         adjusted = sampler.adjusted(logits[: batch.sample_count], banned, laid_adjustments(), mask)
-        wait = not (self._async and self._thresholds.exact and all(entry.top is None for entry in drawn))
+        wait = not (self.resamples and self._thresholds.exact and all(entry.top is None for entry in drawn))
         picked = sampler.sample_adjusted(adjusted, rows, wait=wait)
         if not self._thresholds.exact:
             picked = relax(self._thresholds, adjusted, rows, picked, drawing, requests)
@@ -136,17 +146,17 @@ class StepSampler:
 
     def _trees(self, drawing: Sequence[SessionWork], batch: Batch, uploads: UploadBatch) -> Callable[[], Trees] | None:
         """The trees, if the device can walk them."""
-        if not self._walks or not any(len(work.draft) for work in drawing):
+        if not self.walks or not any(len(work.draft) for work in drawing):
             return None
         return compaction.lay_out(drawing, batch, uploads)
 
-    def _launch_compiled(
+    def _sample_compiled(
         self,
         batch: Batch,
         logits: Tensor,
         works: Sequence[SessionWork],
         drawn: Sequence[TargetSession],
-        prompts: tuple[Scores, Callable[[Scores], None]] | None,
+        prompts: Prompts | None,
     ) -> LaunchedStep:
         """Sample with the compiled kernel. works, drawn: the sessions, row after row."""
         uploads = UploadBatch()
@@ -185,7 +195,7 @@ class StepSampler:
 
     def _score_prompts(
         self, logits: Tensor, first: int, works: Sequence[SessionWork], entries: Mapping[int, TargetSession]
-    ) -> tuple[Scores, Callable[[Scores], None]]:
+    ) -> Prompts:
         """Log-probabilities of prompts, and a function that stores them. first: the first row that is only scored."""
         asked = [(entries[work.chunk.session.id], work.scored) for work in works if work.scored]
         next_tokens = np.concatenate([logprobs.next_tokens(entry.session.tokens, part) for entry, part in asked])
@@ -202,12 +212,6 @@ class StepSampler:
                 row += len(part)
 
         return logprobs.score(logits, rows, tokens, top), keep
-
-    def _forward(self, batch: Batch) -> tuple[Tensor, NDArray[np.int64] | None, Sequence[LoopIteration]]:
-        """Run the batch and take its features. Returns logits of the sampled rows, [R, V], tokens and iterations."""
-        outputs = self._model.runner.forward(batch, self._cache)
-        self._features.take(batch, outputs.features)
-        return outputs.logits, outputs.tokens, outputs.iterations
 
     def _mask(self, works: Sequence[SessionWork], drawn: Sequence[TargetSession]) -> TokenMask | None:
         """The tokens that grammars allow; computed on the host during the forward pass."""
@@ -236,6 +240,14 @@ class StepSampler:
             if entry.tally is not None
         ]
         return penalties.lay_out(tallies, uploads)
+
+
+def _sampled_alongside(batch: Batch, sampling: SamplingPlan, outputs: Outputs, prompts: Prompts | None) -> LaunchedStep:
+    """The tokens that the model's runner has sampled; of one that has not, they are sampled from its logits."""
+    tokens, count = outputs.tokens, batch.sample_count
+    if tokens is None:
+        tokens = compiled.sample(outputs.logits[:count].float(), sampling)
+    return LaunchedStep(tokens, None, prompts, steps=len(tokens) // count, iterations=outputs.iterations)
 
 
 def sampling_plan(works: Sequence[SessionWork], drawn: Sequence[TargetSession]) -> SamplingPlan:

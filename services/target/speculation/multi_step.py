@@ -18,7 +18,7 @@ from services.target.speculation.planner import Planner
 from services.target.step.batch import SessionWork
 from services.target.step.programs import Interrupts, SessionTexts
 
-_MAX_STEPS = 16
+_MAX_STEPS = 16  # of one call, which leases the pages for all of its tokens before it begins
 
 
 def interrupts(entries: Sequence[TargetSession], files: Sequence[int] = ()) -> Interrupts:

@@ -215,7 +215,7 @@ def build(
     """The batch of a step's work. Page tables must have room for each session's tokens and the program's extra slots.
 
     ahead: offset between a token and its cache position: the token at position + ahead is computed at a position, and
-    the chunks end so many tokens before the text. 1 for EAGLE heads
+    the chunks end that many tokens before the text. 1 for EAGLE heads
 
     Numbers are collected in lists and converted at the end: the model's weights have evicted the CPU caches, so that
     the first call of each NumPy function costs more than some hundred numbers in Python.

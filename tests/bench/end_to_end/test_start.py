@@ -32,11 +32,11 @@ def test_phases_are_read_from_the_logs_of_all_processes():
 
 def test_usage_is_that_of_the_process():
     one = start.ProcessStart()
-    start._add_usage(one, os.getpid())
+    start.add_usage(one, os.getpid())
     assert one.read > 0
     assert one.peak >= one.proportional > 1e6
     absent = start.ProcessStart()
-    start._add_usage(absent, 2**22 + 1)  # above the largest id
+    start.add_usage(absent, 2**22 + 1)  # above the largest id
     assert absent == start.ProcessStart()
 
 
@@ -46,7 +46,7 @@ def test_the_median_start_is_shown_with_its_processes():
         parts["target"].phases["reading weights"] = health
         return start.SystemStart(health - 1.0, health, parts)
 
-    chosen = start._median([of(5.0), of(3.0), of(9.0)])
+    chosen = start.median_of([of(5.0), of(3.0), of(9.0)])
     assert chosen.health == 5.0
     report = Report("start", "Starts", columns=start.COLUMNS)
     start.add_rows(report, "cold", chosen)

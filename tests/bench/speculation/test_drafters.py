@@ -24,15 +24,15 @@ def test_a_drafter_gets_the_states_that_it_reads():
 
 def test_settings_of_a_drafter():
     own = ("--speculative-algorithm", "DFLASH", "--speculative-always")
-    trees = dict(drafters._settings(own, [(2, 8), (6, 6)], 16))
+    trees = dict(drafters.settings_of(own, [(2, 8), (6, 6)], 16))
     count = ["--speculative-num-draft-tokens", "16"]
     assert trees["6/6"] == [*own[:2], "--speculative-num-steps", "6", "--speculative-eagle-topk", "6", *count]
     assert list(trees) == ["2/8", "6/6"]
-    assert dict(drafters._settings(drafters.DRAFTERS["NGRAM"], [(2, 8)], 16)) == {
+    assert dict(drafters.settings_of(drafters.DRAFTERS["NGRAM"], [(2, 8)], 16)) == {
         "its own": [*drafters.DRAFTERS["NGRAM"], *count]
     }
     fixed = [*own[:2], "--speculative-num-steps", "3", *count]
-    assert dict(drafters._settings(fixed, [(2, 8)], 16)) == {"its own": fixed}
+    assert dict(drafters.settings_of(fixed, [(2, 8)], 16)) == {"its own": fixed}
 
 
 def test_proposals_of_a_perfect_head_are_timed(tmp_path):

@@ -20,7 +20,7 @@ from services.draft.learning.records.store import Store
 from services.draft.train.data import collect
 from services.draft.train.data.collect import Collector, Limits, TargetClient
 from services.draft.train.data.prompts import Conversation, PromptJob, jobs
-from services.draft.train.data.writing import _check_template
+from services.draft.train.data.writing import check_template
 from tests.support.tiny import write_tokenizer
 
 LIMITS = Limits(new=20, length=100, sessions=2, tokens=10**6, bytes=10**9)
@@ -187,13 +187,13 @@ def test_model_without_chat_template_continues_texts(tmp_path):
     ],
 )  # fmt: skip
 def test_chats_need_a_template(tmp_path, conversations, free, what):
-    _check_template(tokenizer_of(tmp_path), conversations, free)
+    check_template(tokenizer_of(tmp_path), conversations, free)
     bare = tokenizer_of(tmp_path, template=False)
     if what is None:
-        _check_template(bare, conversations, free)
+        check_template(bare, conversations, free)
         return
     with pytest.raises(ConfigError, match=f"no chat template.*{what}"):
-        _check_template(bare, conversations, free)
+        check_template(bare, conversations, free)
 
 
 # --- what comes of answers that fail ---

@@ -176,7 +176,7 @@ async def test_connections_whose_clients_do_not_read_are_closed(caplog):
     made = []
 
     class Connection(asyncio.Protocol):
-        client = "somebody"
+        client = "another"
 
         def connection_made(self, transport):
             self.transport = transport

@@ -83,7 +83,7 @@ def test_gaps_are_relayed_to_the_draft():
 def test_a_dropped_beginning_is_relayed_as_a_gap(monkeypatch):
     """Were it taken for what was on its way from before, nothing of the session would ever be fed."""
     monkeypatch.setattr(outbox, "BACKLOG_BYTES", 40)
-    box = outbox.Outbox(lambda: None)
+    box = outbox.Outbox()
     for name, first, count in ((2, 9, 8), (1, 0, 16), (1, 16, 2)):
         box.add(StepOutput(features=[FeatureBlock(name, first, np.zeros((count, 4), np.uint8))]))
     draft = Draft()

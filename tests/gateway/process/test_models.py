@@ -43,13 +43,13 @@ class Controlled(Target):
     calls: list
 
     async def FlushCache(self, request, context):
-        self.hub._engine.engine.calls.append("flush")
+        self.hub.engine.engine.calls.append("flush")
         return target_pb2.FlushCacheResponse()
 
     async def UpdateWeightsFromDisk(self, request, context):
         before = self.model.fingerprint
         self.model.fingerprint = request.folder
-        self.hub._engine.engine.calls.append("weights")
+        self.hub.engine.engine.calls.append("weights")
         facts = common_pb2.WeightFacts(
             weight_version=request.update.weight_version, fingerprint=request.folder, fingerprint_before=before,
             folder=request.folder, whole=True,

@@ -85,11 +85,11 @@ def test_docker(tmp_path, monkeypatch, script, gpu, status, text):
 
 
 def test_a_folder_that_is_full_or_locked_is_named(tmp_path, monkeypatch):
-    assert machine._disk(tmp_path / "not" / "there").status == "ok"
+    assert machine.disk(tmp_path / "not" / "there").status == "ok"
     monkeypatch.setattr(machine, "_LOW_DISK", 1 << 60)
-    assert machine._disk(tmp_path).status == "note"
+    assert machine.disk(tmp_path).status == "note"
     monkeypatch.setattr(machine.os, "access", lambda *_: False)
-    assert machine._disk(tmp_path).status == "problem"
+    assert machine.disk(tmp_path).status == "problem"
 
 
 def test_findings_are_readable_and_countable(monkeypatch):

@@ -31,11 +31,11 @@ def test_a_damaged_library_is_compiled_again(library):
 
 
 def test_replicas_that_start_together_compile_once(library, tmp_path, monkeypatch):
-    real = next(path for path in map(shutil.which, native._COMPILERS) if path)
+    real = next(path for path in map(shutil.which, native.COMPILERS) if path)
     compiler, calls = tmp_path / "compiler", tmp_path / "calls"
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec {real} "$@"\n')
     compiler.chmod(0o755)
-    monkeypatch.setattr(native, "_COMPILERS", (str(compiler),))
+    monkeypatch.setattr(native, "COMPILERS", (str(compiler),))
     name, folders = library._places()
     killed = folders[0] / f"{name}.killed.partial"
     killed.mkdir(parents=True)
@@ -50,6 +50,6 @@ def test_a_full_disk_is_named(library, tmp_path, monkeypatch):
     compiler = tmp_path / "compiler"
     compiler.write_text("#!/bin/sh\necho 'fatal error: error writing to x.o: No space left on device' >&2\nexit 1\n")
     compiler.chmod(0o755)
-    monkeypatch.setattr(native, "_COMPILERS", (str(compiler),))
+    monkeypatch.setattr(native, "COMPILERS", (str(compiler),))
     with pytest.raises(Unavailable, match=r"environment/lib/outrider: No space left.*cache/kernels: No space left"):
         library.compiled()

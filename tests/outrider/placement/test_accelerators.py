@@ -42,7 +42,7 @@ def test_packages_follow_driver_and_devices(cards, others, accelerator, build, r
 
 
 def test_extras_are_those_of_the_project_and_a_cpu_needs_none():
-    for accelerator, names in accelerators._EXTRAS.items():
+    for accelerator, names in accelerators.EXTRAS.items():
         assert set(names) <= EXTRAS.keys()
         assert (accelerator == "cpu") == (names == ())
     ranges = {one.name: one.specifier for one in map(Requirement, EXTRAS["draft"])}

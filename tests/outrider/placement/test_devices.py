@@ -34,7 +34,7 @@ def machine(monkeypatch):
 def test_the_limit_of_a_container_counts(tmp_path, monkeypatch, machine, files, free, total):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
-    monkeypatch.setattr(devices, "_GROUPS", [(tmp_path, *names) for _, *names in devices._GROUPS])
+    monkeypatch.setattr(devices, "GROUPS", [(tmp_path, *names) for _, *names in devices.GROUPS])
     assert (free_host_memory(), host_memory()) == (free, total)
 
 

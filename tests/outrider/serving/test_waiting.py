@@ -1,5 +1,7 @@
 """Which sessions are admitted next: by caller, cached prefix and priority, and which are refused."""
 
+from itertools import islice
+
 import pytest
 
 from outrider.errors import Overloaded
@@ -7,12 +9,17 @@ from outrider.serving.waiting import MAX_PASSED_OVER, MAX_PREFERRED, WaitingQueu
 from tests.support.outrider.scheduling import advance, scheduler, session, spans
 
 
+def running(s):
+    """Ids of the running sessions, in the order of admission."""
+    return [one.id for one in islice(s, s.running)]
+
+
 def run_to_the_end(s):
     """Ids in the order of admission, if each session ends after one step."""
     order = []
     while len(s):
         s.plan()
-        for one in list(s._running.values()):
+        for one in list(islice(s, s.running)):
             order.append(one.id)
             s.remove(one)
     return order
@@ -39,7 +46,7 @@ def test_the_caller_with_the_fewest_running_sessions_is_admitted():
     for end, admitted in ((0, 100), (1, 101), (2, 4)):
         s.remove(next(one for one in s if one.id == end))
         s.plan()
-        assert list(s._running)[-1] == admitted
+        assert running(s)[-1] == admitted
 
 
 def test_a_caller_without_a_running_session_takes_the_place_of_the_greediest():
@@ -51,14 +58,14 @@ def test_a_caller_without_a_running_session_takes_the_place_of_the_greediest():
         s.add(session(s, i, 5, caller="modest"))
     assert not s.fits()  # a step that is in flight would lose a session
     advance(s, s.plan())
-    assert (list(s._running), s.preemptions) == ([0, 1, 2, 100], 1)
+    assert (running(s), s.preemptions) == ([0, 1, 2, 100], 1)
     assert s.fits()
     s.remove(next(one for one in s if one.id == 100))
     advance(s, s.plan())
-    assert (list(s._running), s.preemptions) == ([0, 1, 2, 101], 1)
+    assert (running(s), s.preemptions) == ([0, 1, 2, 101], 1)
     s.remove(next(one for one in s if one.id == 101))
     s.plan()
-    assert list(s._running) == [0, 1, 2, 3], "the one that was preempted goes on"
+    assert running(s) == [0, 1, 2, 3], "the one that was preempted goes on"
     s.check()
 
 
@@ -70,7 +77,7 @@ def test_a_caller_displaces_others_for_its_share_of_the_pages_alone(length, admi
     advance(s, s.plan())
     s.add(session(s, 100, length, caller="modest"))
     advance(s, s.plan())
-    assert (100 in s._running) == admitted
+    assert (100 in running(s)) == admitted
     assert s.preemptions == (1 if admitted else 0)
     s.check()
 
@@ -90,7 +97,7 @@ def test_a_caller_with_more_sessions_is_preempted_first():
     s.add(session(s, 3, 7, caller="modest"))
     for _ in range(3):
         advance(s, s.plan())
-    assert (s.preemptions, list(s._running)) == (1, [1, 3])
+    assert (s.preemptions, running(s)) == (1, [1, 3])
     s.check()
 
 

@@ -4,9 +4,11 @@ import asyncio
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from outrider.serving.inbox import Inbox
 from outrider.serving.messages import EngineLoad, Message, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason
 from outrider.transport.call_streams import CallStream, CallStreams, CallWriter
@@ -40,6 +42,7 @@ class Engine:
     def __init__(self):
         self.messages = []
         self.submit = self.messages.append
+        self.inbox = SimpleNamespace(put_first=self.submit)
 
     def call(self, work):
         work()
@@ -51,24 +54,24 @@ def commit(session_id):
     return output
 
 
-def a_stream(context):
-    ended = []
-    streams = CallStreams(Engine(), lambda output: [c.session_id for c in output.commits], Routes())
-    stream = CallStream(CallWriter(context), ended.append)
-    streams.begin(stream)
-    streams.receive(stream, Message(opens=[request(1), request(2)]), [])
-    return streams, stream, ended
+class OneStream:
+    """A stream with two sessions. ended: the errors with which it ended"""
 
+    def __init__(self, context, encode=lambda output: [c.session_id for c in output.commits]):
+        self.engine, self.routes, self.ended = Engine(), Routes(), []
+        self.streams = CallStreams(self.engine, encode, self.routes)
+        self.stream = CallStream(CallWriter(context), self.ended.append)
+        self.streams.begin(self.stream)
+        self.engine.submit(self.streams.admit(self.stream, [], Message(opens=[request(1), request(2)])))
 
-def publish(streams, output):
-    streams._routes.route(output)
-    streams.write_all()
+    def publish(self, output):
+        self.routes.route(output)
+        self.streams.write_all()
 
 
 async def test_the_thread_that_publishes_writes_the_frame():
     context = Slow()
-    streams, _, _ = a_stream(context)
-    await asyncio.to_thread(publish, streams, commit(1))
+    await asyncio.to_thread(OneStream(context).publish, commit(1))
     [(frame, thread)] = context.written
     assert frame == [1]
     assert thread is not threading.current_thread()
@@ -76,50 +79,60 @@ async def test_the_thread_that_publishes_writes_the_frame():
 
 async def test_output_collects_while_a_frame_is_written_and_follows_it():
     context = Slow()
-    streams, stream, _ = a_stream(context)
+    one = OneStream(context)
     for session_id in (1, 2, 1):
-        publish(streams, commit(session_id))
+        one.publish(commit(session_id))
     assert [frame for frame, _ in context.written] == [[1]]
     context.finish()
     await until(lambda: len(context.written) == 2)  # without further output
     assert context.written[1][0] == [2, 1]
     context.finish()
-    publish(streams, commit(2))  # the writer is idle again
+    one.publish(commit(2))  # the writer is idle again
     assert context.written[2][0] == [2]
-    assert not stream.outbox.full
+    assert not one.stream.outbox.full
 
 
 @pytest.mark.parametrize("when", ["at once", "later"])
 async def test_a_failed_write_ends_its_stream_and_closes_its_sessions(when):
     context = Slow()
-    streams, stream, ended = a_stream(context)
+    one = OneStream(context)
     if when == "at once":
         context.error = RuntimeError("the call has ended")
-    publish(streams, commit(1))
+    one.publish(commit(1))
     if when == "later":
         context.waiting.pop().set_exception(asyncio.CancelledError())
-        publish(streams, commit(1))
-    assert ended == [None]
-    assert [message.closes for message in streams._engine.messages] == [(), [1, 2]]
-    publish(streams, commit(1))
-    streams.end(stream)
-    assert ended == [None]
+        one.publish(commit(1))
+    assert one.ended == [None]
+    assert [message.closes for message in one.engine.messages] == [(), [1, 2]]
+    one.publish(commit(1))
+    one.streams.end(one.stream)
+    assert one.ended == [None]
+
+
+async def test_sessions_of_a_lost_stream_are_closed_before_a_frame_that_opens_them_again():
+    one = OneStream(Slow())
+    inbox = one.engine.inbox = Inbox()
+    inbox.put("a frame of the peer's new stream")
+    one.streams.drop(one.stream.outbox)
+    assert inbox.get().closes == [1, 2]
+    assert inbox.get() == "a frame of the peer's new stream"
+    late = Message(opens=[request(3)])
+    assert one.streams.admit(one.stream, [], late) == Message()
 
 
 async def test_a_frame_that_cannot_be_encoded_ends_its_stream_with_the_error():
-    streams, _, ended = a_stream(Slow())
-    streams._encode = lambda output: output.commits[9]
-    publish(streams, commit(1))
-    assert [type(error) for error in ended] == [IndexError]
+    one = OneStream(Slow(), lambda output: output.commits[9])
+    one.publish(commit(1))
+    assert [type(error) for error in one.ended] == [IndexError]
 
 
 async def test_a_stream_that_ends_lets_its_last_write_end():
     context = Slow()
-    streams, stream, _ = a_stream(context)
-    publish(streams, commit(1))
-    streams.end(stream)
+    one = OneStream(context)
+    one.publish(commit(1))
+    one.streams.end(one.stream)
     context.finish()
-    await until(lambda: stream.writer._pending is None)
+    await until(lambda: not one.stream.writer.pending)
 
 
 # The first import of grpc reads the environment, so outrider must set it before.

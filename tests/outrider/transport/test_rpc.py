@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.transport.rpc import _sessions_gone
+from outrider.transport.rpc import sessions_gone
 
 
 @pytest.mark.parametrize(
@@ -31,5 +31,5 @@ async def test_a_service_stops_when_its_sessions_have_gone_or_had_their_time(ses
 
     asyncio.get_running_loop().call_later(0.2, happen)
     start = time.monotonic()
-    await _sessions_gone(hub, stop, limit)
+    await sessions_gone(hub, stop, limit)
     assert seconds[0] <= time.monotonic() - start < seconds[1]

@@ -85,12 +85,12 @@ class Target(target_pb2_grpc.TargetServiceServicer):
                 yield target_pb2.GetTokenizerResponse(file_name=name, content=content[start : start + 5000])
 
     async def PauseGeneration(self, request, context):
-        self.hub._engine.engine.held = True
+        self.hub.engine.engine.held = True
         return target_pb2.PauseGenerationResponse()
 
     async def ContinueGeneration(self, request, context):
-        self.hub._engine.engine.held = False
-        self.hub._engine.submit(Message())  # wakes the engine
+        self.hub.engine.engine.held = False
+        self.hub.engine.submit(Message())  # wakes the engine
         return target_pb2.ContinueGenerationResponse()
 
     async def Verify(self, request_iterator, context):

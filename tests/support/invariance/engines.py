@@ -31,7 +31,7 @@ def as_on_cuda(engine: Any, *, prepares: bool) -> Any:
 
     engine.overlap, engine.launcher.prepares = True, prepares
     sampler = engine.launcher.sampler
-    sampler._compiled, sampler._walks, sampler._async = False, True, True
+    sampler.alongside, sampler.walks, sampler.resamples = False, True, True
     if prepares:
         engine.speculation._modes = [SpeculationMode.DRAFT_IF_READY]
         engine.speculation.forget()

@@ -65,7 +65,7 @@ def preparing_engine(model: Model, **flags) -> TargetEngine:
     assert not engine.launcher.prepares
     engine.overlap = engine.launcher.prepares = True
     sampler = engine.launcher.sampler
-    sampler._compiled, sampler._walks, sampler._async = False, True, True
+    sampler.alongside, sampler.walks, sampler.resamples = False, True, True
     return counting(engine, "_launch_prepared", "prepared")
 
 

@@ -20,7 +20,7 @@ def shuffled_allocator(rng, pages, page_size):
 
 def allocator_of(works):
     """The allocator of the sessions' pages."""
-    return works[0].chunk.session.table._allocator
+    return works[0].chunk.session.table.allocator
 
 
 def random_slice(rng, size):

@@ -45,13 +45,13 @@ class WriteChecker:
 
     def __init__(self, engine: TargetEngine) -> None:
         self.writes = 0
-        self._nodes, self._size = engine.scheduler.prefix._nodes, engine.scheduler.allocator.page_size
+        self._pages, self._size = engine.scheduler.prefix.pages, engine.scheduler.allocator.page_size
         self._write, self._move = engine.cache.write, engine.cache.move
         engine.cache.write, engine.cache.move = self.write, self.move
 
     def check(self, slots):
         self.writes += len(slots)
-        assert self._nodes.keys().isdisjoint((slots // self._size).tolist()), "a shared page was written"
+        assert self._pages.isdisjoint((slots // self._size).tolist()), "a shared page was written"
 
     def write(self, layer, slots, keys, values):
         self.check(slots)
@@ -214,7 +214,7 @@ def test_roots_of_unused_salts_are_dropped(model):
     for i in range(20):
         result = run(engine, [replace(opening(i, list(range(3, 30)), max_tokens=2), cache_salt=str(i))])
         assert result.reasons[i] == FinishReason.LENGTH
-    assert len(engine.scheduler.prefix._roots) <= 3
+    assert len(engine.scheduler.prefix.namespaces) <= 3
 
 
 @pytest.mark.parametrize("flags", [

@@ -176,7 +176,7 @@ def test_random_traffic(folder, model, seed, asynchronous, monkeypatch):
     control.folder = folder
     if asynchronous:  # tokens are sampled twice, see below
         monkeypatch.setattr(sampler, "_ORDERED", 2)
-        engine.launcher.sampler._compiled, engine.launcher.sampler._async = False, True
+        engine.launcher.sampler.alongside, engine.launcher.sampler.resamples = False, True
     found = Traffic(engine, control, requests, seed).run()
     assert found == {i: expected[i] for i in found}
     assert len(found) > 7
@@ -265,7 +265,7 @@ def test_tokens_that_are_sampled_again_invalidate_the_following_step(model, monk
     requests = [opening(i, [5 + i] * 4, SamplingParams(1.5, seed=i, top_p=0.95), max_tokens=20) for i in range(5)]
     expected = alone(model, requests)
     engine = overlapping(model)
-    engine.launcher.sampler._compiled, engine.launcher.sampler._async = False, True
+    engine.launcher.sampler.alongside, engine.launcher.sampler.resamples = False, True
     spoiled = []
     collect = engine._collect
 

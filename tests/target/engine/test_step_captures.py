@@ -123,7 +123,7 @@ def test_the_step_that_was_needed_is_captured_first(served):
         reader.step()  # the prompt, and then one row a step
     recorder.time += 100.0
     reader.step()
-    assert 1 in {key.size for key in runner._steps if key.states == (SPEC.layers, True)}
+    assert 1 in {key.size for key in runner.steps if key.states == (SPEC.layers, True)}
     assert runner.due
     reader.run()
 
@@ -150,5 +150,5 @@ def test_steps_of_a_draft_that_was_replaced_are_dropped(served):
         runner.expect(Capture(layers, False, None))
         while runner.due:
             runner.capture_next()
-    assert {key.states for key in runner._steps} == {((), False), ((1,), False), ((0, 1), False)}
-    assert len(runner._steps) == 3 * len(SIZES)
+    assert {key.states for key in runner.steps} == {((), False), ((1,), False), ((0, 1), False)}
+    assert len(runner.steps) == 3 * len(SIZES)

@@ -74,7 +74,7 @@ def test_deferred_rows_are_the_same(model, truth, share, cached, room, monkeypat
     assert engine.features.deferred.rows == 0
     if not cached:
         return
-    kept, pages = set(engine.features.store.pages), set(engine.scheduler.prefix._nodes)
+    kept, pages = set(engine.features.store.pages), set(engine.scheduler.prefix.pages)
     assert kept <= pages
     assert kept == pages or room == 160, "without preemption none is missing"
     assert not engine.features.store.pending
@@ -141,7 +141,7 @@ def test_rows_of_a_session_that_is_closed_are_kept_for_its_pages(model, truth):
     for _ in range(5):
         assert not engine.step().features
     engine.close(1)
-    assert set(engine.features.store.pages) == set(engine.scheduler.prefix._nodes) != set()
+    assert set(engine.features.store.pages) == set(engine.scheduler.prefix.pages) != set()
     engine.speculation.policy = RandomlyPaused(np.random.default_rng(0), 0.0)
     reader = Reader(engine)
     reader.open(replace(opening(2, text), feature_spec=wanted))

@@ -242,7 +242,7 @@ def test_cached_rows_come_with_their_features(model, truth):
         expected = np.concatenate([states[2], states[4]], -1)[: len(rows)]
         np.testing.assert_allclose(rows, expected, rtol=2e-3, atol=2e-3)
     assert engine.features.store.bytes == len(engine.features.store.pages) * 4 * 2 * WIDTH * 4
-    assert set(engine.features.store.pages) == set(engine.scheduler.prefix._nodes)
+    assert set(engine.features.store.pages) == set(engine.scheduler.prefix.pages)
     engine.scheduler.prefix.flush()
     assert engine.features.store.bytes == 0
 

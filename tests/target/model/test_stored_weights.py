@@ -150,7 +150,7 @@ def test_an_embedding_that_is_the_head_is_in_memory_once(described):
     assert model.runner.weight_bytes < 1.1 * sum(
         tensor.bytes for tensor in read_record(described).tensors.values() if tensor.kind != "F32"
     )
-    packed = [one for one in model.runner.program._kept if isinstance(one, PackedWeight)]
+    packed = [one for one in model.runner.program.kept if isinstance(one, PackedWeight)]
     assert sum((one.outputs, one.inputs) == (VOCAB, 256) for one in packed) == 2  # one object, read twice
     assert len({id(one) for one in packed if one.outputs == VOCAB}) == 1
 
@@ -181,7 +181,7 @@ def test_a_head_reads_the_packed_embedding(described, tmp_path):
     model = loaded(described, self_speculation="head", self_speculation_head=str(folder))
     requests = [opening(1, PROMPT, max_tokens=NEW)]
     assert run(drafting(model), requests).new == run(engine_of(loaded(described)), requests).new
-    packed = next(one for one in model.head.program._kept if isinstance(one, PackedWeight) and one.outputs == VOCAB)
+    packed = next(one for one in model.head.program.kept if isinstance(one, PackedWeight) and one.outputs == VOCAB)
     runner = model.runner
     plain = EagleHead(
         head,

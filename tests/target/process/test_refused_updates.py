@@ -49,7 +49,7 @@ DIFFERENCES = (
 def test_folders_of_updates_are_allowed_ones_and_bring_no_code(folders, tmp_path):
     """One message, whether a path exists or not; the code of a checkpoint is not run, even where it is trusted."""
     engine = engine_of(load_model(folders[0]))
-    control = Control(engine, folders[0], model_path="somebody/model", trust_remote_code=True)
+    control = Control(engine, folders[0], model_path="org/model", trust_remote_code=True)
     outside = spoilt(folders[1], tmp_path / "outside")
     inside = folders[0].parent / "inside"
     inside.symlink_to(outside)
@@ -64,7 +64,7 @@ def test_folders_of_updates_are_allowed_ones_and_bring_no_code(folders, tmp_path
         messages.add(caught.value.message)
     assert len(messages) == 1
     assert "--weight-update-roots" in messages.pop()
-    assert control.read_folder("somebody/model").path == folders[0]
+    assert control.read_folder("org/model").path == folders[0]
     own = spoilt(folders[1], folders[0].parent / "own")
     settings = json.loads((own / "config.json").read_text())
     references = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}

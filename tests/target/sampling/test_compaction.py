@@ -82,7 +82,7 @@ def test_engines_that_walk_on_the_device_give_the_same_text(tmp_path, temperatur
 
     engine = engine_of(model, page_size=2, speculative_num_draft_tokens=12)
     drawing = engine.launcher.sampler
-    engine.overlap, drawing._walks, drawing._compiled = overlap, True, False
+    engine.overlap, drawing.walks, drawing.alongside = overlap, True, False
 
     def nothing(self, session, path):
         assert not path, "the host has nothing to say"

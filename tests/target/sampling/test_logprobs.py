@@ -30,7 +30,7 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """What transformers' logits of a whole text say: of every token but the first, with so many of the likeliest."""
+    """What transformers' logits of a whole text say: of every token but the first, with a number of the likeliest."""
     from transformers import AutoModelForCausalLM
 
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -139,7 +139,7 @@ def test_few_rows_of_a_prompt_are_scored_in_a_step(model, expected, monkeypatch)
             sizes.append(len(batch.rows.sampled) - batch.sample_count)
             return forward(batch, cache)
 
-    engine.launcher.sampler._model = replace(model, runner=Counting())
+    engine.launcher.model = replace(model, runner=Counting())
     result = run(engine, requests)
     assert max(sizes) == 16
     assert sum(sizes) == 54 + 43

@@ -11,7 +11,7 @@ from outrider.speculation import noise
 from outrider.speculation.sampling import SamplingParams, sample
 from services.target.sampling import sampler
 from services.target.sampling.row_params import RowRequest, gather
-from services.target.sampling.sampler import UNRESOLVED, _gumbel, _rough_gumbel, likeliest, sample_adjusted, token_bits
+from services.target.sampling.sampler import UNRESOLVED, gumbel, likeliest, rough_gumbel, sample_adjusted, token_bits
 from tests.support.target.sampling_params import PARAMS
 
 CPU = torch.device("cpu")
@@ -41,8 +41,8 @@ def test_gumbel_is_that_of_numpy_and_its_estimate_is_near():
     bits = np.concatenate([edges, np.random.default_rng(0).integers(0, 2**32, 100_000)]).astype(np.uint32)
     expected = noise.gumbel_from_bits(bits).astype(np.float64)
     words = torch.from_numpy(bits.view(np.int32))
-    np.testing.assert_allclose(_gumbel(words).numpy(), expected, rtol=2e-7)
-    error = np.abs(_rough_gumbel(words).numpy() - expected)
+    np.testing.assert_allclose(gumbel(words).numpy(), expected, rtol=2e-7)
+    error = np.abs(rough_gumbel(words).numpy() - expected)
     assert error.max() < 0.3
     assert np.quantile(error, 0.95) < 1e-5
 

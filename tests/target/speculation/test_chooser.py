@@ -9,7 +9,7 @@ from services.target.kernels.cpu import library
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.modes.mode import DRAFT_MODES
 from services.target.speculation.plans import LoopStep, MultiStep, SelfDraftStep, ServiceStep
-from services.target.speculation.sources.base import _PROBE_INTERVAL
+from services.target.speculation.sources.base import PROBE_INTERVAL
 from tests.support.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target
 from tests.support.target.driving import chain, engine_of, load_model, opening, run
 from tests.support.target.self_speculation import LONG, self_speculating
@@ -99,7 +99,7 @@ def test_a_source_that_is_predicted_not_to_pay_is_used_in_probes_only(model):
     for _ in range(2):
         assert run(engine, requests).new == expected.new
     drafted = [number for number, plan in enumerate(plans) if isinstance(plan, SelfDraftStep)]
-    assert drafted == [_PROBE_INTERVAL, 2 * _PROBE_INTERVAL + 1]
+    assert drafted == [PROBE_INTERVAL, 2 * PROBE_INTERVAL + 1]
     assert kinds(plans) == {ServiceStep, SelfDraftStep}
     plans.clear()
     engine.speculation.chooser.source.cost = CHEAP_COPY

@@ -5,7 +5,6 @@ Copies between devices are counted.
 """
 
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -77,8 +76,7 @@ def step(params, nodes, **options):
     rng = np.random.default_rng(0)
     model = model_of()
     cache = KVCache(SHAPES, 64, 4, torch.bfloat16, DEVICE)
-    features = SimpleNamespace(take=lambda *_: None)
-    step_sampler = StepSampler(model, cache, features, Thresholds())
+    step_sampler = StepSampler(model, cache, Thresholds())
     prefix = PrefixCache(PageAllocator(64, 4))
     works, entries = [], {}
     for i in range(3):
@@ -91,6 +89,11 @@ def step(params, nodes, **options):
         session.table.reserve(session.length + len(draft))
         works.append(SessionWork(Chunk(session, session.length - 1, session.length), draft))
     return step_sampler, works, entries
+
+
+def launch(step_sampler, works, entries):
+    batch = build(works, DEVICE)
+    return step_sampler.sample(batch, Runner().forward(batch, None), works, entries)
 
 
 SAMPLING = {
@@ -107,7 +110,7 @@ def test_a_step_has_two_uploads_and_one_download(crossings, name, nodes):
     """Uploads: the batch before the forward pass, sampling arrays during it. Download: the samples."""
     step_sampler, works, entries = step(SAMPLING[name], nodes, min_tokens=3)
     crossings.up = crossings.down = 0
-    launched = step_sampler.launch(build(works, DEVICE), works, entries)
+    launched = launch(step_sampler, works, entries)
     assert (crossings.up, crossings.down) == (2, 1)
     assert launched.moved == (nodes > 0 and name != "filtered")
     assert not launched.read().tokens.any()
@@ -117,7 +120,7 @@ def test_a_step_has_two_uploads_and_one_download(crossings, name, nodes):
 def test_a_greedy_step_has_one_upload(crossings):
     step_sampler, works, entries = step(SAMPLING["greedy"], 0)
     crossings.up = crossings.down = 0
-    step_sampler.launch(build(works, DEVICE), works, entries)
+    launch(step_sampler, works, entries)
     assert (crossings.up, crossings.down) == (1, 1)
 
 
@@ -174,13 +177,13 @@ def test_a_prepared_step_is_launched_before_the_last_is_read(crossings, monkeypa
 def test_log_probabilities_need_no_further_download(crossings):
     step_sampler, works, entries = step(SAMPLING["sampled"], 8, logprobs=3)
     crossings.up = crossings.down = 0
-    step_sampler.launch(build(works, DEVICE), works, entries)
+    launch(step_sampler, works, entries)
     assert (crossings.up, crossings.down) == (3, 1)
 
 
 def test_deferred_roots_need_no_upload_if_consecutive(crossings):
     step_sampler, works, entries = step(SAMPLING["sampled"], 0)
-    launched = step_sampler.launch(build(works, DEVICE), works, entries)
+    launched = launch(step_sampler, works, entries)
     crossings.up = crossings.down = 0
     ids = torch.empty(8, dtype=torch.int64, device=DEVICE)
     DeferredRoots(np.arange(1, 4), np.arange(3), launched.tokens).put(ids)

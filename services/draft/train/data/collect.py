@@ -172,6 +172,17 @@ class TargetClient:
         """Apply a frame of the stream. Raises Unavailable if the target has new weights."""
         if frame.load.weight_version not in ("", self.info.weight_version):
             raise Unavailable(f"the target at {self.address} has new weights, {frame.load.weight_version!r}")
+        self._take_tokens(frame)
+        self._take_states(frame)
+        for message in frame.errors:
+            failure = codec.failure_from_pb(message)
+            if (session := self._sessions.get(failure.session_id)) is not None and not session.done.done():
+                session.done.set_exception(failure.error)
+        for session in self._sessions.values():
+            if session.due is not None and session.row_count >= session.due:
+                session.resolve()
+
+    def _take_tokens(self, frame: target_pb2.VerifyResponse) -> None:
         bases: dict[int, int] = {}  # tokens of each session before the frame
         for number, base, tokens, _, _, _, finish, _, _ in codec.commit_rows(frame.commits):
             session = self._sessions.get(number)
@@ -185,6 +196,8 @@ class TargetClient:
                 # States of the last step are not sent; those of earlier steps in this frame may be.
                 session.due = session.due if waits else first - 1
                 asyncio.get_running_loop().call_later(_LATE_ROWS, session.resolve)
+
+    def _take_states(self, frame: target_pb2.VerifyResponse) -> None:
         for block in features_from_pb(frame.features):
             if (session := self._sessions.get(block.session_id)) is None:
                 continue
@@ -193,13 +206,6 @@ class TargetClient:
                 session.row_count += len(block.rows)
             elif block.first > session.row_count and not session.done.done():
                 session.done.set_exception(Overloaded("hidden states of an answer were dropped on the way"))
-        for message in frame.errors:
-            failure = codec.failure_from_pb(message)
-            if (session := self._sessions.get(failure.session_id)) is not None and not session.done.done():
-                session.done.set_exception(failure.error)
-        for session in self._sessions.values():
-            if session.due is not None and session.row_count >= session.due:
-                session.resolve()
 
     async def write(self, prompt: Sequence[int], sampling: SamplingParams, new: int) -> tuple[NDArray[np.uint32], Any]:
         """Generate an answer. Returns all tokens, [n] uint32, and their states, [n - 1, row bytes] uint8.

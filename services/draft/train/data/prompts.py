@@ -111,7 +111,7 @@ def read_openings(file: str | None) -> list[str]:
     return openings
 
 
-def _conversation(line: bytes, where: str) -> Conversation:
+def _parsed(line: bytes, where: str) -> Any:
     try:
         content = json.loads(line.decode("utf-8-sig"))
         json.dumps(content, ensure_ascii=False).encode()
@@ -121,6 +121,11 @@ def _conversation(line: bytes, where: str) -> Conversation:
         raise ConfigError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff) is not a character") from None
     except ValueError as error:
         raise ConfigError(f"{where}: not valid JSON: {error}") from None
+    return content
+
+
+def _conversation(line: bytes, where: str) -> Conversation:
+    content = _parsed(line, where)
     if is_rollout(content):
         return _of_rollout(read_rollout(content, where))
     kinds = [kind for kind in _KINDS if isinstance(content, dict) and kind in content]

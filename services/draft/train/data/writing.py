@@ -104,7 +104,7 @@ async def _write(
                 await _wait_ready(child)
             try:
                 async with TargetClient(address, states, tls, fingerprint, token=token) as client:
-                    _check_template(client.tokenizer, todo.conversations, todo.free)
+                    check_template(client.tokenizer, todo.conversations, todo.free)
                     collector = Collector(client, store, limits, config.held_out)
                     await _collect(collector, store, limits, todo.jobs())
                     break
@@ -117,7 +117,7 @@ async def _write(
                 await asyncio.sleep(1.0)
 
 
-def _check_template(tokenizer: Tokenizer, conversations: Sequence[Conversation], free: int | None) -> None:
+def check_template(tokenizer: Tokenizer, conversations: Sequence[Conversation], free: int | None) -> None:
     """Raise ConfigError if a model without a chat template is to answer chats. free: as of `jobs`."""
     if tokenizer.template.source is not None:
         return

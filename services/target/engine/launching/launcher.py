@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from outrider.serving.loop import MessageWatch
 from outrider.serving.scheduler import Scheduler
 from outrider.serving.session import Session
@@ -12,14 +14,17 @@ from services.target.engine.launching.in_flight import InFlightStep, expecting, 
 from services.target.engine.launching.launch_clock import LaunchClock
 from services.target.engine.launching.prepare import prepare, takes_prepared_spans
 from services.target.features.features import Features
+from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
 from services.target.model.cuda.step_captures import StepCaptures
+from services.target.sampling.samples import LaunchedStep
 from services.target.sampling.session import TargetSession
 from services.target.sampling.step_sampler import StepSampler
 from services.target.speculation.controller import Speculation
 from services.target.speculation.plans import StepPlan
-from services.target.step.batch import build
-from services.target.step.prepared import TreeTables
+from services.target.step.batch import Batch, SessionWork, build
+from services.target.step.prepared import PreparedSpans, TreeTables
+from services.target.step.upload import use_device
 
 
 class Launcher:
@@ -32,6 +37,7 @@ class Launcher:
     def __init__(
         self,
         model: Model,
+        cache: KVCache,
         sampler: StepSampler,
         features: Features,
         scheduler: Scheduler,
@@ -45,7 +51,7 @@ class Launcher:
         self.captures = StepCaptures(model.runner)
         self.clock = LaunchClock()
         self.step_tokens = 0
-        self._device, self._features, self._scheduler = model.device, features, scheduler
+        self.model, self._cache, self._features, self._scheduler = model, cache, features, scheduler
         self._speculation, self._entries = speculation, entries
         # Steps behind draft tokens overlap, too, where the device can choose the next ones.
         self._follows = takes_prepared_spans(model.runner)
@@ -76,7 +82,7 @@ class Launcher:
         works = plan.works
         capture = self._features.capture(works, deferred=self._speculation.policy.drafting_paused)
         with plan.program(listen) as program:
-            batch = build(works, self._device, capture, self.sampler.plan(works, self._entries), program)
+            batch = build(works, self.model.device, capture, self.sampler.plan(works, self._entries), program)
             prepared = None
             if behind is not None and tables is not None:
                 samples = behind.launched.tokens
@@ -85,13 +91,27 @@ class Launcher:
                 batch = behind.roots(batch, works, sampled)
             self.step_tokens = len(batch)
             ahead = self.prepares and self._speculation.prepares
-            launched = self.sampler.launch(batch, works, self._entries, prepared, ahead=ahead)
+            launched = self.compute(batch, works, prepared, ahead=ahead)
             chosen = None if tables is None else (tables, sampled)
             step = InFlightStep(plan, launched, started, prepared=chosen, features=self._features.step)
         self._speculation.launched(works)
         for work in works:
             work.chunk.session.computed = work.chunk.stop + step.launched.steps - 1
         return step
+
+    @torch.inference_mode()
+    def compute(
+        self, batch: Batch, works: Sequence[SessionWork], prepared: PreparedSpans | None = None, *, ahead: bool = False
+    ) -> LaunchedStep:
+        """Run the model over a batch, and sample behind it. On CUDA both are launched, and nothing is waited for.
+
+        works: of the batch, in order. prepared, ahead: as of StepSampler
+        """
+        use_device(self.model.device)
+        outputs = self.model.runner.forward(batch, self._cache)
+        self._features.take(batch, outputs.features)
+        outputs = outputs._replace(features=None)  # what has taken them may free them before the sampling needs memory
+        return self.sampler.sample(batch, outputs, works, self._entries, prepared, ahead=ahead)
 
     def launch_behind(
         self, step: InFlightStep, plan: Callable[..., StepPlan | None], listen: MessageWatch

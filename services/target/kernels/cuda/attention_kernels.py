@@ -47,7 +47,7 @@ def _finish(m, z, acc, sink, v_scale, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
-def _blocks(
+def _blocks(  # noqa: C901 - its branches are chosen when it is compiled
     m, z, acc, begin, end, stop, q1, q2, k_pool, v_pool, pages, words, path, path_key, limit, node, own, start,
     low_position, position_of, scale, softcap, k_page, k_slot, v_page, v_slot,
     D1: tl.constexpr, D2: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr,

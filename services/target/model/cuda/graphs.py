@@ -87,13 +87,13 @@ class RankCapturer:
     """Captures on all ranks, or raises RuntimeError on all: their collectives must go on matching."""
 
     def __init__(self, capturer: Capturer) -> None:
-        self._capturer = capturer
+        self.capturer = capturer
 
     def __call__(self, run: Callable[[], Outputs]) -> Replay:
         """As the capturer of one rank."""
         replay, reason = None, "another rank cannot capture them"
         try:
-            replay = self._capturer(run)
+            replay = self.capturer(run)
         except RuntimeError as error:
             reason = str(error)
         if not all_agree(replay is not None) or replay is None:
@@ -207,18 +207,22 @@ class _Key(NamedTuple):
 
 
 class GraphRunner:
-    """A `Runner` that replays captured steps and runs all other batches directly."""
+    """A `Runner` that replays captured steps and runs all other batches directly.
+
+    runner: of those. sizes: rows of the steps to capture, ascending; steps: those that are captured
+    works: False once a capture has failed, after which none is tried
+    """
 
     def __init__(self, runner: ModuleRunner, sizes: Sequence[int], capturer: Capturer, *, padding: bool = True) -> None:
         """sizes: rows of the steps to capture. padding: pad smaller steps to these sizes."""
-        self._runner = runner
-        self._sizes = sorted(set(sizes))
-        self._capturer = capturer
+        self.runner = runner
+        self.sizes = sorted(set(sizes))
+        self.capturer = capturer
         self._padding = padding
-        self._steps: dict[_Key, _Step] = {}
+        self.steps: dict[_Key, _Step] = {}
         self._due: list[_Key] = []  # steps to capture, the next one first
         self._expected: list[tuple[tuple[int, ...], bool]] = []  # hidden states, layers and final, of captured steps
-        self._works = True
+        self.works = True
         self._cache: KVCache | None = None
         self._device = torch.device("cpu")
 
@@ -228,8 +232,8 @@ class GraphRunner:
         self._due = self._keys(*_NO_STATES) + self._due
         while self.due and self._due[0].states == _NO_STATES:
             self.capture_next()
-        if self._works:
-            log.info("captured steps of %s rows", ", ".join(map(str, self._sizes)))
+        if self.works:
+            log.info("captured steps of %s rows", ", ".join(map(str, self.sizes)))
 
     def expect(self, capture: Capture) -> None:
         """As `CapturesSteps.expect`. States that were expected long ago give way to new ones, as their draft did."""
@@ -240,13 +244,13 @@ class GraphRunner:
         for old in self._expected[:-_MOST_STATES]:
             self._expected.remove(old)
             self._due = [key for key in self._due if key.states != old]
-            self._steps = {key: step for key, step in self._steps.items() if key.states != old}
+            self.steps = {key: step for key, step in self.steps.items() if key.states != old}
         self._due += self._keys(*states)
 
     @property
     def due(self) -> int:
         """As `CapturesSteps.due`."""
-        return len(self._due) if self._works and self._cache is not None else 0
+        return len(self._due) if self.works and self._cache is not None else 0
 
     @torch.inference_mode()
     def capture_next(self) -> None:
@@ -258,17 +262,17 @@ class GraphRunner:
         rows = TokenArrays(nothing, nothing, nothing)
         batch = pad(Batch(layout, rows, self._device, sample_count=0, capture=key.capture), key.size)
         try:
-            self._steps[key] = _Step(self._runner, batch, self._cache, self._capturer, extent=key.extent)
+            self.steps[key] = _Step(self.runner, batch, self._cache, self.capturer, extent=key.extent)
         except RuntimeError as error:  # some operation of the model cannot be captured
             self._give_up(key, str(error).splitlines()[0])
         if key.states != _NO_STATES and not self._due:
-            log.info("captured steps with hidden states, of %s rows", ", ".join(map(str, self._sizes)))
+            log.info("captured steps with hidden states, of %s rows", ", ".join(map(str, self.sizes)))
 
     def _give_up(self, key: _Key, reason: str) -> None:
         """Further steps with these states are not captured; where plain steps cannot be, none is."""
         if key.states == _NO_STATES:
-            self._works = False
-            self._steps.clear()
+            self.works = False
+            self.steps.clear()
             log.warning("steps are not captured as CUDA graphs: %s", reason)
         else:
             self._due = [other for other in self._due if other.states != key.states]
@@ -277,12 +281,12 @@ class GraphRunner:
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
         """As `Runner.forward`. Logits and features last until the next call."""
         size = self.size_for(max(len(batch), len(batch.rows.sampled)))
-        if size is not None and self._works and cache is self._cache:
+        if size is not None and self.works and cache is self._cache:
             step = self._step(size, batch)
             outputs = step.forward(batch) if step else None
             if outputs is not None:
                 return outputs
-        return self._runner.forward(batch, cache)
+        return self.runner.forward(batch, cache)
 
     def _step(self, size: int, batch: Batch) -> _Step | None:
         """The captured step for a batch. If it is not captured yet, it is the next one to be."""
@@ -291,31 +295,31 @@ class GraphRunner:
         key = _Key(size, *((capture.layers, capture.final) if capture else _NO_STATES), extent)
         if key in self._due:
             self._due.insert(0, self._due.pop(self._due.index(key)))
-        return self._steps.get(key)
+        return self.steps.get(key)
 
     def size_for(self, rows: int) -> int | None:
         """The size of the step for a number of rows; None if there is none."""
-        at = bisect_left(self._sizes, rows)
-        if at == len(self._sizes) or (self._sizes[at] != rows and not self._padding):
+        at = bisect_left(self.sizes, rows)
+        if at == len(self.sizes) or (self.sizes[at] != rows and not self._padding):
             return None
-        return self._sizes[at]
+        return self.sizes[at]
 
     def slots(self) -> WeightSlots:
         """As `ModuleRunner.slots`."""
-        return self._runner.slots()
+        return self.runner.slots()
 
     def weights(self) -> Mapping[str, tuple[int, ...]]:
         """As `Runner.weights`."""
-        return self._runner.weights()
+        return self.runner.weights()
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
         """As `Runner.update`; parameters keep their addresses, so captured steps read the new values."""
-        self._runner.update(tensors)
+        self.runner.update(tensors)
 
     @property
     def planner(self) -> Planner:
         """The planner of batches that are not captured; those that are have its kernels."""
-        return self._runner.planner
+        return self.runner.planner
 
     @property
     def _knows_extents(self) -> bool:
@@ -329,26 +333,12 @@ class GraphRunner:
 
     def _keys(self, layers: tuple[int, ...], final: bool) -> list[_Key]:
         """The steps that return some states, the largest first."""
-        return [_Key(size, layers, final, extent) for size in reversed(self._sizes) for extent in self._extents(size)]
+        return [_Key(size, layers, final, extent) for size in reversed(self.sizes) for extent in self._extents(size)]
 
 
 def wrap(runner: ModuleRunner, config: TargetConfig, device: torch.device) -> Runner:
     """The runner with CUDA graphs, if flags and device allow them. Raises ConfigError for inconsistent flags."""
-    asked = {
-        "--cuda-graph-bs": config.cuda_graph_bs,
-        "--cuda-graph-max-bs": config.cuda_graph_max_bs,
-    }
-    for flag, value in asked.items():
-        if value is None:
-            continue
-        if min(value if isinstance(value, tuple) else (value,), default=0) < 1:
-            raise ConfigError(f"{flag} must be 1 or more, not {value}")
-        if config.disable_cuda_graph:
-            raise ConfigError(f"{flag} and --disable-cuda-graph exclude one another; leave one out")
-        if config.attention_backend == "torch_native":
-            log.warning("%s has no effect: --attention-backend torch_native cannot be captured", flag)
-    if config.torch_compile_max_bs < 1:
-        raise ConfigError(f"--torch-compile-max-bs must be 1 or more, not {config.torch_compile_max_bs}")
+    _check(config)
     captured = device.type == "cuda" and not config.disable_cuda_graph and runner.planner is not GroupedAttention
     rows, padding = captured_rows(config), not config.disable_cuda_graph_padding
     if config.enable_torch_compile and not runner.compilable:
@@ -366,3 +356,22 @@ def wrap(runner: ModuleRunner, config: TargetConfig, device: torch.device) -> Ru
     if is_split(runner.module):  # NCCL's own thread watches earlier collectives, also while a graph is captured
         capturer = RankCapturer(CudaCapturer("thread_local"))
     return GraphRunner(runner, rows, capturer, padding=padding)
+
+
+def _check(config: TargetConfig) -> None:
+    """Raise ConfigError for flags of captured steps that do not fit together."""
+    asked = {
+        "--cuda-graph-bs": config.cuda_graph_bs,
+        "--cuda-graph-max-bs": config.cuda_graph_max_bs,
+    }
+    for flag, value in asked.items():
+        if value is None:
+            continue
+        if min(value if isinstance(value, tuple) else (value,), default=0) < 1:
+            raise ConfigError(f"{flag} must be 1 or more, not {value}")
+        if config.disable_cuda_graph:
+            raise ConfigError(f"{flag} and --disable-cuda-graph exclude one another; leave one out")
+        if config.attention_backend == "torch_native":
+            log.warning("%s has no effect: --attention-backend torch_native cannot be captured", flag)
+    if config.torch_compile_max_bs < 1:
+        raise ConfigError(f"--torch-compile-max-bs must be 1 or more, not {config.torch_compile_max_bs}")

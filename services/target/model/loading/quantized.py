@@ -72,9 +72,7 @@ def prepare(settings: Any, device: torch.device, ranks: int = 1) -> dict[str, An
             return {"quantization_config": Mxfp4Config(dequantize=True)}
         return whole
     if method in _NEEDS_PACKAGE:
-        if ranks > 1:
-            raise ConfigError(f"weights quantized by {method} cannot be divided among ranks; leave out --tp-size")
-        _check_package(method, device)
+        _check_package(method, device, ranks)
         return whole
     if method not in _FORMATS:
         raise ConfigError(f"weights quantized by {method} are not supported; {_INSTEAD}")
@@ -85,6 +83,14 @@ def prepare(settings: Any, device: torch.device, ranks: int = 1) -> dict[str, An
         check_layout(stored)
     except ConfigError as error:
         raise ConfigError(f"{error}; {_INSTEAD}") from None
+    _log_unpacking(method, device, ranks)
+    for owner in (settings, text):
+        if getattr(owner, "quantization_config", None) is not None:
+            owner.quantization_config = {"quant_method": _METHOD, "stored": stored}
+    return {}
+
+
+def _log_unpacking(method: str, device: torch.device, ranks: int) -> None:
     if device.type == "cuda" and ranks > 1:
         log.warning("%s weights are unpacked, which takes memory; --tp-size divides only fp8 in whole blocks", method)
     elif device.type == "cuda":
@@ -92,10 +98,6 @@ def prepare(settings: Any, device: torch.device, ranks: int = 1) -> dict[str, An
         log.warning("%s weights are unpacked, which takes more memory; to keep them packed, install %s", method, wanted)
     else:
         log.info("%s weights are unpacked as they load", method)
-    for owner in (settings, text):
-        if getattr(owner, "quantization_config", None) is not None:
-            owner.quantization_config = {"quant_method": _METHOD, "stored": stored}
-    return {}
 
 
 def settings_of(settings: Any) -> dict[str, Any] | None:
@@ -144,7 +146,9 @@ def _whole_blocks(text: Any, stored: Mapping[str, Any], ranks: int) -> bool:
     return all(count % (ranks * max(block)) == 0 for count in divided)
 
 
-def _check_package(method: str, device: torch.device) -> None:
+def _check_package(method: str, device: torch.device, ranks: int) -> None:
+    if ranks > 1:
+        raise ConfigError(f"weights quantized by {method} cannot be divided among ranks; leave out --tp-size")
     package = _NEEDS_PACKAGE[method]
     if device.type != "cuda":
         raise ConfigError(f"weights quantized by {method} need --device cuda; {_INSTEAD}")

@@ -23,7 +23,7 @@ class LeadingRunner:
 
     def __init__(self, runner: SlotRunner, channel: Channel, device: torch.device) -> None:
         """runner: of this rank's part."""
-        self._runner, self._channel, self._device = runner, channel, device
+        self.runner, self._channel, self._device = runner, channel, device
         self._cache: KVCache | None = None
 
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
@@ -31,45 +31,45 @@ class LeadingRunner:
         self._share_cache(cache)
         self._channel.send(Kind.BATCH, *pack(batch))
         share_unknown(batch, self._channel)
-        return self._runner.forward(batch, cache)
+        return self.runner.forward(batch, cache)
 
     @property
     def planner(self) -> Planner:
         """The planner of this rank's part."""
-        return self._runner.planner
+        return self.runner.planner
 
     @torch.inference_mode()
     def capture(self, cache: KVCache, device: torch.device) -> None:
         """Capture steps as CUDA graphs on all ranks, where steps are captured."""
-        if isinstance(self._runner, GraphRunner):
+        if isinstance(self.runner, GraphRunner):
             self._share_cache(cache)
             self._channel.send(Kind.CAPTURE)
-            self._runner.capture(cache, device)
+            self.runner.capture(cache, device)
 
     def expect(self, capture: Capture) -> None:
         """As `CapturesSteps.expect`, on all ranks."""
-        if isinstance(self._runner, GraphRunner):
+        if isinstance(self.runner, GraphRunner):
             self._channel.send(Kind.CAPTURE, np.array([int(capture.final), *capture.layers]))
-            self._runner.expect(capture)
+            self.runner.expect(capture)
 
     @property
     def due(self) -> int:
         """As `CapturesSteps.due`."""
-        return self._runner.due if isinstance(self._runner, GraphRunner) else 0
+        return self.runner.due if isinstance(self.runner, GraphRunner) else 0
 
     def capture_next(self) -> None:
         """As `CapturesSteps.capture_next`, on all ranks."""
-        assert isinstance(self._runner, GraphRunner), "a step is due"
+        assert isinstance(self.runner, GraphRunner), "a step is due"
         self._channel.send(Kind.CAPTURE, np.array([-1]))
-        self._runner.capture_next()
+        self.runner.capture_next()
 
     def weights(self) -> Mapping[str, tuple[int, ...]]:
         """Names and shapes of the whole model's weights."""
-        return self._runner.weights()
+        return self.runner.weights()
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace weights on all ranks. Raises ConfigError if one cannot take them; then none has changed."""
-        update_all(tensors, self._runner, self._device, self._channel)
+        update_all(tensors, self.runner, self._device, self._channel)
 
     def tell_groups(self, message: bytes) -> None:
         """Send what a trainer's process group does to the other ranks."""

@@ -18,6 +18,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -116,6 +117,13 @@ class _Unpickler(pickle.Unpickler):
         ("torch.multiprocessing.reductions", "rebuild_storage_empty"): "_empty",
         ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): "_on_cuda",
     }
+    values: ClassVar[dict[tuple[str, str], Any]] = {
+        ("collections", "OrderedDict"): OrderedDict, ("torch", "Size"): torch.Size,
+    }  # fmt: skip
+    marks = frozenset({
+        ("torch", "Tensor"), ("torch.nn.parameter", "Parameter"),
+        *product(("torch", "torch.storage"), ("UntypedStorage", "TypedStorage")),
+    })  # fmt: skip
     classes = (("FlattenedTensorMetadata", _Entry), ("LocalSerializedTensor", _OfRanks))
 
     def __init__(self, content: bytes, limit: int, *, cuda: bool) -> None:
@@ -136,15 +144,11 @@ class _Unpickler(pickle.Unpickler):
             return self._classes[name]
         if name == "rebuild_storage_fd":
             raise _Refused(_DESCRIPTORS)
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if (module, name) == ("torch", "Size"):
-            return torch.Size
+        if (module, name) in self.values:
+            return self.values[module, name]
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        if (module, name) in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter")):
-            return _Class()
-        if module in ("torch", "torch.storage") and name in ("UntypedStorage", "TypedStorage"):
+        if (module, name) in self.marks:
             return _Class()
         if module == "torch" and name.endswith("Storage") and hasattr(torch, name):
             return _Class(getattr(getattr(torch, name), "dtype", None))

@@ -6,7 +6,7 @@ from array import array
 
 from services.target.speculation.estimates.acceptance import AcceptanceEstimate
 
-BINS = 16
+BINS = 16  # as in the compiled kernels (csrc/programs/program.h)
 _WEIGHT = 4.0  # draft tokens that a bin's prior counts for
 _DECAY = 1.0 - 1.0 / 400.0  # of a bin: the last 400 draft tokens count most
 

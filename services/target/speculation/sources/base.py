@@ -29,7 +29,7 @@ from services.target.step.batch import SessionWork
 from services.target.step.programs import FusedLoop, LoopIteration
 
 MAX_CHAIN = 16  # draft tokens of a chain
-_PROBE_INTERVAL = 256  # steps after which a source that does not pay is used in one
+PROBE_INTERVAL = 256  # steps after which a source that does not pay is used in one
 _PARENTS = np.arange(-1, MAX_CHAIN, dtype=np.int32)
 _DEPTHS = np.arange(1, MAX_CHAIN + 1, dtype=np.int32)
 
@@ -118,7 +118,7 @@ class ModelSource(DraftSource):
         Texts change, and what is not used is not measured.
         """
         pays = self.exceeds_plain(sessions, kv_tokens)
-        self._unused = 0 if pays or self._unused >= _PROBE_INTERVAL else self._unused + 1
+        self._unused = 0 if pays or self._unused >= PROBE_INTERVAL else self._unused + 1
         return not self._unused
 
     def exceeds_plain(self, sessions: int, kv_tokens: int) -> bool:

@@ -13,7 +13,7 @@ from services.target.step.batch import SessionWork
 from services.target.step.programs import DraftTokenValue, LoopIteration
 
 USUAL_ROWS = 4  # of a session that the head writes before it drafts; more are no measurement of drafting
-_EMA_WEIGHT = 0.05  # of the last chain in what chains are like
+EMA_WEIGHT = 0.05  # of the last chain in what chains are like
 _NEXT_RATE = 0.6  # acceptance rate of a draft token of which nothing is known yet
 # Drafting cost before it is measured, over a plain step: fixed, and per draft token.
 _PRIOR_FIXED, _PRIOR_EACH = 0.06, 0.05
@@ -31,12 +31,12 @@ class ChainAverage:
 
     def add_draft(self, drafted: int, verified: int) -> None:
         """A chain was drafted, of which some tokens are verified."""
-        self.drafted += _EMA_WEIGHT * (drafted - self.drafted)
-        self.verified += _EMA_WEIGHT * (verified - self.verified)
+        self.drafted += EMA_WEIGHT * (drafted - self.drafted)
+        self.verified += EMA_WEIGHT * (verified - self.verified)
 
     def add_outcome(self, accepted: int) -> None:
         """A chain was verified."""
-        self.accepted += _EMA_WEIGHT * (accepted - self.accepted)
+        self.accepted += EMA_WEIGHT * (accepted - self.accepted)
 
 
 class HeadEstimates:

@@ -33,7 +33,7 @@ from services.target.speculation.sources.head_kv import HeadKV
 from services.target.step.batch import SamplingPlan, SessionWork, build
 from services.target.step.programs import DraftTokenValue, FusedLoop, HeadDrafting, HeadInLoop, LoopIteration
 
-_MAX_ITERATIONS = 8  # of a fused loop
+MAX_ITERATIONS = 8  # of a fused loop
 
 
 class LocalEagleHead(ModelSource):
@@ -104,13 +104,13 @@ class LocalEagleHead(ModelSource):
         if depth < 1 or len(self.kv.missing_rows(work.chunk.session).chunk) > self._max_rows:
             return None
         session = work.chunk.session
-        room = min(self._planner.room(session), _MAX_ITERATIONS * (depth + 1))
+        room = min(self._planner.room(session), MAX_ITERATIONS * (depth + 1))
         if not self._reserve([work], room):
             return None
         entries = [self._sessions[session.id]]
         known = self.kv.missing_rows(session).chunk.start
         head = HeadInLoop(known, self.estimates.token_value([work]), self.estimates.acceptance.table)
-        return FusedLoop(_MAX_ITERATIONS, interrupts(entries), texts(entries, room), seconds, room, depth, head)
+        return FusedLoop(MAX_ITERATIONS, interrupts(entries), texts(entries, room), seconds, room, depth, head)
 
     def _depth(self, work: SessionWork) -> int:
         """Most draft tokens of a chain for one session."""

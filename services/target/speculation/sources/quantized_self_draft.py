@@ -33,7 +33,7 @@ from services.target.step.programs import CopyDrafting, FusedLoop, LoopIteration
 _DECAY = 0.97  # of the acceptance rate's evidence, per chain
 _PRIOR_RATE, _WEIGHT = 0.8, 8.0  # acceptance rate before any evidence, and draft tokens that it counts for
 _PRIOR_COST = 0.5  # of a step of the copy over one of the model, before it is measured
-_MAX_ITERATIONS = 4  # of a fused loop
+MAX_ITERATIONS = 4  # of a fused loop
 
 
 class QuantizedSelfDraft(ModelSource):
@@ -84,11 +84,11 @@ class QuantizedSelfDraft(ModelSource):
         """As of ModelSource."""
         session = work.chunk.session
         depth = self.chain_length(1, work.chunk.stop, self._most([work]))
-        room = min(self._planner.room(session), _MAX_ITERATIONS * (depth + 1))
+        room = min(self._planner.room(session), MAX_ITERATIONS * (depth + 1))
         if not self._reserve([work], room):
             return None
         entries = [self._sessions[session.id]]
-        return FusedLoop(_MAX_ITERATIONS, interrupts(entries), texts(entries, room), seconds, room, depth)
+        return FusedLoop(MAX_ITERATIONS, interrupts(entries), texts(entries, room), seconds, room, depth)
 
     def observe_loop(self, session: Session, iterations: Sequence[LoopIteration], *, goes_on: bool) -> None:
         """As of ModelSource."""

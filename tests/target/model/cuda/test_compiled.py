@@ -41,7 +41,7 @@ def test_compiled_steps_give_the_same_text_and_states(tmp_path, monkeypatch):
         runner.capture(engine.cache, engine.model.device)
         assert run(engine, requests).new == expected
         found = sent(engine, requests)
-    assert {key.size for key in runner._steps if key.final} == {2, 5}
+    assert {key.size for key in runner.steps if key.final} == {2, 5}
     for one, other in zip(found, states, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
     assert counters["stats"]["unique_graphs"] == 1  # for the size that is to be compiled, both layers, and any states
@@ -64,8 +64,8 @@ def test_flags_compile_steps_of_some_sizes(tmp_path):
     flags = {"enable_torch_compile": True, "torch_compile_max_bs": 2, "speculative_num_draft_tokens": 4}
     model = load(write_model(tmp_path), TargetConfig(device="cpu", **flags))
     assert isinstance(model.runner, GraphRunner)
-    assert isinstance(model.runner._runner, CompiledRunner)
-    assert model.runner._sizes == [1, 2, 4, 8]
+    assert isinstance(model.runner.runner, CompiledRunner)
+    assert model.runner.sizes == [1, 2, 4, 8]
 
 
 def test_too_small_a_limit_is_refused(tmp_path):

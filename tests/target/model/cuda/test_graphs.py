@@ -110,7 +110,7 @@ def test_hidden_states_come_from_captured_steps_too(inner, rows):
     while runner.due:
         runner.capture_next()
     found = outcome(runner, batch, cache)[1]
-    assert {key.size for key in runner._steps if key.final} == set(SIZES)
+    assert {key.size for key in runner.steps if key.final} == set(SIZES)
     outcome(runner, replace(build(decoding(4), CPU), capture=replace(capture, rows=np.array([0]))), cache)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
@@ -146,7 +146,7 @@ def test_captured_steps_give_the_same_text(tmp_path, backend, ordered):
     assert run(engine, requests, proposals()).new == expected
     plain, short, long = Extent
     fitted = backend == "triton" and not ordered
-    assert {(key.size, key.extent) for key in runner._steps} == (
+    assert {(key.size, key.extent) for key in runner.steps} == (
         {(1, plain), (4, plain), (4, short), (12, plain), (12, short), (12, long)}
         if fitted
         else {(1, long), (4, long), (12, long)}

@@ -102,7 +102,7 @@ def test_fp8_in_whole_blocks_stays_packed(pair, tmp_path):
     folder = write_family(tmp_path / "quantized", "llama-2", hidden_size=64)
     write_quantized(folder, tmp_path / "plain", quantizers.fp8(16), FP8 | {"weight_block_size": [16, 16]})
     model = pair.load(folder, fp8=True)
-    down = model.runner._runner.module.model.layers[1].mlp.down_proj
+    down = model.runner.runner.module.model.layers[1].mlp.down_proj
     assert (down.weight.dtype, tuple(down.weight.shape)) == (torch.float8_e4m3fn, (64, 48))
     near_text(model, greedy(tmp_path / "plain"))
 
@@ -113,7 +113,7 @@ def test_quantized_parts_are_as_exact_as_the_whole(choice, pair, tmp_path):
     folder = write_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
     plain, alone = load_modules(folder), load_model(folder, attention_backend="torch_native", quantization=choice)
     divided = pair.load(folder, quantization=choice)
-    packed = [layer for layer in divided.runner._runner.module.modules() if isinstance(layer, NativeLinear)]
+    packed = [layer for layer in divided.runner.runner.module.modules() if isinstance(layer, NativeLinear)]
     assert len(packed) == 2 * 7 + 1
     whole, one, two = (prompt_logits(model) for model in (plain, alone, divided))
     assert 0 < (two - whole).norm() < 1.2 * (one - whole).norm()
@@ -142,7 +142,7 @@ def test_sampled_texts_are_those_of_one_rank(as_on_cuda, pair, tmp_path):
     expected = run(engine_of(load_modules(folder)), requests).new
     engine = engine_of(pair.load(folder), page_size=4)
     sampler = engine.launcher.sampler
-    engine.overlap, sampler._walks, sampler._compiled = as_on_cuda, as_on_cuda, not as_on_cuda
+    engine.overlap, sampler.walks, sampler.alongside = as_on_cuda, as_on_cuda, not as_on_cuda
 
     result = run(engine, requests, lambda i, path: ahead(i, path, expected))
     assert result.new == expected
@@ -169,7 +169,7 @@ def test_fused_and_captured_steps_give_the_text_of_one_rank(pair, tmp_path):
     model = pair.load(folder, fused=True)
     engine = engine_of(model, page_size=4)
     model.runner.capture(engine.cache, model.device)
-    inner = model.runner._runner
+    inner = model.runner.runner
     assert isinstance(inner, GraphRunner)
     requests = [opening(i, PROMPT[i : i + 9], max_tokens=6) for i in (1, 2)]
     expected = run(engine_of(load_modules(folder)), requests).new
@@ -178,7 +178,7 @@ def test_fused_and_captured_steps_give_the_text_of_one_rank(pair, tmp_path):
     states = [states_of(one, requests[0], spec) for one in (engine, engine_of(load_modules(folder)))]
     assert states[0][0] == states[1][0] == expected[1]
     np.testing.assert_allclose(states[0][1], states[1][1], atol=1e-4, rtol=1e-4)
-    assert {key.size for key in inner._steps if key.final} == set(SIZES), "the follower captures what rank 0 does"
+    assert {key.size for key in inner.steps if key.final} == set(SIZES), "the follower captures what rank 0 does"
 
 
 def states_of(engine, request, spec):
@@ -202,14 +202,14 @@ def test_a_step_that_one_rank_cannot_capture_is_captured_by_none(pair, tmp_path)
     need_interpreter()
     model = pair.load(write_model(tmp_path / "model", num_hidden_layers=1), fused=True)
     engine = engine_of(model)
-    inner = model.runner._runner
+    inner = model.runner.runner
 
     def refuse(_):
         raise RuntimeError("not here")
 
-    inner._capturer._capturer = refuse
+    inner.capturer.capturer = refuse
     model.runner.capture(engine.cache, model.device)
-    assert not inner._works
+    assert not inner.works
     assert len(run(engine, [opening(1, PROMPT[:9], max_tokens=4)]).new[1]) == 4
 
 
@@ -219,7 +219,7 @@ def test_roots_that_only_the_device_knows_reach_all_ranks(pair, tmp_path):
 
     model = pair.load(write_model(tmp_path / "model"))
     works = decoding(3)
-    allocator = works[0].chunk.session.table._allocator
+    allocator = works[0].chunk.session.table.allocator
     cache = model.new_cache(allocator.total_pages, allocator.page_size)
     batch = build(works, model.device)
     known = model.runner.forward(batch, cache).logits.clone()

@@ -50,7 +50,7 @@ def without_learning(engine, value):
 @pytest.mark.parametrize("token_cost", [0.001, 0.03, 0.2])
 def test_an_iteration_verifies_the_draft_tokens_of_a_step(pair, monkeypatch, temperature, token_cost):
     """Chains, iteration by iteration, beside an engine that drafts before each step."""
-    monkeypatch.setattr(local_eagle_head, "_MAX_ITERATIONS", 1)
+    monkeypatch.setattr(local_eagle_head, "MAX_ITERATIONS", 1)
     target, folder, _ = pair
     model, value = with_head(target, folder), DraftTokenValue(0.6, 1.0, token_cost, 0.01)
     stepping, looping = (
@@ -140,7 +140,7 @@ def test_a_loop_ends_on_a_message_and_at_the_end_of_the_window(perfect):
         assert [len(loop) for loop in loops] == [1, 1]
         read_message()
         engine.step()
-        assert len(loops[-1]) == local_eagle_head._MAX_ITERATIONS
+        assert len(loops[-1]) == local_eagle_head.MAX_ITERATIONS
         engine.speculation.multi_step.window = 1e-9
         engine.step()
         assert len(loops[-1]) == 1

@@ -59,7 +59,7 @@ def test_texts_and_finish_reasons_equal_plain_decoding(model, temperature, page_
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_iteration_verifies_the_draft_tokens_of_a_step(model, monkeypatch, temperature):
     """Chains of equal length, iteration by iteration, beside an engine that drafts before each step."""
-    monkeypatch.setattr(quantized_self_draft, "_MAX_ITERATIONS", 1)
+    monkeypatch.setattr(quantized_self_draft, "MAX_ITERATIONS", 1)
     monkeypatch.setattr(QuantizedSelfDraft, "chain_length", lambda _, sessions, kv_tokens, most, *__: min(most, 5))
     stepping, looped = drafting(model), looping(model)
     loops, outcomes = recorded_iterations(looped), set()

@@ -167,7 +167,7 @@ def test_chain_length_follows_probabilities_and_costs(pair):
         source.estimates.acceptance.table[:] = array("f", [rate] * 32)
         source.estimates.averages[True].drafted = 0.0
         (work,) = engine.plan().works
-        drafted = round(source.estimates.averages[True].drafted / head_estimates._EMA_WEIGHT)
+        drafted = round(source.estimates.averages[True].drafted / head_estimates.EMA_WEIGHT)
         engine.abort()
         engine.step()  # reports the aborts
         return drafted, len(work.draft)
@@ -203,7 +203,7 @@ def test_a_head_that_does_not_pay_is_used_in_probes_only(pair):
     assert drafted(0.0, 0.05) == 40
     assert drafted(0.0, 2.0) == 0, "verification is expensive"
     assert drafted(1.0, 0.05) == 0, "acceptance of sampled sessions is measured apart"
-    assert drafted(1.0, 0.05, base._PROBE_INTERVAL + 2) == 1
+    assert drafted(1.0, 0.05, base.PROBE_INTERVAL + 2) == 1
 
 
 def test_calibration_bins_learn_acceptance_rates():

@@ -119,7 +119,7 @@ def test_a_useless_copy_leaves_texts_unchanged_and_its_acceptance_falls(folder):
     model = load_model(folder, self_speculation="quantized", self_speculation_format="int4")
     program = model.runner.program
     rng = torch.Generator().manual_seed(0)
-    for weight in program._kept:
+    for weight in program.kept:
         if isinstance(weight, weights.PackedWeight) and weight.format == weights.Format.INT4:
             noise = torch.randn(weight.outputs, weight.inputs, generator=rng)
             weight.fill(torch.arange(weight.outputs), noise)

@@ -75,7 +75,10 @@ class Norm:
 
 
 class Program:
-    """Operations over a step's rows. The program keeps references to its tensors, which may be overwritten in place."""
+    """Operations over a step's rows.
+
+    kept: the tensors and weights that it reads, which may be overwritten in place
+    """
 
     def __init__(
         self, threads: int, computed: torch.dtype, pools: torch.dtype, width: int, beside: Program | None = None
@@ -90,7 +93,7 @@ class Program:
             threads, computed == torch.bfloat16, POOL_FORMATS[pools], beside and beside._handle
         )
         freed_with(self, self._functions.outrider_program_free, self._handle)
-        self._kept: list[object] = [beside]
+        self.kept: list[object] = [beside]
         self._addresses = PoolAddresses()
         self._width = width
         self._marks = 0
@@ -106,13 +109,13 @@ class Program:
         if tensor is None:
             return None
         assert tensor.is_contiguous(), "kernels walk through memory in order"
-        self._kept.append(tensor)
+        self.kept.append(tensor)
         return tensor.data_ptr()
 
     def _table(self, table: Tensor | PackedWeight) -> tuple[int | None, int]:
         """The address of an embedding, and its kind, as in csrc/api.cpp."""
         if isinstance(table, PackedWeight):
-            self._kept.append(table)
+            self.kept.append(table)
             return table.handle, 2
         assert table.dtype in (torch.float32, torch.bfloat16), "the kernels read these"
         return self._address(table), int(table.dtype == torch.bfloat16)
@@ -164,13 +167,13 @@ class Program:
         self._linear(weight, Buffer.RESIDUAL, Buffer.RESIDUAL, norm, None, weight.outputs, head=True, softcap=softcap)
         if ids is not None:
             assert ids.dtype == torch.int32, "the kernels read these"
-            self._kept.append(ids)
+            self.kept.append(ids)
             self._ids = ids
         self._set_narrow(narrow)
         if pruned is not None:
             assert weight.format in (Format.FLOAT32, Format.BFLOAT16), "other formats are narrow themselves"
             assert not softcap, "the bounds are those of products"
-            self._kept.append(pruned)
+            self.kept.append(pruned)
             self._functions.outrider_program_prune_head(
                 self._handle,
                 pruned.weight.handle,
@@ -193,7 +196,7 @@ class Program:
         head: bool = False,
         softcap: float = 0.0,
     ) -> None:
-        self._kept.append(weight)
+        self.kept.append(weight)
         self._functions.outrider_program_linear(
             self._handle, weight.handle, self._address(bias), self._address(norm.weight if norm else None),
             norm.epsilon if norm else 0.0, source, target, width, column, add, activation, head, softcap,
@@ -201,7 +204,7 @@ class Program:
 
     def _set_narrow(self, narrow: PackedWeight | None) -> None:
         if narrow is not None:
-            self._kept.append(narrow)
+            self.kept.append(narrow)
             self._functions.outrider_program_narrow(self._handle, narrow.handle)
 
     def add_norm(self, norm: Norm) -> None:

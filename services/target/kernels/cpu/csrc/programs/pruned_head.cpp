@@ -5,7 +5,7 @@ namespace outrider {
 
 namespace {
 
-// With more rows, so many panels could hold a largest logit that little is saved.
+// With more rows, most panels may hold a largest logit, and little is saved.
 constexpr int64_t kFew = 4;
 
 }  // namespace
