@@ -77,7 +77,9 @@ def test_models_that_do_not_come_end_the_gateway_also_after_a_change(folder, tmp
         assert gateway.process.wait(30) == 1
         assert "no target of any model answered in 1 s" in gateway.log.read_text()
     finally:
+        gateway.client.close()
         gateway.process.kill()
+        gateway.process.wait(30)
 
 
 def test_a_target_that_comes_to_a_changed_table_is_served(folder):
