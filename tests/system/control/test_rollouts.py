@@ -131,6 +131,20 @@ def test_an_aborted_answer_continues_from_its_tokens_and_seed(running, route):
     torch.testing.assert_close(found, torch.tensor(logprobs_of(whole)), rtol=0, atol=TOLERANCE)
 
 
+def test_an_answer_that_is_aborted_before_its_first_token_has_the_label_of_its_admission(running):
+    running.post("/pause_generation", json={"mode": "in_place"})
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            future = pool.submit(generate, running, rid="early")
+            until(lambda: running.post("/abort_request", json={"rid": "early"})["aborted_requests"])
+            cut = future.result(30)
+    finally:
+        running.post("/continue_generation")
+    info = cut["meta_info"]
+    assert (cut["output_ids"], info["finish_reason"]["type"]) == ([], "abort")
+    assert info["weight_version"] == "default"
+
+
 def test_facts_that_trainers_read(running):
     info = running.gateway.client.get("/server_info").json()
     assert (info["tp_size"], info["pp_size"], info["num_gpus"]) == (1, 1, 1)
