@@ -72,7 +72,7 @@ def test_in_float32_they_are_equal(folder, flags):
 
 @pytest.mark.parametrize("backend", ["auto", "torch_native"])
 def test_in_bfloat16_they_are_as_close_to_float32_as_a_plain_forward_is(folder, backend):
-    """The bound that docs/rollouts.md states. That against a plain forward in bfloat16 follows by the triangle inequality."""
+    """The bound that docs/rollouts.md states; against a plain forward in bfloat16, by the triangle inequality."""
 
     def size(values):
         return float(np.sqrt(np.mean(np.square(values))))
