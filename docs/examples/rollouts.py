@@ -7,7 +7,7 @@ control without a key from it:
 outrider serve --dtype float32 --admin-networks 127.0.0.0/8 --online
 python docs/examples/rollouts.py FOLDER [http://127.0.0.1:30000] [PROMPTS]
 
-FOLDER: the checkpoint that the target serves; `default` for the default model. The tasks are sums, whose answer is to be
+FOLDER: the checkpoint that the target serves, or `default`. The tasks are sums, whose answer is to be
 the number alone; or prompts of a file, JSON lines with "prompt", whose answers are to be in capital letters.
 """
 
