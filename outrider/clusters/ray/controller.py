@@ -177,7 +177,7 @@ class Controller:
         return [host for member in self.of(Kind.GATEWAY) for host in member.running]
 
     async def _bring_in_line(self) -> None:
-        """Bring the pools of all gateways in line."""
+        """Update the pools of all gateways."""
         wanted = self.wanted()
         views = await asyncio.gather(*(bring_in_line(host, wanted) for host in self._gateway_hosts()))
         self._views = [view for view in views if view is not None]

@@ -113,7 +113,7 @@ class Control:
         """folder: the engine's checkpoint. Its headers are read now, because it may be deleted later.
 
         model_path, roots: as of AllowedFolders. trust_remote_code: for the configuration of this folder alone; folders
-        of updates bring no code. group_timeout: as of TrainerGroup
+        of updates have no code. group_timeout: as of TrainerGroup
         """
         loaded = CheckpointFolder(folder)
         self._engine = engine

@@ -203,7 +203,7 @@ class ModeSelector(ModeThroughput):
 
 
 def _required_gain(mode: SpeculationMode) -> float:
-    """Factor of throughput that a mode must bring to be chosen."""
+    """Factor of throughput that a mode must gain to be chosen."""
     return MIN_GAIN if mode in DRAFT_MODES else 1.0
 
 

@@ -41,7 +41,7 @@ class LocalEagleHead(ModelSource):
 
     head:      computes the draft tokens
     kv:        which rows of each session the head has written
-    estimates: what its chains cost and bring
+    estimates: cost and throughput of its chains
     """
 
     kind = SourceKind.HEAD
