@@ -45,7 +45,7 @@ class LocalEagleHead(ModelSource):
     """
 
     kind = SourceKind.HEAD
-    min_speedup = 1.1
+    min_speedup = 1.1  # a smaller one may be an error of the prediction, and ends multi-step decoding
 
     def __init__(
         self,
