@@ -130,7 +130,7 @@ class Control:
         self.shared = SharedWeights(self._tied)
         self._receiving = threading.Lock()
         self._paused = self._released = False
-        self.groups = TrainerGroups(self._accepted, self._tied, engine.model.device, group_timeout, _tell_of(engine))
+        self.groups = TrainerGroups(self._accepted, self._tied, engine.model.device, group_timeout, _sender_of(engine))
         self.weights = Weights(engine.weight_version, self._origin.folder)
 
     # --- weights ---
@@ -318,10 +318,10 @@ class Control:
         """Take memory again, as it is needed."""
         self._released = False
         self._engine.scheduler.held = self._paused
-        log.info("memory is taken again")
+        log.info("the KV cache may take memory again")
 
 
-def _tell_of(engine: TargetEngine) -> Callable[[bytes], None] | None:
+def _sender_of(engine: TargetEngine) -> Callable[[bytes], None] | None:
     """Sends what a trainer's group does to the other tensor-parallel ranks; None without any."""
     runner = engine.model.runner
     return runner.tell_groups if isinstance(runner, LeadsRanks) else None
