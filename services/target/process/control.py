@@ -115,7 +115,7 @@ class Control:
         """folder: the engine's checkpoint. Its headers are read now, because it may be deleted later.
 
         model_path, roots: as of AllowedFolders. trust_remote_code: for the configuration of this folder alone; folders
-        of updates bring no code. group_timeout: as of TrainerGroup
+        of updates have no code. group_timeout: as of TrainerGroup
         """
         loaded = CheckpointFolder(folder)
         self._engine = engine
@@ -133,7 +133,7 @@ class Control:
         self.shared = SharedWeights(self._tied)
         self._receiving = threading.Lock()
         self._paused = self._released = False
-        self.groups = TrainerGroups(self._accepted, self._tied, engine.model.device, group_timeout, _tell_of(engine))
+        self.groups = TrainerGroups(self._accepted, self._tied, engine.model.device, group_timeout, _sender_of(engine))
         self.weights = Weights(engine.weight_version, self._origin.folder)
 
     # --- weights ---
@@ -330,10 +330,10 @@ class Control:
         """Take memory again, as it is needed."""
         self._released = False
         self._engine.scheduler.held = self._paused
-        log.info("memory is taken again")
+        log.info("the KV cache may take memory again")
 
 
-def _tell_of(engine: TargetEngine) -> Callable[[bytes], None] | None:
+def _sender_of(engine: TargetEngine) -> Callable[[bytes], None] | None:
     """Sends what a trainer's group does to the other tensor-parallel ranks; None without any."""
     runner = engine.model.runner
     return runner.tell_groups if isinstance(runner, LeadsRanks) else None
