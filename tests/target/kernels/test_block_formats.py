@@ -173,6 +173,7 @@ def test_the_largest_values_overflow_nowhere(number_format, value):
         assert ((multiplied(weight, x) - right).abs() <= 1e-6 * (x.double().abs() @ wide.abs().T)).all()
 
 
+@pytest.mark.usefixtures("multiplied_by")
 @pytest.mark.parametrize(("inputs", "groups"), [(330, 2), (64, 1), (330, 6)])  # blocks of 128 and 64, a scale a row
 def test_8_bit_floats_are_the_numbers_of_the_file(inputs, groups):
     """Every number, subnormal ones and both zeros included, in units of every size."""
