@@ -195,6 +195,20 @@ def test_8_bit_floats_are_the_numbers_of_the_file(inputs, groups):
     assert_products(weight, weight.dequantized())
 
 
+@pytest.mark.parametrize("groups", [1, 2, 6])
+def test_weights_are_rounded_to_8_bit_floats(groups):
+    torch.manual_seed(3)
+    wide = torch.randn(300, 330) * torch.exp2(torch.randn(300, 1) * 8)
+    wide[7] = 0.0
+    weight = PackedWeight(300, 330, Format.FLOAT8, groups=groups)
+    weight.fill(torch.arange(300), wide)
+    blocks = torch.nn.functional.pad(wide, (0, -330 % (groups * GROUP))).unflatten(1, (-1, groups * GROUP))
+    largest = blocks.abs().amax(2).repeat_interleave(groups * GROUP, 1)[:, :330]
+    # Half of the last of three bits, or of the smallest number, 2^-9; the largest number is 448.
+    bounds = torch.maximum(wide.abs() * 2.0**-4, largest / 448 * 2.0**-10)
+    assert ((weight.dequantized() - wide).abs() <= bounds * 1.001).all()
+
+
 def test_types_without_a_block_format_are_widened():
     assert stored_format("Q3_K") is stored_format("IQ4_NL") is stored_format("F16") is None
     weight = PackedWeight(32, 256, Format.K4)

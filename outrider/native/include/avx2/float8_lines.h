@@ -5,6 +5,8 @@
 
 namespace outrider {
 
+constexpr int kPassesOfFew = 2;  // up to which numbers are widened as they are multiplied, which is faster for few rows
+
 // Widens 8-bit floats to bfloat16, times 2^-8, byte by byte: the upper byte has the sign and the exponent's upper bits, the
 // lower one its last bit and the fraction. Numbers below 16 steps of 2^-9, of which half have no exponent, are in tables.
 struct Float8Lines {

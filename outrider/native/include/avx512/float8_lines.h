@@ -5,6 +5,8 @@
 
 namespace outrider {
 
+constexpr int kPassesOfFew = 1;  // up to which numbers are widened as they are multiplied, which is faster for few rows
+
 // Widens 8-bit floats to bfloat16, times 2^-8. Sign, exponent and fraction move to their places, and the exponent's upper bits
 // are set. The instruction that multiplies takes subnormal numbers of bfloat16 as 0, so the eight numbers without an exponent
 // get one from a table.

@@ -192,7 +192,7 @@ void multiply_float8(const Pass& pass, int64_t rows) {
   };
   std::memset(pass.tile, 0, size_t(rows) * kPanel * sizeof(float));
   auto add = [&](int64_t block, int64_t first, int64_t end) {
-    add_super_block(pass, SuperBlock(pass, block).units, sums[block % 2], first, end);
+    add_super_block(pass.tile, SuperBlock(pass, block).units, sums[block % 2], first, end);
   };
   if (widens) widen(0);
   for (int64_t chunk = 0; chunk < count; ++chunk) {

@@ -19,12 +19,12 @@ struct Float8Group {
   bool fresh;
 };
 
-// Rows first .. end - 1 of tile += what a super-block comes to, times its units. sums: [rows, 32]
-[[gnu::always_inline]] inline void add_super_block(const Pass& pass, const char* units, const float* sums, int64_t first,
+// Rows first .. end - 1 of a tile += what a super-block comes to, times its units. tile, sums: [rows, 32]
+[[gnu::always_inline]] inline void add_super_block(float* tile, const char* units, const float* sums, int64_t first,
                                                    int64_t end) {
   const float* scales = reinterpret_cast<const float*>(units);
   const Floats low = mul(load(scales), floats(kFloat8Scale)), high = mul(load(scales + kLanes), floats(kFloat8Scale));
-  float* to = pass.tile + first * kPanel;
+  float* to = tile + first * kPanel;
   sums += first * kPanel;
 #pragma GCC unroll 4
   for (int64_t m = first; m < end; ++m, to += kPanel, sums += kPanel) {
@@ -46,7 +46,7 @@ template <int M, class Function>
       const char* values = units + kPanel * 4 + i * kGroup * kPanel;
       function(Float8Group{values, index, (values - pass.begin()) / 128, i == 0}, sums);
     }
-    add_super_block(pass, units, sums, 0, M);
+    add_super_block(pass.tile, units, sums, 0, M);
   }
 }
 

@@ -67,7 +67,7 @@ class Passes {
   static Method method_for(Format format, int64_t rows) {
     if (rows == 0) return Method::kDots;
     if (format == Format::kFloat8) {
-      return MatrixUnit::available() ? Method::kMatrix : rows > kDotRows ? Method::kWidened : Method::kDots;
+      return MatrixUnit::available() ? Method::kMatrix : rows > kPassesOfFew * kDotRows ? Method::kWidened : Method::kDots;
     }
     if (!MatrixUnit::available()) return Method::kDots;
     if (format == Format::kBFloat16) return rows > kFewBFloat16 ? Method::kMatrix : Method::kMatrixByVectors;

@@ -46,7 +46,7 @@ inline void multiply_widened(const Pass& pass, int64_t rows, void (*kernel)(cons
     // Half as far a line, because its numbers take twice the bytes here.
     const char* ahead = pass.streams ? from.units : pass.ahead + 2 * from.line * pass.ahead_step;
     kernel(Pass{block, 0, x, pass.row, ahead, pass.streams ? 0 : pass.ahead_step / 2, false, sums});
-    add_super_block(pass, from.units, sums, 0, rows);
+    add_super_block(pass.tile, from.units, sums, 0, rows);
   }
 }
 

@@ -66,6 +66,8 @@ def stored_format(ggml_type: str) -> Format | None:
     return _GGUF.get(ggml_type)
 
 
+ROUNDED = (Format.INT8, Format.INT4, Format.FLOAT8)
+"""Formats to which `fill` rounds any weight."""
 _PLAIN = (Format.FLOAT32, Format.BFLOAT16)  # packed as fast as they are copied
 _ROWS = 256  # that are rounded to 8-bit floats at a time
 _LARGEST_E4M3 = 448.0
@@ -268,7 +270,7 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_float8(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """weight: [n, k]. block: inputs that share a scale. Returns bits of E4M3, [n, k] uint8, and scales [n, blocks] float32."""
+    """weight: [n, k]; block: inputs of a scale. Returns bits of E4M3, [n, k] uint8, and float32 scales, [n, blocks]."""
     n, k = weight.shape
     blocks = -(-k // block)
     wide = torch.nn.functional.pad(weight.detach().to("cpu", torch.float32), (0, blocks * block - k))
