@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from outrider.checkpoints.allowed_folders import AllowedFolders
+from outrider.checkpoints.dequantize import BESIDE, INSTEAD
 from outrider.errors import ConfigError, Conflict, EngineFault, InvalidRequest
 from services.target.engine.engine import TargetEngine
 from services.target.model.loading.settings import RunningSettings
@@ -125,7 +126,9 @@ class Control:
         self._tied = tied_names(self._shapes, tied=self._settings.ties_embeddings)
         self._ignored = frozenset(loaded.entries.keys() - self._shapes.keys() - self._tied.keys())
         floats = (*DTYPES, "F8_E4M3")  # a trainer sends weights wider than they are stored
-        beside = {name: loaded.entries[name] for name in self._ignored}  # such as MTP layers, which drafts share
+        parts = (*INSTEAD, *BESIDE)  # of a quantized weight
+        beside = {name: loaded.entries[name] for name in self._ignored if name.rpartition(".")[2] not in parts}
+        # Such as MTP layers, which drafts share.
         wider = {name: entry.shape for name, entry in beside.items() if entry.dtype in floats}
         self._accepted = wider | self._shapes if self._shapes else {}
         self._origin = WeightsOrigin(loaded.fingerprint)
@@ -140,7 +143,7 @@ class Control:
 
     def _check_plain(self) -> None:
         """Raise ConfigError for weights that no others can take the place of."""
-        if kinds := self._engine.model.kinds:
+        if (kinds := self._engine.model.kinds) and not self._shapes:
             raise ConfigError(
                 f"the weights keep the number formats of their file ({', '.join(sorted(kinds))}) and cannot be "
                 "replaced; start the target with --dtype bfloat16 or --quantization int8"
