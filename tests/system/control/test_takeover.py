@@ -177,9 +177,9 @@ def test_targets_leave_after_a_change_whose_former_requests_still_run(system):
 def test_another_draft_takes_over(system):
     system.start("other")
     with streams(system):
-        assert system.sessions("draft") == len(REQUESTS)
+        assert system.listed()["draft"]["sessions"] == len(REQUESTS)
         system.read(["first"], drafts=["other"])
-        until(lambda: system.sessions("other") == len(REQUESTS))
+        until(lambda: system.listed().get("other", {}).get("sessions") == len(REQUESTS))
         until(lambda: "draft" not in system.listed())
         system.stop("draft")
         until(lambda: system.gateway.metric("outrider_service_up", service="draft") == 1)
