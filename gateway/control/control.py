@@ -52,6 +52,12 @@ class Control:
         if self._paused and (not others or any(target.paused for target in others)):
             link.set_paused(True)
 
+    def retire(self, successor: Control | None) -> None:
+        """Replicas that join from now on are not this one's to pause or flush, but its successor's, if that is up."""
+        if successor is not None:
+            successor._paused, successor._flushed = self._paused, self._flushed
+        self._paused = self._flushed = False
+
     async def flush_cache(self, timeout_s: float = 0.0) -> None:
         """Drop cached prefixes, and the n-grams of drafts.
 

@@ -33,6 +33,7 @@ class Replicas:
     """Lists, adds and removes replicas.
 
     next: of the pools that are to replace these, as a changed table of the models does once a target of it is up
+    former: of the pools that these have replaced, as long as sessions run there
     """
 
     def __init__(self, discovery: Discovery, orchestrator: Orchestrator, peers: Peers, model: str = "") -> None:
@@ -43,6 +44,7 @@ class Replicas:
         self._orchestrator = orchestrator
         self._peers = peers
         self.next: Replicas | None = None
+        self.former: list[Replicas] = []
 
     # --- the list ---
 
@@ -70,8 +72,14 @@ class Replicas:
         raise NotFound(f"no replica {name!r} is in a pool; GET /workers lists them")
 
     def own(self) -> list[dict[str, Any]]:
-        """The replicas as this worker sees them. Those in the pools of `next` have their state there at `next`."""
+        """The replicas as this worker sees them. Those in the pools of `next` have their state there at `next`.
+
+        Sessions are also those of the former pools, whose replicas drain unless they are in these pools, too.
+        """
         found = {one["id"]: one | {"next": None} for one in self._present()}
+        for one in (replica for former in self.former for replica in former._present()):
+            known = found.setdefault(one["id"], one | {"next": None, "sessions": 0})
+            known["sessions"] += one["sessions"]
         for one in self.next._present() if self.next is not None else ():
             shown = found.get(one["id"], one | {"state": COMING, "reason": _COMING})
             found[one["id"]] = shown | {"next": {"state": one["state"], "reason": one["reason"]}}
@@ -108,6 +116,21 @@ class Replicas:
         """DNS names and files that cannot be read at present, and why."""
         failures = self._discovery.failures | (self.next._discovery.failures if self.next is not None else {})
         return [{"service": service, "source": name, "reason": reason} for (service, name), reason in failures.items()]
+
+    # --- pools that these replace ---
+
+    def replace(self, former: Replicas) -> None:
+        """These are the replicas of a model from now on; sessions of those that were before run on in these pools."""
+        former.next = None
+        self.former += [former, *former.former]
+        former.former = []
+        self._members.lead(former._members)
+
+    def release(self, former: Replicas) -> None:
+        """No session of those replicas is left."""
+        if former in self.former:
+            self.former.remove(former)
+            self._members.release(former._members)
 
     # --- changes ---
 

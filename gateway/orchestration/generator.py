@@ -214,6 +214,13 @@ class Generator:
 
     # --- aborting ---
 
+    def take_over(self, former: Generator) -> None:
+        """The generations of another generator, which run on there, can be aborted here, too."""
+        for key, generations in self._running.items():
+            former._running.setdefault(key, set()).update(generations)
+        former._starting |= self._starting
+        self._running, self._starting = former._running, former._starting
+
     def abort(self, request_id: str, owner: str | None) -> int:
         """End the generations with exactly this id; their client keeps the text so far. Returns their number.
 
@@ -236,7 +243,8 @@ class Generator:
         """End all generations and other sessions. Returns the number of sessions."""
         for starting in self._starting:
             starting.aborted.append(lambda _: True)
-        return self.orchestrator.sessions.abort_all()
+        others = sum(generation.abort() for of_id in list(self._running.values()) for generation in list(of_id))
+        return others + self.orchestrator.sessions.abort_all()
 
     # --- checks ---
 

@@ -91,6 +91,7 @@ class Members:
     """The members of both pools. Lives in one event loop.
 
     next: those that are to replace these, which take each decision, too; None if these stay
+    former: those that these have replaced, which are the same as these until they are released
     """
 
     def __init__(self, targets: Iterable[Named] = (), drafts: Iterable[Named] = (), model: str = "") -> None:
@@ -106,6 +107,8 @@ class Members:
         self._decisions: dict[tuple[Service, str], Decision] = {}
         self._members: dict[tuple[Service, str], Member] = {}
         self.next: Members | None = None
+        self.former: list[Members] = []
+        self._follows = False
         self.on_join: Joined = lambda _: None
         self.on_leave: Left = lambda *_: None
         for service in Service:
@@ -168,11 +171,34 @@ class Members:
         """What the API decided, for a worker that starts later."""
         return list(self._decisions.values())
 
+    # --- members that these replace ---
+
+    def lead(self, former: Members) -> None:
+        """These replace others, whose sessions run on: those are the same as these from now on."""
+        former.next, former._follows = None, True
+        self.former += [former, *former.former]
+        former.former = []
+        for service in Service:
+            former._become(service, self._of_service(service), drain=True)
+
+    def release(self, former: Members) -> None:
+        """No session of those members is left."""
+        if former in self.former:
+            self.former.remove(former)
+
     # --- the pools that follow ---
 
     def _apply(self, service: Service, *, drain: bool) -> None:
         """Report the replicas that join and leave. drain: whether those that leave do so gradually."""
-        wanted = {member.address: member for member in self._wanted(service)}
+        if not self._follows:
+            self._become(service, {member.address: member for member in self._wanted(service)}, drain=drain)
+            for former in self.former:
+                former._become(service, self._of_service(service), drain=drain)
+
+    def _of_service(self, service: Service) -> dict[str, Member]:
+        return {member.address: member for member in self.of(service)}
+
+    def _become(self, service: Service, wanted: Mapping[str, Member], *, drain: bool) -> None:
         for member in self.of(service):
             if member.address not in wanted:
                 del self._members[service, member.address]

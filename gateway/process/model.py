@@ -60,8 +60,8 @@ class ModelRunner:
 
         alone: it is the only model of the gateway, which ends with an error of this model at its start
         """
-        scope = "" if alone else config.served_model_name[0]
-        self.config, self._alone = config, alone
+        scope = config.served_model_name[0] if config.models is not None else ""
+        self.config, self._alone, self._scope = config, alone, scope
         self._admission = admission
         self._peers = peers.of_model(scope)
         metrics = Metrics()
@@ -99,6 +99,20 @@ class ModelRunner:
         """Another runner is to replace this one; None: none is. Its pools take what the API decides, and show it."""
         self._members.next = after._members if after is not None else None
         self._replicas.next = after._replicas if after is not None else None
+
+    def replace(self, before: ModelRunner) -> None:
+        """This runner serves the model from now on. The sessions of the one before run on there, in these pools."""
+        former, own = before.served.running, self.served.running
+        assert former is not None, "a runner without sessions only ends"
+        former.control.retire(own.control if own is not None else None)
+        if own is not None:
+            own.generator.take_over(former.generator)
+        before.links.on_late = partial(join, None)
+        self._replicas.replace(before._replicas)
+
+    def release(self, before: ModelRunner) -> None:
+        """No session of a runner that this one may have replaced is left."""
+        self._replicas.release(before._replicas)
 
     async def open(self) -> None:
         """Let the other workers ask for the pools, and take what was decided there."""
@@ -200,7 +214,7 @@ class ModelRunner:
 
     def withdraw(self) -> None:
         """The other workers' requests are for no model of this name any more."""
-        if not self._alone:
+        if self._scope:
             self._peers.withdraw()
 
     async def stop(self) -> None:

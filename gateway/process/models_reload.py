@@ -1,8 +1,8 @@
 """The models that a gateway runs, and the file of --models, which is read again at SIGHUP.
 
 A new model joins. One that is gone gets no new requests, and ends with its last session. One whose table has changed is
-replaced: it serves as it was until a target of the new table is up, if that names any, and its sessions end where they
-are. A mistake in the file changes nothing. All of this also holds before a first model is served.
+replaced: it serves as it was until a target of the new table is up, if that names any, and its sessions run on in the
+pools of the new table. A mistake in the file changes nothing. All of this also holds before a first model is served.
 """
 
 from __future__ import annotations
@@ -159,14 +159,19 @@ class ModelsReload:
     def _leave(self, runner: ModelRunner) -> None:
         if (start := self._starts.pop(runner, None)) is not None:
             start.cancel()
-        if runner.name not in {one.name for one in self._runners}:
+        after = next((one for one in self._runners if one.name == runner.name), None)
+        if after is None:
             runner.withdraw()
+        elif runner.served.running is not None:
+            after.replace(runner)
         self._leaving[runner] = asyncio.create_task(self._end(runner), name=f"end of {runner.name}")
 
     async def _end(self, runner: ModelRunner) -> None:
         await asyncio.sleep(_LEAST_SECONDS)
         while runner.open_sessions:  # noqa: ASYNC110 - sessions end in many ways, and models rarely leave
             await asyncio.sleep(_POLL_SECONDS)
+        for one in (*self._runners, *self._leaving):
+            one.release(runner)
         await runner.stop()
         del self._leaving[runner]
         log.info("the model %s as it was is gone; no session of it is left", runner.name)

@@ -88,7 +88,11 @@ def test_a_target_of_several_nodes_is_a_leader_worker_set():
     assert address == f"{RELEASE}-0.{RELEASE}.{NAMESPACE}:29500"
     variables = {one["name"]: one["value"] for one in container_of(worker)["env"]}
     assert variables["NCCL_SOCKET_IFNAME"] == variables["GLOO_SOCKET_IFNAME"] == "bond0"
-    assert of_kind(rendered("multinode"), "Service")["target"]["spec"]["selector"][LEADER] == "0"
+    service = of_kind(rendered("multinode"), "Service")["target"]
+    assert service["spec"]["selector"][LEADER] == "0"
+    # The controller takes a Service of the set's name for its own, which has pods that are not ready, too: else ranks
+    # would wait for the leader's name, and the leader for them.
+    assert service["metadata"]["name"] == f"{target['metadata']['name']}-leaders"
     _, ranks = of_kind(rendered("multinode"), "NetworkPolicy")["target"]["spec"]["ingress"]
     assert "ports" not in ranks  # NCCL and gloo choose theirs
     assert ranks["from"] == [{"podSelector": {"matchLabels": selector_of("multinode", "target")}}]

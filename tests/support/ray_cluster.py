@@ -28,6 +28,9 @@ class RayCluster:
         from ray.cluster_utils import Cluster
 
         self.folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # paths of sockets must be short
+        # Ray notes the address of the cluster in this folder, which it only makes for a head without `temp_dir`.
+        os.environ["RAY_TMPDIR"] = str(self.folder)
+        (self.folder / "ray").mkdir()
         head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": str(self.folder)}
         self.cluster = Cluster(initialize_head=True, head_node_args=head | {"object_store_memory": _OBJECT_STORE})
         self.nodes = {}

@@ -27,7 +27,6 @@ usage: outrider ray VERB [FLAGS]        (outrider ray VERB --help shows the most
 _POLL_SECONDS = 0.5
 _HEAD_RESOURCE = "node:__internal_head__"  # which Ray gives to the head alone
 _ANSWER_SECONDS = 30.0
-_STOP_SECONDS = 120.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,14 +100,18 @@ def _up(config: RayUpConfig) -> int:
     from outrider.clusters.ray.platform import CONTROLLER, actors_of
 
     plan = plan_pool(config, ray.cluster_resources())
+    known = ConfigError(
+        f"the cluster has a pool {config.name} already; end it with `outrider ray down`, or choose another --name"
+    )
     if actors_of(config.name):
-        raise ConfigError(
-            f"the cluster has a pool {config.name} already; end it with `outrider ray down`, or choose another --name"
-        )
-    controller: Any = ray.remote(ControllerActor).options(
-        name=f"{config.name}/{CONTROLLER}", lifetime="detached", max_restarts=-1, num_cpus=0,
-        scheduling_strategy=_at_the_head(),
-    ).remote(plan)  # fmt: skip
+        raise known
+    try:
+        controller: Any = ray.remote(ControllerActor).options(
+            name=f"{config.name}/{CONTROLLER}", lifetime="detached", max_restarts=-1, num_cpus=0,
+            scheduling_strategy=_at_the_head(),
+        ).remote(plan)  # fmt: skip
+    except ValueError:  # the name is taken since then
+        raise known from None
     return _wait(controller, config)
 
 
@@ -176,7 +179,8 @@ def _end(controller: Any, name: str) -> None:
 
     if controller is not None:
         try:
-            _ask(controller, "stop", _STOP_SECONDS)
+            seconds = _ask(controller, "describe", _ANSWER_SECONDS)["stop_seconds"]
+            _ask(controller, "stop", seconds)
         except Unavailable as error:
             write_line(f"{error.message}; its processes are ended at once")
     remove_all(name)

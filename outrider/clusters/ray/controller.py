@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from outrider.clusters.load import Window, counters_of, draft_load, pool_load
-from outrider.clusters.ray.member import STOP_SECONDS, Member
+from outrider.clusters.ray.member import Member
 from outrider.clusters.ray.members import GatewayView, bring_in_line, remove_now
 from outrider.clusters.ray.plan import Kind, PoolPlan
-from outrider.clusters.ray.units import HostHandle, HostLost, Launch, Platform
+from outrider.clusters.ray.units import HostHandle, HostLost, Launch, Platform, Unit
 from outrider.clusters.scaling import Load, Trend, decide
 from outrider.config import TargetConfig
 from outrider.errors import OutriderError
@@ -44,6 +44,7 @@ class Controller:
         self._plan, self._platform, self._clock = plan, platform, clock
         self.members: list[Member] = []
         self._found = False
+        self._numbers = dict.fromkeys(Kind, -1)  # the last one of each kind; Ray may end a unit of a name for a while
         self._trends = dict.fromkeys(_SCALED, Trend())
         self._loads = dict.fromkeys(_SCALED, Load(0))
         self._window = Window(max(plan.rules[Kind.DRAFT].up_seconds, _MIN_WINDOW_SECONDS))
@@ -56,7 +57,9 @@ class Controller:
     async def step(self) -> None:
         """Look at everything once, and change what is not as it should be."""
         if not self._found:
-            self.members = [Member(unit) for unit in await self._platform.find()]
+            self.members = [self._member(unit) for unit in await self._platform.find()]
+            for one in self.members:
+                self._numbers[one.unit.kind] = max(self._numbers[one.unit.kind], one.unit.number)
             self._found = True
         for kind in Kind:
             for _ in range(self._plan.bounds(kind).low - len(self.of(kind))):
@@ -90,15 +93,19 @@ class Controller:
             "name": self._plan.name,
             "serves": any(one.state == "ready" for one in gateways) and any(one["is_healthy"] for one in targets),
             "replicas": {str(kind): str(self._plan.bounds(kind)) for kind in _SCALED},
+            "stop_seconds": self._plan.stop_seconds,
             "load": {str(kind): dataclasses.asdict(load) for kind, load in self._loads.items()},
             "units": [one for member in self.members for one in member.described(sessions)],
         }
 
     # --- units ---
 
+    def _member(self, unit: Unit) -> Member:
+        return Member(unit, self._plan.units[unit.kind].stop_seconds)
+
     async def _add(self, kind: Kind) -> None:
-        number = max((one.unit.number for one in self.members if one.unit.kind is kind), default=-1) + 1
-        self.members.append(Member(await self._platform.create(self._plan.units[kind], number)))
+        self._numbers[kind] = number = self._numbers[kind] + 1
+        self.members.append(self._member(await self._platform.create(self._plan.units[kind], number)))
         log.info("%s-%d is requested from Ray", kind, number)
 
     def _leave(self, kind: Kind) -> None:
@@ -113,7 +120,8 @@ class Controller:
     def _remove_unused(self, member: Member) -> None:
         """Remove a unit that leaves once no gateway uses it, or when its time is over."""
         late = self._clock() - (member.leaving or 0.0) >= LEAVE_SECONDS
-        all_answer = len(self._views) == len(self._gateway_hosts())
+        silent = any(status is None for one in self.of(Kind.GATEWAY) for status in one.statuses)
+        all_answer = not silent and len(self._views) == len(self._gateway_hosts())
         unused = all_answer and not any(view.lists(member.address) for view in self._views)
         if not member.address or unused or late:
             member.work = asyncio.create_task(self._remove(member, now=late), name=f"remove {member.unit.name}")
@@ -129,24 +137,34 @@ class Controller:
     # --- processes ---
 
     def _start_idle(self, member: Member) -> None:
-        """Start the processes of actors that have none, and again those that failed a while ago."""
-        states = [one.state for one in member.statuses if one is not None]
-        if member.busy or member.leaving is not None or not states or len(states) < len(member.unit.hosts):
-            return
-        if "failed" in states:
-            now = self._clock()
-            if member.failed is None:
-                member.failed = now
-                log.error("%s does not start: %s", member.unit.name, member.reason)
-            if now - member.failed < _RETRY_SECONDS:
-                return
-        elif "idle" not in states:
-            return
-        member.failed = None
-        # Ranks meet at an address of rank 0, which a new actor of it changes: they all start again.
+        """Start the processes of actors that have none, and again those that failed a while ago.
+
+        Ranks meet at an address of rank 0, which a new actor of it changes: they start together, or not at all.
+        """
         together = self._plan.units[member.unit.kind].ranks_span_machines
-        indices = [i for i, state in enumerate(states) if together or state in ("idle", "failed")]
+        states = [one.state if one is not None else "" for one in member.statuses]
+        if member.busy or member.leaving is not None or (together and not all(states)):
+            return
+        due = self._failures_are_due(member, "failed" in states)
+        wanted = ("idle", "failed") if due else () if together and "failed" in states else ("idle",)
+        indices = [i for i, state in enumerate(states) if state in wanted]
+        if not indices:
+            return
+        indices = list(range(len(states))) if together else indices
         member.work = asyncio.create_task(self._start(member, indices), name=f"start {member.unit.name}")
+
+    def _failures_are_due(self, member: Member, failed: bool) -> bool:
+        """True if processes that failed a while ago are to be started again. failed: some are not running for that."""
+        now = self._clock()
+        if not failed:
+            member.failed = None
+        elif member.failed is None:
+            member.failed = now
+            log.error("%s does not start: %s", member.unit.name, member.reason)
+        if member.failed is None or now - member.failed < _RETRY_SECONDS:
+            return False
+        member.failed = None
+        return True
 
     async def _start(self, member: Member, indices: Sequence[int]) -> None:
         plan, hosts = self._plan.units[member.unit.kind], member.unit.hosts
@@ -158,7 +176,7 @@ class Controller:
                 if isinstance(config, TargetConfig) and meeting is not None:
                     config = dataclasses.replace(config, node_rank=index, dist_init_addr=meeting)
                 launch = Launch(plan.kind, config, plan.bundles[index], plan.environment)
-                starts.append(hosts[index].call("start", launch, seconds=STOP_SECONDS))
+                starts.append(hosts[index].call("start", launch, seconds=member.stop_seconds))
             await asyncio.gather(*starts)
         except (HostLost, OutriderError, OSError) as error:
             log.warning("%s cannot be started: %s", member.unit.name, error)

@@ -23,6 +23,7 @@ from outrider.clusters.ray.cores import CoreLocks
 from outrider.clusters.ray.plan import Kind
 from outrider.clusters.ray.units import HostStatus, Launch
 from outrider.config import DraftConfig, GatewayConfig, TargetConfig, format_cores, to_argv
+from outrider.errors import ConfigError
 from outrider.process.ports import host_and_port, socket_folder
 from outrider.process.python_command import python_command
 from outrider.service_token import VARIABLE as TOKEN_VARIABLE
@@ -47,6 +48,8 @@ class Host:
         self._child: Child | None = None
         self._address, self._control = "", ""
         self._restarts = 0
+        self._refused = ""  # why the process could not be started at all
+        self._changing = asyncio.Lock()  # held by `start` and `stop`, whose callers may be lost and call again
         self._life: asyncio.Task[None] | None = None
         self._health: asyncio.Task[None] | None = None  # waits until the process is ready
 
@@ -58,8 +61,16 @@ class Host:
         return host_and_port(self._node, self._meeting.getsockname()[1])
 
     async def start(self, launch: Launch) -> None:
-        """Start the process. One that runs already is stopped first. Raises ConfigError."""
-        await self.stop()
+        """Start the process. One that runs already is stopped first."""
+        async with self._changing:
+            await self._stop()
+            try:
+                self._start(launch)
+            except (ConfigError, OSError) as error:  # a port or a core cannot be had
+                self._refused = str(error)
+
+    def _start(self, launch: Launch) -> None:
+        """Raises ConfigError, OSError."""
         os.environ.update(launch.environment)  # of this actor's process, which its children inherit
         if not launch.bundle.gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -70,7 +81,7 @@ class Host:
             launch.kind.value, command, health, write_line, backoff=DRAFT_BACKOFF, optional=True, on_end=self._ended,
             token=os.environ.get(TOKEN_VARIABLE), silent_seconds=silent,
         )  # fmt: skip
-        if isinstance(config, GatewayConfig):
+        if not isinstance(config, DraftConfig):
             child.extra_grace = config.drain_timeout
         self._life = asyncio.create_task(child.keep_alive(), name=launch.kind.value)
         self._watch(child)
@@ -79,7 +90,7 @@ class Host:
         """The state of the process."""
         child = self._child
         if child is None:
-            return HostStatus("idle", self._node)
+            return HostStatus("failed" if self._refused else "idle", self._node, reason=self._refused)
         running = child.pid is not None
         state = "failed" if child.gave_up is not None else "ready" if running and child.ready else "starting"
         if running and not child.address:  # ranks of another machine's target
@@ -95,6 +106,10 @@ class Host:
 
     async def stop(self) -> None:
         """Stop the process, in order if it can within its time, and give back what it occupied."""
+        async with self._changing:
+            await self._stop()
+
+    async def _stop(self) -> None:
         child, self._child = self._child, None
         if child is not None and self._life is not None:
             child.end()
@@ -103,12 +118,13 @@ class Host:
             await self._life
         if self._health is not None:
             self._health.cancel()
+            self._health = None  # it has not ended yet, and the next process needs its own
         for taken in self._taken:
             taken.close()
         self._taken.clear()
         self._cores.release()
         self._folder.close()
-        self._address = self._control = ""
+        self._address = self._control = self._refused = ""
 
     def _ended(self, _: int, __: float) -> None:
         self._restarts += 1

@@ -11,7 +11,6 @@ from outrider.clusters.ray.units import HostHandle, HostLost, HostStatus, Unit
 from outrider.errors import OutriderError
 
 _STATUS_SECONDS = 2.0
-STOP_SECONDS = 60.0  # for a call that stops a process
 
 
 @dataclass(eq=False)
@@ -21,9 +20,11 @@ class Member:
     statuses: of its processes, None while an actor does not answer. address: of its service, the last known one
     problem: why an actor does not answer. unplaced: why Ray has not placed it; empty if it has. leaving: since when it
     leaves. failed: when its start last failed. work: a start or stop in progress
+    stop_seconds: for a call that stops a process
     """
 
     unit: Unit
+    stop_seconds: float
     statuses: list[HostStatus | None] = field(default_factory=list)
     address: str = ""
     problem: str = ""
@@ -82,7 +83,7 @@ class Member:
     async def stop(self) -> None:
         """Stop its processes."""
         if self.statuses:
-            await asyncio.gather(*(_stop(host) for host in self.unit.hosts))
+            await asyncio.gather(*(_stop(host, self.stop_seconds) for host in self.unit.hosts))
 
     def described(self, sessions: Mapping[str, int]) -> Iterator[dict[str, Any]]:
         """Its processes, for people. sessions: by address."""
@@ -111,8 +112,8 @@ async def _status(host: HostHandle) -> HostStatus | str:
     return found
 
 
-async def _stop(host: HostHandle) -> None:
+async def _stop(host: HostHandle, seconds: float) -> None:
     try:
-        await host.call("stop", seconds=STOP_SECONDS)
+        await host.call("stop", seconds=seconds)
     except (HostLost, OutriderError, OSError):  # its process ends with the actor
         return

@@ -10,6 +10,7 @@ A unit is what Ray places, and moves, as a whole: a placement group with a bundl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -38,6 +39,7 @@ from outrider.supervisor.resolution import resolve_config
 
 # Every service has cores or devices of its own.
 _APART = CorePlan(target=(0,), draft=(1,), gateway=(2,))
+_STOP_SECONDS = 60.0  # for a process to end, beside its --drain-timeout
 _ANY_PORT = 1  # stands for a port that is chosen later, where numbers are checked
 
 
@@ -87,6 +89,11 @@ class UnitPlan:
         """True if the processes of a unit compute together."""
         return self.kind is Kind.TARGET and len(self.bundles) > 1
 
+    @property
+    def stop_seconds(self) -> float:
+        """Time in which a process has ended in order."""
+        return _STOP_SECONDS + (0.0 if isinstance(self.config, DraftConfig) else self.config.drain_timeout)
+
 
 @dataclass(frozen=True)
 class PoolPlan:
@@ -99,6 +106,11 @@ class PoolPlan:
     def bounds(self, kind: Kind) -> Bounds:
         """The smallest and largest number of units of a kind."""
         return self.rules[kind].bounds
+
+    @property
+    def stop_seconds(self) -> float:
+        """Time in which all processes have ended in order, the gateways first."""
+        return self.units[Kind.GATEWAY].stop_seconds + max(self.units[kind].stop_seconds for kind in Kind)
 
 
 def plan_pool(config: RayUpConfig, cluster: Mapping[str, float]) -> PoolPlan:
@@ -141,6 +153,14 @@ def _check(config: RayUpConfig) -> None:
             f"--scale-down-load {config.scale_down_load:g} and --scale-up-load {config.scale_up_load:g}: the first "
             "must be smaller, and both in (0, 1]; else replicas would be added and removed in turns"
         )
+    for flag, seconds in (
+        ("--scale-up-seconds", config.scale_up_seconds), ("--scale-down-seconds", config.scale_down_seconds),
+        ("--wait", config.wait),
+    ):  # fmt: skip
+        if not 0 <= seconds < math.inf:
+            raise ConfigError(f"{flag} must be 0 or more, not {seconds:g}")
+    if not 0 < config.scale_up_late <= 1:
+        raise ConfigError(f"--scale-up-late must lie in (0, 1], not {config.scale_up_late:g}")
     _check_devices(config)
 
 

@@ -37,7 +37,7 @@ class ActorHandle:
             return await asyncio.wait_for(getattr(self._actor, method).remote(*arguments), seconds)
         except RayTaskError as error:  # the method's own exception
             cause = error.cause
-            raise cause if isinstance(cause, (OutriderError, OSError)) else error from None
+            raise cause if isinstance(cause, (OutriderError, OSError)) else HostLost(f"{method}: {cause!r}") from None
         except TimeoutError:
             raise HostLost("its actor does not answer") from None
         except (RayActorError, GetTimeoutError) as error:

@@ -86,15 +86,15 @@ class Campaign:
         moved = await self._system.metric("outrider_reopened_sessions_total")
         clients = [asyncio.create_task(self._client(index)) for index in range(self._sessions)]
         try:
-            while not all(any(s.tokens for s in self._streams if s.request.index % self._sessions == index)
-                          for index in range(self._sessions)):  # fmt: skip
-                await asyncio.sleep(0.02)
+            async with asyncio.timeout(_STREAM_SECONDS):
+                while not self._all_have_begun():
+                    await asyncio.sleep(0.02)
             await asyncio.sleep(_BEFORE_SECONDS)
             times = await scene.act(self._system, scene.nodes, self._seconds)
             self._ending = True
             await asyncio.wait_for(asyncio.gather(*clients), _STREAM_SECONDS)
         except TimeoutError:
-            raise BenchError(f"{scene.name}: the streams did not end in {_STREAM_SECONDS:.0f} s") from None
+            raise BenchError(f"{scene.name}: the streams did not begin or end in {_STREAM_SECONDS:.0f} s") from None
         finally:
             for client in clients:
                 client.cancel()
@@ -109,6 +109,10 @@ class Campaign:
         self._compare(result)
         await self._levels(result)
         return result
+
+    def _all_have_begun(self) -> bool:
+        begun = {stream.request.index % self._sessions for stream in self._streams if stream.tokens}
+        return len(begun) == self._sessions
 
     async def _client(self, index: int) -> None:
         """One request after the other, in turns over those whose texts are known."""

@@ -108,8 +108,9 @@ async def _whole(system: PoolSystem, nodes: Sequence[str], since: float) -> floa
     """Seconds until replicas have sessions again, and draft tokens are accepted. Raises BenchError if they do not."""
     await system.wait_ready(nodes, _RECOVERY_SECONDS, sessions=1)
     before = await system.metric("outrider_accepted_draft_tokens_total")
+    end = time.monotonic() + _RECOVERY_SECONDS
     while await system.metric("outrider_accepted_draft_tokens_total") <= before:
-        if time.monotonic() > since + _RECOVERY_SECONDS:
+        if time.monotonic() > end:
             raise BenchError("no draft token is accepted")
         await asyncio.sleep(_POLL)
     return time.monotonic() - since

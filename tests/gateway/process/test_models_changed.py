@@ -45,7 +45,9 @@ class Gateway:
         file.write_text(TABLE.format(TARGET, 1))
         self.first = ModelRunner(*model_configs(self._config), **self._options)
         known = self.first.served.health.orchestrator
-        self.first.served.running, self.first.served.health = object(), SimpleNamespace(ready=True, orchestrator=known)
+        control = SimpleNamespace(retire=lambda _: None)
+        self.first.served.running = SimpleNamespace(control=control, generator=None, facts=None)
+        self.first.served.health = SimpleNamespace(ready=True, orchestrator=known)
         self.models = Models([self.first.served], self.peers)
         self._reload = ModelsReload(self._config, self.models, [self.first], self._make, lambda: None)
 
@@ -117,6 +119,26 @@ async def test_replicas_added_while_a_change_comes_are_in_both_pools(gateway):
     assert states(coming) == dict.fromkeys(("unix:/none/target", "unix:/none/added"), ("unreachable", None))
     await coming.served.replicas.add(Service.TARGET, "unix:/none/later")
     assert gateway.decided == ["unix:/none/added", "unix:/none/later"]
+
+
+async def test_the_pools_of_former_sessions_are_those_of_the_changed_table(gateway):
+    sessions = gateway.first.served.health.orchestrator.sessions
+    sessions.open(GenerationRequest([0], SamplingParams(), StopOptions(1)))  # waits for a target
+    await gateway.first.served.replicas.add(Service.TARGET, "unix:/none/added")
+    former = gateway.first.links._orchestrator
+    for seconds in (2, 3):  # twice, so that the first one's pools follow the third one's
+        await gateway.read(seconds, target="unix:/none/next")
+        gateway.made[-1].up.set()
+        await asyncio.sleep(0.01)
+        gateway.made[-1].served.running = gateway.first.served.running
+        gateway.made[-1].served.health = SimpleNamespace(ready=True, orchestrator=gateway.made[-1]._orchestrator)
+        assert {one.address for one in former.targets} == {"unix:/none/added", "unix:/none/next"}
+    (present,) = gateway.models
+    await present.replicas.remove("unix:/none/added", drain=False)
+    await present.replicas.add(Service.DRAFT, "unix:/none/draft")
+    await asyncio.sleep(0.01)
+    assert [one.address for one in former.targets] == ["unix:/none/next"]
+    assert [one["address"] for one in present.replicas.own()] == ["unix:/none/next", "unix:/none/draft"]
 
 
 async def test_replicas_of_the_changed_table_are_shown_and_can_be_removed(gateway):

@@ -19,8 +19,9 @@ class Runner:
         if config.balance_rel_threshold < 1:  # as the real one refuses some numbers
             raise ConfigError("a number does not fit")
         self.config, self.name = config, config.served_model_name[0]
-        self.served = SimpleNamespace(runner=self, ready=False)
+        self.served = SimpleNamespace(runner=self, ready=False, running=object())
         self.up, self.open_sessions, self.events = asyncio.Event(), 0, []
+        self.former = []
         self.took = self.next = None
 
     def take_decisions(self, before):
@@ -28,6 +29,13 @@ class Runner:
 
     def set_next(self, after):
         self.next = after
+
+    def replace(self, before):
+        self.former.append(before)
+
+    def release(self, before):
+        if before in self.former:
+            self.former.remove(before)
 
     async def open(self):
         self.events.append("open")
@@ -112,9 +120,14 @@ async def test_a_changed_model_serves_as_it_was_until_its_target_is_up(gateway):
     assert a.next is second
     await asyncio.sleep(0.02)
     assert first.events == ["start", "stop"]  # the one that serves answers the other workers
+    a.open_sessions = 1
     second.up.set()
     await asyncio.sleep(0.02)
     assert gateway.served[-1] == [second, b]
+    assert second.former == [a]  # whose session runs on in the pools of the second
+    a.open_sessions = 0
+    await asyncio.sleep(0.02)
+    assert second.former == []
     assert a.events == ["stop"]  # without withdrawing what the new one of its name answers
 
 

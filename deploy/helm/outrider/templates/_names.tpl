@@ -41,6 +41,16 @@ labels:
   {{- include "outrider.labels" . | nindent 2 }}
 {{- end }}
 
+{{/*
+Name of the headless Service by which gateways find a service. Takes (root, component). A LeaderWorkerSet takes a Service
+of its own name for that of its ranks, which must find one another before any of them is ready.
+*/}}
+{{- define "outrider.discovery" -}}
+{{- $root := index . 0 -}}
+{{ include "outrider.fullname" $root }}-{{ index . 1 }}
+{{- if and (eq (index . 1) "target") (include "outrider.multiNode" $root) -}}-leaders{{- end -}}
+{{- end }}
+
 {{/* Takes (root, image). */}}
 {{- define "outrider.image" -}}
 {{- $root := index . 0 -}}

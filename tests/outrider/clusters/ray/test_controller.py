@@ -221,7 +221,17 @@ async def test_targets_are_added_and_drained_by_load(pool):
     assert pool.names() == ["target-0", "target-1"]  # as long as a session is left
     pool.gateway.sessions[second] = 0
     del pool.gateway.pool[second]
+    pool.gateway.lost = True  # it may be too busy to answer, and have sessions there
+    await pool.steps(3)
+    assert pool.names() == ["target-0", "target-1"]
+    pool.gateway.lost = False
     await pool.steps(2)
+    assert pool.names() == ["target-0"]
+    pool.gateway.sessions[first] = 6
+    await pool.steps(4)
+    assert pool.names() == ["target-0", "target-2"]  # Ray may not have ended all of the former one yet
+    pool.gateway.sessions = {}
+    await pool.steps(9)
     assert pool.names() == ["target-0"]
     assert pool.gateway.pool.keys() == {first, pool.ray.actor("draft-0").address}
 
@@ -260,6 +270,20 @@ async def test_a_process_that_its_flags_end_is_started_again_after_a_minute(pool
     target.failure = "no such model"
     await pool.steps(61)
     assert target.calls == ["start"]
+
+
+async def test_a_gateway_starts_while_the_machine_of_another_one_is_lost():
+    pool = Pool("--gateways", "2")
+    await pool.steps(4)
+    first, second = pool.ray.units["gateway-0"].hosts
+    second.lost = True
+    first.restart()
+    await pool.steps(3)
+    assert first.pool.keys() == {pool.ray.actor(name).address for name in ("target-0", "draft-0")}
+    second.restart()
+    second.lost, first.failure = False, "its port is taken"
+    await pool.steps(3)
+    assert second.pool.keys() == first.pool.keys()
 
 
 async def test_ranks_on_several_machines_start_and_start_again_together():

@@ -102,6 +102,8 @@ def test_gateways_on_free_ports_may_share_a_machine():
         (("--tp-size", "4", "--nnodes", "2", "--node-rank", "1"), "the controller chooses them"),
         (("--tp-size", "4", "--nnodes", "3"), "must divide --tp-size 4"),
         (("--scale-down-load", "0.9"), "the first must be smaller"),
+        (("--scale-up-seconds", "-1"), "--scale-up-seconds must be 0 or more"),
+        (("--scale-up-late", "2"), "--scale-up-late must lie in"),
         (("--gateways", "0"), "--gateways must be 1 or more"),
         (("--target-cpus", "0"), "--target-cpus must be 1 or more"),
         (("--draft-cpus", "0"), "--draft-cpus must be 1 or more"),
