@@ -10,7 +10,7 @@ from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.process.app import build
-from tests.support.checkpoints.perfect import write_cyclic_target, write_perfect_eagle, write_perfect_eagle3
+from tests.support.checkpoints.perfect import write_cyclic_target, write_perfect_eagle3
 from tests.support.gateway.services import Gateway, until
 from tests.support.system.heads import PROMPTS, VERIFY_ALL, accepted, ask_all
 from tests.support.system.services import draft_service, target_service
@@ -19,10 +19,9 @@ from tests.support.tiny import write_tokenizer
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A target, and heads that predict its text."""
+    """A target, and a head that predicts its text."""
     base = tmp_path_factory.mktemp("models")
     target = write_tokenizer(write_cyclic_target(base / "target"))
-    write_perfect_eagle(base / "EAGLE", target, "feature")
     write_perfect_eagle3(base / "EAGLE3", target)
     return base
 
@@ -30,11 +29,11 @@ def models(tmp_path_factory):
 _REST = 0.01  # seconds after each step of the target, so that proposals arrive in time
 
 
-@pytest.fixture(params=["EAGLE", "EAGLE3"])
-def system(request, models, tmp_path):
+@pytest.fixture
+def system(models, tmp_path):
     """Target, draft service and gateway; each start has a new drafter with the same compiled programs."""
     config = DraftConfig(
-        speculative_algorithm=request.param, speculative_draft_model_path=str(models / request.param),
+        speculative_algorithm="EAGLE3", speculative_draft_model_path=str(models / "EAGLE3"),
         model_path=str(models / "target"), max_running_requests=4, draft_max_total_tokens=4096,
     )  # fmt: skip
     first = build(config)[0].drafter
@@ -42,7 +41,7 @@ def system(request, models, tmp_path):
 
     def drafter():
         prefix = PrefixCache(PageAllocator(first.prefix.allocator.total_pages, 16))
-        return FeatureDrafter(request.param, first.runner, prefix, 4, 64, first.features, first.fusion)
+        return FeatureDrafter("EAGLE3", first.runner, prefix, 4, 64, first.features, first.fusion)
 
     target = target_service(models / "target", f"unix:{tmp_path}/target", chunked_prefill_size=5, **VERIFY_ALL).start()
     target.pause = _REST

@@ -59,7 +59,7 @@ def test_expected_speedup_uses_the_context_of_the_point(monkeypatch):
 def test_two_axes_of_a_tiny_model(report_folder, tmp_path):
     """The page and its plot are written after each point, also while other axes have no points."""
     model = write_tokenizer(write_model(tmp_path / "model"))
-    sizes = ["--contexts", "32", "--sessions", "2", "--context", "32", "--new-tokens", "24", "--rounds", "2"]
+    sizes = ["--contexts", "32", "--sessions", "2", "--context", "32", "--new-tokens", "24", "--rounds", "1"]
     main(["--model-path", str(model), "--axes", "context", "sessions", *sizes])
     rows = json.loads((report_folder / "scale.json").read_text())["rows"]
     assert [(row["axis"], row["value"], "expected" in row) for row in rows] == [
