@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from services.target.speculation.estimates.answer_latency import AnswerLatency
 from services.target.speculation.estimates.average import Average
 
+_WEIGHT = 0.1  # of the last step in averages
 _LEAST = 8  # answers, or steps, before a measurement counts
 _LONGEST = 1.0  # seconds from commit to commit; more is a pause
 
@@ -23,8 +24,8 @@ class WaitGain:
     """Measures one engine's answers; knows sessions by id."""
 
     def __init__(self, latency: AnswerLatency) -> None:
-        self._latency, self._accepted = latency, Average()
-        self._tokens, self._seconds = Average(), Average()
+        self._latency, self._accepted = latency, Average(_WEIGHT)
+        self._tokens, self._seconds = Average(_WEIGHT), Average(_WEIGHT)
         self._answered: set[int] = set()  # sessions whose next step has an answer to the last commit
         self._last: float | None = None
 
