@@ -11,7 +11,12 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiling is what tests spend their time on; fused loops take twice as long. Later versions of XLA crash without them.
 if metadata.version("jaxlib").startswith("0.10."):
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+    # Nor are LLVM's costly passes worth their time for programs that run a few times, nor parts of one on more threads.
+    os.environ.setdefault(
+        "XLA_FLAGS",
+        "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+        "--xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1",
+    )
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

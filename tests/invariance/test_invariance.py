@@ -142,7 +142,7 @@ def drafters(models):
     return Drafters(models)
 
 
-@pytest.mark.parametrize(("batch", "temperature"), [*((8, temperature) for temperature in TEMPERATURES), (1, 1.0)])
+@pytest.mark.parametrize(("batch", "temperature"), [(8, 0.0), (8, 0.7), (1, 1.0)])
 @pytest.mark.parametrize("drafter", [*DRAFTERS, "garbage"])
 def test_any_drafter(target, drafters, plain, drafter, temperature, batch):
     todo = requests(temperature)
@@ -168,7 +168,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("drafter", [*FAULTY, "garbage"])
 def test_transport_faults(target, drafters, plain, drafter, fault, temperature):
@@ -183,7 +183,7 @@ def test_transport_faults(target, drafters, plain, drafter, fault, temperature):
         assert run.reopened > 0 or FAULTS[fault].lost == FAULTS[fault].delay == 0
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("drafter", ["ngram", "self", "eagle", "eagle 3"])
 def test_a_draft_engine_killed_midway(target, drafters, plain, drafter, temperature):
     for back in (8, -1):

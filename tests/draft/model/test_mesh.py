@@ -26,21 +26,14 @@ FEATURES = RNG.standard_normal((200, 48)).astype(np.float32)
 PROMPT = RNG.integers(4, VOCAB, 21).tolist()
 SAMPLED = SamplingParams(temperature=1.0, top_k=40, top_p=0.9, seed=7)
 
-GEMMA = {
-    "num_hidden_layers": 3, "sliding_window": 8, "query_pre_attn_scalar": 24, "initializer_range": 0.1,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}  # fmt: skip
-
 
 def engine_of(kind, base, **flags):
     if kind == "llama":
         return standalone(write_model(base / "llama", tie_word_embeddings=False), **flags)
     if kind == "llama, tied, an odd vocabulary":
         return standalone(write_model(base / "odd", tie_word_embeddings=True, vocab=319), **flags)
-    if kind == "gemma 3":
-        return standalone(write_model(base / "gemma", "gemma3_text", **GEMMA), **flags)
-    target = write_model(base / "target", tie_word_embeddings=kind == "EAGLE")
-    if kind in ("EAGLE", "EAGLE3", "DFLASH"):
+    target = write_model(base / "target", tie_word_embeddings=False)
+    if kind in ("EAGLE3", "DFLASH"):
         made = (MAKERS | {"DFLASH": dflash})[kind](target)
         return feature_engine(kind, write_head(base / kind, *made), target, **flags)
     target = write_mtp(base / kind, kind, layers=3 if kind == "step-3.5" else 1)
@@ -64,12 +57,11 @@ def grow(engine, session_id, tokens, fed_until=0):
     return tree_of(engine, session_id)
 
 
+# One of each way of dividing a layer; norms and windows, in which other families differ, are the same on all devices.
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
         ("llama, tied, an odd vocabulary", 4),  # two devices have the same keys and values
-        ("gemma 3", 2),
-        ("EAGLE", 4),
         ("EAGLE3", 2),
         ("DFLASH", 2),
         ("deepseek-v3", 4),
