@@ -6,10 +6,10 @@ whose drafts are nearer, exceed those that the target commits in the time:
     sum over awaited sessions of what their answers add > throughput * seconds to the last of these answers
 
 What survives a commit was drafted ahead, from a drafter's own states; the answer is drafted from the commit itself, and
-usually promises more: it adds the usual acceptance less what the present tree promises. Without a tree it adds the usual
-acceptance less that of the target's own draft tokens, which would be verified instead, and only the share of it that the
-answer does not bring to a later step where none waits. Either counts as often as answers of the session hold draft
-tokens at all.
+usually promises more: it adds the usual acceptance less what the present tree promises. Without a tree it adds the
+usual acceptance less that of the target's own draft tokens, which would be verified instead, and only the share of it
+that the answer does not bring to a later step where none waits. Either counts as often as answers of the session hold
+draft tokens at all.
 
 All of these are measured, so the choice follows each link's delay, the drafter's time, the length of a step and the
 text. Where usual acceptance has not been measured for a while because no step waited, it counts as one token at least.

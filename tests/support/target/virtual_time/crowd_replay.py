@@ -102,9 +102,8 @@ class Crowd:
         one.length += 1 + accepted
         one.tokens += 1 + accepted
         one.trees = {root: depth for root, depth in one.trees.items() if root + depth >= one.length}
-        if drafted and self._noise.random() < AHEAD:
-            if (depth := one.depth(one.length)) >= 0:
-                one.trees[one.length] = depth
+        if drafted and self._noise.random() < AHEAD and (depth := one.depth(one.length)) >= 0:
+            one.trees[one.length] = depth
         return accepted
 
     def _settle(self, drafted: set[int], accepted: dict[int, int], prompts: int) -> None:
