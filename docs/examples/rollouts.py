@@ -7,8 +7,8 @@ control without a key from it:
 outrider serve --dtype float32 --admin-networks 127.0.0.0/8 --online
 python docs/examples/rollouts.py FOLDER [http://127.0.0.1:30000] [PROMPTS]
 
-FOLDER: the checkpoint that the target serves. The tasks are sums, whose answer is to be the number alone; or prompts
-of a file, JSON lines with "prompt", whose answers are to be in capital letters.
+FOLDER: the checkpoint that the target serves, or `default`. The tasks are sums, whose answer is to be
+the number alone; or prompts of a file, JSON lines with "prompt", whose answers are to be in capital letters.
 """
 
 # ruff: noqa: T201
@@ -240,6 +240,9 @@ def main(folder: str, url: str = "http://127.0.0.1:30000", file: str | None = No
     """Train the checkpoint in a folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from outrider.checkpoints.checkpoint import resolve
+
+    folder = str(resolve(folder))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with contextlib.closing(Engine(url)) as engine:

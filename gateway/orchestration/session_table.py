@@ -84,10 +84,16 @@ class SessionTable:
             # The draft comes first, because it determines which hidden states the target must send.
             self.placement.open_on_draft(session, draft)
             self.open_on_target(session)
+            session.stats.weight_version = self._weight_version(session)
         except BaseException:  # a session that cannot be encoded must not be tried again when a service comes back
             self.close(session)
             raise
         return session
+
+    def _weight_version(self, session: Session) -> str:
+        """Label of the weights under which a session is admitted, which stands until its first token."""
+        targets = [session.target] if session.target is not None else self.placement.targets
+        return next((target.weight_version for target in targets if target.weight_version), "")
 
     def open_on_target(self, session: Session, *, again: bool = False) -> None:
         """Open a session on a target, or let it wait for one. again: it was open before."""

@@ -41,7 +41,7 @@ class SessionStats:
         self.accepted = 0
         self.sources: SourceCounts = {}
         self.cached_tokens = 0  # prompt tokens found in the first target's prefix cache
-        self.weight_version = ""  # of the last commit
+        self.weight_version = ""  # of the last commit; before the first one, of the admission
         self.opened_at = self.first_at = self.committed_at = time.perf_counter()
 
 

@@ -87,6 +87,11 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         awaits = self._pool is not None and self.availability.state is ReplicaState.AWAITING_WEIGHTS
         return self._pool.version if awaits and self._pool is not None else None
 
+    @property
+    def weight_version(self) -> str:
+        """Label of the weights that the target must serve; empty before the first handshake."""
+        return self._pool.version if self._pool is not None else self.info.weight_version if self.info else ""
+
     def weights_changed(self, fingerprint: str, version: str, folder: str = "", *, here: bool = True) -> None:
         """The served weights have this fingerprint and label now. here: False if this target does not have them yet.
 

@@ -136,5 +136,6 @@ CLIENTS = (
     PythonClient("lm-eval", "lm-eval", ("lm-eval[api]>=0.4.13,<0.5", "transformers>=5,<6"), "evaluate.py"),
     PythonClient("aiperf", "aiperf", ("aiperf>=0.13,<0.14",), "load.py"),
     PythonClient("smg", "smg", ("smg>=1.13,<2",), "route.py"),
+    PythonClient("sglang-router", "sglang-router", ("sglang-router>=0.3.2,<0.4",), "rollouts.py"),
     NodeClient("buf", "@bufbuild/buf", ("@bufbuild/buf@^1.75",), "reflect.py"),
 )

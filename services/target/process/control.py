@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from outrider.checkpoints.allowed_folders import AllowedFolders
@@ -36,6 +37,7 @@ from services.target.model.loading.updates import (
     WeightsOrigin,
     by_own_names,
     check,
+    check_numbers,
     tied_names,
 )
 from services.target.process.weights.groups import TrainerGroups
@@ -127,6 +129,7 @@ class Control:
         wider = {name: entry.shape for name, entry in beside.items() if entry.dtype in floats}
         self._accepted = wider | self._shapes if self._shapes else {}
         self._origin = WeightsOrigin(loaded.fingerprint)
+        self._dtype = engine.model.dtype
         self.shared = SharedWeights(self._tied)
         self._receiving = threading.Lock()
         self._paused = self._released = False
@@ -158,8 +161,17 @@ class Control:
         self._settings.check(folder.config, found)
         names = by_own_names(folder.entries, self._tied)
         check({own: folder.entries[name] for own, name in names.items()}, self._shapes, self._ignored, whole=True)
-        folder.check_tied(self._tied)
+        own = {own: name for own, name in names.items() if own in self._shapes}
+        try:
+            folder.check_tied(self._tied)
+            check_numbers(folder.tensors(own), self._dtype)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"the weights in {found} cannot be read: {error}") from None
         return folder
+
+    def check_numbers(self, arrived: ArrivedTensors) -> None:
+        """Raise ConfigError for tensors with NaN or infinity, in a thread of its own, because it reads all of them."""
+        check_numbers(arrived.tensors, self._dtype)
 
     @property
     def max_update_bytes(self) -> int:

@@ -216,6 +216,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             async for part in parts:
                 incoming.add(part.content)
             await asyncio.to_thread(incoming.finish)
+            await asyncio.to_thread(control.check_numbers, incoming)
             facts = await self._in_engine(lambda: self._changed(control.update_from_tensors(incoming, update)))
         return target_pb2.UpdateWeightsFromTensorResponse(weights=facts)
 
@@ -224,7 +225,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self, request: target_pb2.JoinWeightsGroupRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.JoinWeightsGroupResponse:
         """Take a place in a trainer's process group."""
-        from services.target.process.weights.group import Membership
+        from services.target.process.weights.member import Membership
 
         groups = self._running()[1].groups
         place = (request.address, request.port, request.rank, request.world_size, request.backend)
@@ -259,6 +260,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             groups.check(announced)
             await self._in_engine(lambda: groups.announce("receive", name=name, announced=tensors, flattened=flattened))
             arrived = await asyncio.wrap_future(groups.receive(name, announced, flattened=flattened))
+            await asyncio.to_thread(control.check_numbers, arrived)
             facts = await self._in_engine(lambda: self._changed(control.update_from_tensors(arrived, update)))
         return target_pb2.UpdateWeightsFromGroupResponse(weights=facts)
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save, save_file
 
 from outrider.client import Client
 from outrider.errors import ConfigError
@@ -71,12 +71,16 @@ def test_a_bad_update_is_refused_and_changes_nothing(shared, folders, expected, 
     kind = {"content-type": "application/octet-stream"}
     error = running.post("/update_weights_from_tensor", 400, content=part, headers=kind)["error"]
     assert "[7]" in error["message"]
+    part = save({"model.norm.weight": torch.full((48,), float("nan"))})
+    error = running.post("/update_weights_from_tensor", 400, content=part, headers=kind)["error"]
+    assert "model.norm.weight has NaN" in error["message"]
     kind = {"content-type": "text/plain"}
     error = running.post("/update_weights_from_tensor", 415, content=part, headers=kind)["error"]
     assert "safetensors file" in error["message"]
     body = {"serialized_named_tensors": [pickled({"model.norm.weight": torch.zeros(48), "other": torch.zeros(4)})]}
     for changes, words in (
         ({}, "no tensors of these names: other"),
+        ({"serialized_named_tensors": [pickled({"model.norm.weight": torch.full((48,), float("inf"))})]}, "has inf"),
         ({"serialized_named_tensors": []}, "serialized_named_tensors"),
         ({"serialized_named_tensors": ["?"]}, "base64"),
         ({"serialized_named_tensors": [base64.b64encode(pickle.dumps(print)).decode()]}, "names builtins.print"),
@@ -110,13 +114,14 @@ def test_a_trainer_that_dies_in_its_upload_leaves_the_old_weights(shared, folder
     assert running.version() == "default"
 
 
-def test_weights_over_a_trainers_process_group(system, folders, expected):
+def test_weights_over_a_trainers_process_group(system, folders, expected, tmp_path):
     """Weights that do not fit, and a trainer that dies, leave the old ones."""
     running = system(folders[0])
     tensors = load_file(folders[1] / "model.safetensors")
     names, port = sorted(tensors), free_port()
     parts = [names[::2], names[1::2]]
-    trainer = Trainer(port, folders[1])
+    save_file(tensors | {"spoilt": torch.full((48,), float("nan"))}, tmp_path / "model.safetensors")
+    trainer = Trainer(port, tmp_path)
 
     def announced(names, **changes):
         return {
@@ -144,6 +149,7 @@ def test_weights_over_a_trainers_process_group(system, folders, expected):
         assert running.texts(temperature=1, seed=3) == expected[1]
         norm = "model.norm.weight"
         assert "[24, 2]" in update(400, [norm], shapes=[[24, 2]])["error"]["message"]
+        assert "has NaN" in update(400, [norm], lambda: trainer.broadcast(["spoilt"]))["error"]["message"]
 
         def half():
             trainer.broadcast([norm])

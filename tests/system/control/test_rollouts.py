@@ -106,6 +106,23 @@ def test_many_answers_to_a_prompt(running):
     assert tokens_of(answers[93]) == tokens_of(alone)
 
 
+def test_thousands_of_rollouts_are_queued_and_answered(running):
+    """None is refused, and each has the tokens that it has alone."""
+    prompts = [[3 + number, 5, 9] for number in range(8)]
+    running.post("/pause_generation", json={"mode": "retract"})
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(generate, running, prompts, 4, seed, sampling={"n": 128}) for seed in (7, 100_000)]
+        loads = running.gateway.client.get
+        until(lambda: loads("/v1/loads?include=core").json()["loads"][0]["num_total_reqs"] == 2048)
+        running.post("/continue_generation")
+        answers = [one.result(60) for one in asked]
+    for batch in answers:
+        assert [len(answer["output_ids"]) for answer in batch] == [4] * 1024
+        for number in (0, 517, 1023):
+            seed = batch[number]["meta_info"]["sampling_seed"]
+            assert tokens_of(batch[number]) == tokens_of(generate(running, prompts[number // 128], 4, seed))
+
+
 @pytest.mark.parametrize("route", ["/abort_request", "/pause_generation"])
 def test_an_aborted_answer_continues_from_its_tokens_and_seed(running, route):
     whole = generate(running, count=200)
@@ -129,6 +146,20 @@ def test_an_aborted_answer_continues_from_its_tokens_and_seed(running, route):
     assert new + tokens_of(rest) == tokens_of(whole)
     found = torch.tensor(logprobs_of(cut) + logprobs_of(rest))
     torch.testing.assert_close(found, torch.tensor(logprobs_of(whole)), rtol=0, atol=TOLERANCE)
+
+
+def test_an_answer_that_is_aborted_before_its_first_token_has_the_label_of_its_admission(running):
+    running.post("/pause_generation", json={"mode": "in_place"})
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            future = pool.submit(generate, running, rid="early")
+            until(lambda: running.post("/abort_request", json={"rid": "early"})["aborted_requests"])
+            cut = future.result(30)
+    finally:
+        running.post("/continue_generation")
+    info = cut["meta_info"]
+    assert (cut["output_ids"], info["finish_reason"]["type"]) == ([], "abort")
+    assert info["weight_version"] == "default"
 
 
 def test_facts_that_trainers_read(running):

@@ -1,5 +1,6 @@
 """Updates that a running target refuses: they change nothing, or end the engine where they have changed something."""
 
+import contextlib
 import json
 import struct
 
@@ -31,6 +32,25 @@ def test_weights_that_do_not_fit_change_nothing(folders, texts, tmp_path, change
             in_parts(control, save(changes))
     assert control.weights.weight_version == "default"
     assert run(engine, requests(0.0)).new == texts[0, 0.0]
+
+
+@pytest.mark.parametrize(("number", "flags", "words"), [
+    (float("nan"), {}, f"{NORM} has NaN among its numbers"),
+    (float("-inf"), {}, f"{NORM} has inf among its numbers"),
+    (3.4e38, {"dtype": "bfloat16"}, rf"{NORM} has 3\.4e\+38 among its numbers, which weights in bfloat16 must not"),
+    (3.4e38, {}, ""),
+])  # fmt: skip
+def test_numbers_that_are_not_finite_are_refused(folders, tmp_path, number, flags, words):
+    """Such weights would make each text nonsense, and an infinite one comes of a type that is too narrow."""
+    engine = engine_of(load_model(folders[0], **flags))
+    control = Control(engine, folders[0], roots=[str(tmp_path)])
+    norm = torch.ones(48)
+    norm[17] = number
+    expects = pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext()
+    with expects:
+        control.read_folder(str(spoilt(folders[1], tmp_path / "spoilt", **{NORM: norm})))
+    with expects:
+        control.check_numbers(in_parts(control, save({NORM: norm})))
 
 
 DIFFERENCES = (

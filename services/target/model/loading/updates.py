@@ -60,6 +60,18 @@ def check(
             raise ConfigError(f"{name} is of type {entry.dtype}; write one of {', '.join(DTYPES)}")
 
 
+def check_numbers(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Raise ConfigError for a tensor with NaN, or with numbers that are infinite in the model's dtype."""
+    for name, tensor in tensors.items():
+        if not tensor.numel():
+            continue
+        ends = torch.stack(torch.aminmax(tensor.detach()))  # both are NaN if any number is
+        if not ends.to(dtype).isfinite().all():
+            has = "NaN" if ends.isnan().any() else f"{float(ends.abs().max()):g}"
+            kind = str(dtype).removeprefix("torch.")
+            raise ConfigError(f"{name} has {has} among its numbers, which weights in {kind} must not have")
+
+
 def tied_names(shapes: Mapping[str, Any], *, tied: bool) -> dict[str, str]:
     """Second names of tied tensors, with their own names. shapes: the model's tensors. tied: as its settings say."""
     return {_HEAD: _EMBEDDING} if tied and _EMBEDDING in shapes and _HEAD not in shapes else {}

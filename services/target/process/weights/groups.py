@@ -19,8 +19,9 @@ import torch
 
 from outrider.errors import ConfigError
 from services.target.model.loading.updates import TakenTensors, check_shapes, take
-from services.target.process.weights.group import Announced, Membership, TrainerGroup
+from services.target.process.weights.group import Announced, TrainerGroup
 from services.target.process.weights.incoming import max_update_bytes
+from services.target.process.weights.member import Membership
 
 log = logging.getLogger(__name__)
 
@@ -71,14 +72,13 @@ class TrainerGroups:
         tell: None without other ranks
         """
         self._shapes, self._tied, self._device, self._timeout, self._tell = shapes, tied, device, timeout, tell
-        self._limit = max_update_bytes(shapes, tied)
         self._groups: dict[str, TrainerGroup] = {}  # changed by jobs alone
         self._jobs = JobThread("groups")
 
     def announce(self, what: str, **details: Any) -> None:
         """In the engine thread, before `join`, `receive` and `leave`: let the other ranks do the same."""
         if self._tell is not None:
-            self._tell(json.dumps({"what": what, "timeout": self._timeout, "limit": self._limit, **details}).encode())
+            self._tell(json.dumps({"what": what, "timeout": self._timeout, **details}).encode())
 
     def join(self, membership: Membership) -> Future[None]:
         """Join a group, in place of an earlier one of its name. The future raises ConfigError."""
@@ -120,7 +120,7 @@ class TrainerGroups:
             check_shapes({one.name: (one.torch_dtype, one.shape) for one in announced}, self._shapes, self._tied)
         except ConfigError as error:
             problem = error
-        coming = group.receive(announced, self._limit, flattened=flattened)
+        coming = group.receive(announced, flattened=flattened)
         try:
             arrived = {tensor_name: tensor for tensor_name, tensor in coming if problem is None}
         except ConfigError as error:
@@ -160,7 +160,6 @@ class OtherRank:
         self,
         what: str,
         timeout: float,
-        limit: int,
         name: str = "",
         membership: Mapping[str, Any] | None = None,
         announced: Sequence[tuple[str, str, Sequence[int]]] = (),
@@ -176,7 +175,7 @@ class OtherRank:
         if what == "receive" and name in self._groups:
             tensors = [Announced(one, dtype, tuple(shape)) for one, dtype, shape in announced]
             try:
-                for _ in self._groups[name].receive(tensors, limit, flattened=flattened):
+                for _ in self._groups[name].receive(tensors, flattened=flattened):
                     pass
             except ConfigError:
                 self._groups.pop(name).leave()

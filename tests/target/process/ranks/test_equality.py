@@ -17,7 +17,8 @@ from services.target.kernels.cpu import library
 from services.target.model.cuda.graphs import GraphRunner
 from services.target.model.linear import NativeLinear
 from services.target.process.control import Control, Update
-from services.target.process.weights.group import Announced, Membership
+from services.target.process.weights.group import Announced
+from services.target.process.weights.member import Membership
 from services.target.step.batch import DeferredRoots, SessionWork, build
 from tests.support.checkpoints import quantizers
 from tests.support.checkpoints.families import write_family
