@@ -6,7 +6,7 @@ A web page can make its visitor's browser send requests to this gateway. A brows
   foreign pages are refused
 - without asking first (CORS) only for bodies of a few types: bodies need another one
 - under a name of the page's own that it lets point here (DNS rebinding), so that the page is not foreign: names that
-  anybody could own are refused
+  such a page can have are refused
 """
 
 from __future__ import annotations

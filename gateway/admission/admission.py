@@ -1,4 +1,4 @@
-"""Admission of callers by API key, and of requests by number until the gateway drains.
+"""Admission of callers by API key (401, 403), and of requests by number: of a caller (429), and of all (503).
 
 Requests queue in the targets, in order of priority; the gateway only bounds their number.
 """

@@ -35,7 +35,7 @@ class RetryAfter:
         self._running += 1
 
     def end(self, *, refused: bool = False) -> None:
-        """An admitted request ended. refused: a target refused it, so its end says nothing about the rate."""
+        """An admitted request ended. refused: a target refused it, so its end does not count for the rate."""
         self._running -= 1
         if not refused:
             self._ends.append(self._clock())

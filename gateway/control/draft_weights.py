@@ -34,7 +34,7 @@ class Goal(NamedTuple):
 
 
 class DraftFollower:
-    """Brings the drafts of one worker to the target's weights."""
+    """Updates the drafts of one worker to the target's weights."""
 
     def __init__(self, orchestrator: Orchestrator, goal: Goal) -> None:
         self._orchestrator = orchestrator

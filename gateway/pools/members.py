@@ -45,7 +45,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the API last said about a replica.
+    """What the API last set for a replica.
 
     drain: of a removal: its sessions leave gradually. stamp: orders decisions, over all workers of a gateway
     hides: of a removal: a flag, a DNS name or a file names the replica, and it stays removed as long as that lasts
@@ -160,7 +160,7 @@ class Members:
         return (known or decision.added or decision.hides) and self.decide(decision)
 
     def decision(self, service: Service, address: str) -> Decision | None:
-        """What the API last said about a replica; None if it said nothing."""
+        """What the API last set for a replica; None if it set nothing."""
         return self._decisions.get((service, address))
 
     @property

@@ -212,7 +212,7 @@ def _stop_or_leave() -> asyncio.Event:
 
     def interrupted() -> None:
         if stop.is_set():
-            log.warning("interrupted again; running requests are cut")
+            log.warning("interrupted a second time; running requests end at once")
             process.leave()
         stop.set()
 

@@ -97,7 +97,7 @@ class Listeners:
         await self.report(ready=serving, draft=False)
         if self._shared and not serving and self._rest is not None:
             self._rest[0].stop_accepting()
-            # gRPC also tells its clients to reconnect elsewhere; `close` ends the wait for their calls.
+            # gRPC also asks its clients to reconnect elsewhere; `close` ends the wait for their calls.
             self._draining = asyncio.create_task(self.grpc.stop(self._config.drain_timeout + _GRACE))
 
     async def close(self) -> None:

@@ -30,7 +30,7 @@ _FLAGS = frozenset({
     "balance_abs_threshold", "balance_rel_threshold", "discovery_interval", "stream_transport", "service_token_file",
     "service_ssl_ca_certs", "service_ssl_certfile", "service_ssl_keyfile", "service_ssl_server_name",
 })  # fmt: skip
-# Flags of the command line that say what belongs into tables.
+# Flags of the command line that belong into tables.
 _OF_TABLES = ("target", "draft", "draft_report", "served_model_name", "model_path")
 
 

@@ -1,4 +1,4 @@
-"""Whether a replica serves, as its health service says: asked once, or awaited while it starts up."""
+"""Whether a replica serves, by its health service: asked once, or awaited while it starts up."""
 
 from __future__ import annotations
 

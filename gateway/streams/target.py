@@ -179,7 +179,7 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
 
     async def _load_weights(self, stub: Any, pool: PoolWeights) -> target_pb2.GetTargetInfoResponse:
         """Let a target load the weights that it lacks. Returns its facts. Raises OtherWeights if it cannot."""
-        async with self.update_lock():  # an update may be under way, which brings these weights or others
+        async with self.update_lock():  # an update to these weights or others may be under way
             info: target_pb2.GetTargetInfoResponse = await stub.GetTargetInfo(
                 target_pb2.GetTargetInfoRequest(), timeout=CALL_TIMEOUT
             )

@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 MAX_PIECES = 1 << 14
 
 _PIECE_OVERHEAD = 4  # characters around a piece of a conversation
-_MANY_ITEMS = 64  # items that take long whatever their length
+_MANY_ITEMS = 64  # items that take long however short they are
 
 
 async def encode(tokenizer: ModelTokenizer, text: str, *, special: bool = True) -> list[int]:

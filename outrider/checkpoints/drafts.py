@@ -23,7 +23,7 @@ def has_mtp_layers(folder: Path) -> bool:
     try:
         return any(_MTP.search(name) for name in tensor_names(folder))
     except (ConfigError, OSError, ValueError):
-        return False  # the target's own loading says what is wrong
+        return False  # the target's own loading reports what is wrong
 
 
 def kind_of_draft(folder: Path) -> Algorithm:

@@ -1,7 +1,7 @@
 """The load of both pools, from what gateways answer: `GET /workers` and `/metrics`.
 
 Every gateway counts its own sessions and steps; what an engine counts itself is the same in all of them. Counters are
-compared with those of some seconds before, because only what happened lately says how many replicas are needed.
+compared with those of some seconds before, because the number of replicas follows the recent load.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.clusters.scaling import Load
 
 _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_MIN_STEPS = 20  # steps of sessions in the window below which its figures say nothing
+_MIN_STEPS = 20  # steps of sessions in the window below which its figures are too uncertain
 
 Listing = Sequence[Mapping[str, Any]]  # the `workers` of GET /workers
 

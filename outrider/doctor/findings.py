@@ -41,7 +41,7 @@ def note(topic: str, name: str, text: str, remedy: str | None = None) -> Finding
 
 
 def problem(topic: str, name: str, text: str, remedy: str | None = None) -> Finding:
-    """A finding that must be mended. remedy: unless the text says what to do."""
+    """A finding that must be mended. remedy: unless the text has it."""
     return Finding(topic, name, "problem", text, remedy)
 
 

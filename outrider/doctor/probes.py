@@ -21,14 +21,14 @@ SECONDS = 90.0
 
 TORCH = """
 import json, warnings
-with warnings.catch_warnings(record=True) as said:
+with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import torch
     found = {"version": torch.__version__, "cuda": torch.version.cuda, "available": torch.cuda.is_available()}
     if found["available"]:
         found["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         found["architectures"] = torch.cuda.get_arch_list()
-print(json.dumps(found | {"warnings": [str(one.message) for one in said]}))
+print(json.dumps(found | {"warnings": [str(one.message) for one in caught]}))
 """
 JAX = """
 import json, jax
@@ -91,5 +91,5 @@ def ask(code: str, seconds: float = SECONDS) -> Facts:
             found = None
         if isinstance(found, dict):
             return found
-    said = result.stderr.strip().splitlines()
-    return {"error": said[-1] if said else f"it ended with code {result.returncode}"}
+    lines = result.stderr.strip().splitlines()
+    return {"error": lines[-1] if lines else f"it ended with code {result.returncode}"}

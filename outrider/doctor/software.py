@@ -89,17 +89,17 @@ def torch(facts: Facts, found: Sequence[Gpu], *, wanted: bool, find: VersionOf =
     triton = find("triton")
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else "a build without CUDA"
     text = f"{facts['version']} ({build}){f', Triton {triton}' if triton and facts['cuda'] else ''}"
-    said = "; ".join(line.splitlines()[0] for line in facts.get("warnings", ()))
+    warned = "; ".join(line.splitlines()[0] for line in facts.get("warnings", ()))
     if facts["available"]:
         text += f", sees {', '.join(facts['devices'])}"
-        return note(TOPIC, name, f"{text}, and warns: {said}") if said else ok(TOPIC, name, text)
+        return note(TOPIC, name, f"{text}, and warns: {warned}") if warned else ok(TOPIC, name, text)
     if not found:
         return ok(TOPIC, name, f"{text}, for the CPU")
     if not facts["cuda"]:
         found_problem = f"{text}: the target computes on the CPU beside an unused GPU"
         remedy = f"run {_UNINSTALL}, then `{_INSTALL}`"
     else:
-        found_problem = f"{text} cannot use the GPU{f': {said}' if said else ''}"
+        found_problem = f"{text} cannot use the GPU{f': {warned}' if warned else ''}"
         remedy = f"install driver {CUDA13_DRIVER} or later; or run {_UNINSTALL}, then `{_INSTALL}`"
     return problem(TOPIC, name, found_problem, remedy) if wanted else note(TOPIC, name, found_problem, remedy)
 

@@ -12,7 +12,7 @@ from outrider.placement.memory import GIB, GRAPH_BYTES, GRAPH_VARIANTS, MIB, Mem
 from outrider.placement.step_sizes import captured_rows
 from outrider.supervisor.memory import draft_need, plan_gpu
 
-# Memory that programs find on such a card, in GiB: less than its name says, where error correction takes a part.
+# Memory that programs find on such a card, in GiB: less than in its name, where error correction takes a part.
 CARDS = {
     "24 GB": ("L4", 22.0),
     "40 GB": ("A100", 39.4),

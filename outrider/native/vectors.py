@@ -10,6 +10,7 @@ operand.h operand_format.h           rows of activations
 panel_pass.h dots.h matrix.h         products of a panel with some rows, by vectors or on a matrix unit (AMX)
 block_pass.h block_dots.h            the same for block formats; one file of a library includes multiply_blocks.h
 float8_pass.h float8_dots.h          the same for 8-bit floats (FP8 checkpoints)
+float8_lines.h widened.h             and for many rows, by way of bfloat16
 linear.h                             products of rows, which read each weight once for all rows
 kv_dot.h kv_dot_bf16.h fp8.h         dot products with numbers of a KV cache; its FP8 formats
 

@@ -41,7 +41,7 @@ class Startup:
 
 
 def _process_start() -> float:
-    """When this process began, by `time.monotonic`; now, where the system does not say."""
+    """When this process began, by `time.monotonic`; now, where the system does not report it."""
     now = time.monotonic()
     try:
         fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()

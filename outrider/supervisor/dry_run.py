@@ -96,7 +96,7 @@ def make_plan(config: ServeConfig, notes: Sequence[str] = ()) -> Plan:
         made = configure(resolved, choose_cores(resolved), _RUNTIME)
         for draft in made.drafts:
             _check_draft(draft)
-    said = {
+    reports = {
         level: [r.getMessage() for r in records if (r.levelno >= logging.WARNING) == level] for level in (True, False)
     }
     given = _given(config)
@@ -114,8 +114,8 @@ def make_plan(config: ServeConfig, notes: Sequence[str] = ()) -> Plan:
         for name, device, one in configs
     }  # fmt: skip
     obstacles = [*_missing_files(made), *_used_ports(made.gateway)]
-    warnings = [*notes, *said[True], *_cpu_notes(resolved), *obstacles]
-    return Plan(processes, _memory(made), resolved, made, said[False], warnings, obstacles)
+    warnings = [*notes, *reports[True], *_cpu_notes(resolved), *obstacles]
+    return Plan(processes, _memory(made), resolved, made, reports[False], warnings, obstacles)
 
 
 class _Collector(logging.Handler):

@@ -121,7 +121,7 @@ def _with_block(config: ServeConfig) -> ServeConfig:
         flags.speculative_num_steps, flags.speculative_eagle_topk, flags.speculative_num_draft_tokens,
         draft.speculative_dflash_block_size,
     )  # fmt: skip
-    # Without a shape these may be 1, which says nothing of a block.
+    # Without a shape these may be 1, which is not the shape of a block.
     none = {"speculative_num_steps": None, "speculative_eagle_topk": None}
     return replace(config, shared=replace(flags, **(none if shape is None else shape.flags())))
 

@@ -147,7 +147,7 @@ class Routes:
             and all(owners.get(one.session_id) is outbox for one in message.features)
         ):
             message = self._own_part(message, outbox)
-        # A draft service learns of a session's end from its last commit.
+        # A draft service receives a session's end with its last commit.
         ended = (c.session_id for c in message.commits if c.finish_reason != FinishReason.RUNNING)
         for session_id in (*message.closes, *ended):
             owners.pop(session_id, None)

@@ -174,7 +174,7 @@ class GenerationBody(BaseModel):
         """The first generation of a prompt. Raises InvalidRequest.
 
         defaults: of omitted sampling parameters. timeout: in seconds, if the body has none
-        verbatim: special tokens are part of the text, whatever the body says
+        verbatim: special tokens are part of the text, even if the body skips them
         """
         sampling = defaults.sampling(
             self.temperature,

@@ -77,7 +77,7 @@ def _arguments(function: dict[str, Any]) -> dict[str, Any]:
     """Schema of a function's arguments, which are an object even if the schema omits that.
 
     Additional properties are forbidden unless the schema allows them, because weak models invent some. A function
-    whose schema says nothing of properties has none but those that it requires.
+    whose schema has no properties has none but those that it requires.
     """
     parameters = function.get("parameters") or {}
     properties, names = parameters.get("properties") or {}, parameters.get("required")

@@ -83,7 +83,7 @@ async def _reply(
 ) -> Response:
     """Start a generation for each candidate of each prompt, and reply with the choices. prompts: tokens and text.
 
-    verbatim: special tokens are part of the text, whatever the body says
+    verbatim: special tokens are part of the text, even if the body skips them
     """
     generator, facts = model.generator, model.facts
     timeout, defaults, candidates = timeout_of(request), generator.defaults, body.candidates

@@ -14,7 +14,7 @@ from gateway.streams.serving import wait_serving
 
 _MIN_WAIT = 0.1  # seconds between attempts
 MAX_WAIT = 2.0  # seconds between attempts
-_STARTING_WAIT = 1.0  # seconds between attempts while the replica starts up and its health says so
+_STARTING_WAIT = 1.0  # seconds between attempts while the replica reports that it starts up
 _JITTER = 0.2  # of a wait, so that gateways do not reconnect all at once
 _STABLE_AFTER = 2.0  # seconds after which a stream counts as working
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from outrider.wire.v1 import common_pb2
 
-_EMA_WEIGHT = 0.05
+_EMA_WEIGHT = 0.05  # of the last report, so that twenty reports decide
 _MIN_SECONDS = 0.002  # of a step; what takes less time differs by chance
 _HALF_LIFE = 30.0  # seconds without a report after which half of a difference to other replicas still counts
 

@@ -41,5 +41,5 @@ class ControllerActor:
             try:
                 await self._controller.step()
             except Exception:  # a bug, or a cluster without its head: the pool goes on as it is
-                log.exception("the pool cannot be looked at")
+                log.exception("the state of the pool cannot be read")
             await asyncio.sleep(_STEP_SECONDS)

@@ -99,7 +99,7 @@ class Controller:
     async def _add(self, kind: Kind) -> None:
         number = max((one.unit.number for one in self.members if one.unit.kind is kind), default=-1) + 1
         self.members.append(Member(await self._platform.create(self._plan.units[kind], number)))
-        log.info("%s-%d is asked for", kind, number)
+        log.info("%s-%d is requested from Ray", kind, number)
 
     def _leave(self, kind: Kind) -> None:
         """Let the unit leave that is missed least: one that is not ready, else the one with the fewest sessions."""
@@ -177,7 +177,7 @@ class Controller:
         return [host for member in self.of(Kind.GATEWAY) for host in member.running]
 
     async def _bring_in_line(self) -> None:
-        """Bring the pools of all gateways in line."""
+        """Update the pools of all gateways."""
         wanted = self.wanted()
         views = await asyncio.gather(*(bring_in_line(host, wanted) for host in self._gateway_hosts()))
         self._views = [view for view in views if view is not None]

@@ -1,1 +1,1 @@
-"""Flags that say who may reach what: callers and their keys, the services' token, certificates."""
+"""Access flags: callers and their keys, the services' token, certificates."""

@@ -23,11 +23,13 @@ from services.draft.model.programs.runner import ModelRunner
 from services.draft.sessions.batch import Rounds, SessionWork, StepShape, Stopping
 from services.draft.sessions.session import DraftSession
 
-ROUNDS = Rounds(12)
+ROUNDS = Rounds(12)  # at most; the program ends them where the next one is not worth its time
 # Pending rows of a session: behind a commit of proposed tokens at most two, the last of them and the bonus token.
 _SHAPES = ((1, 2), (1, 8), (4, 2), (16, 2))
-_EMA_WEIGHT = 0.2
+_EMA_WEIGHT = 0.2  # of the last round, or commit, in the averages of seconds
 _FIRST_PACE = 6.0  # the target's step in levels, before one was measured
+# Decay of the evidence per committed token; promised tokens that count as accepted before any evidence; and the lowest
+# quality, so that a draft that was always wrong still proposes, and is judged anew.
 _DECAY, _PRIOR_TOKENS, _MIN_QUALITY = 0.98, 8.0, 0.2
 _MAX_SECONDS = 2.0  # between a proposal and its commit; more is a pause
 

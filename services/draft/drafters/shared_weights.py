@@ -57,7 +57,7 @@ class SharedWeights:
 
         fingerprint: that the folder must have; empty for any
         """
-        if not Path(path).is_dir():  # not a name on the hub, whatever a peer sends
+        if not Path(path).is_dir():  # a name on the hub is refused
             raise ConfigError(f"there is no folder {path} on this machine")
         folder = checkpoint.resolve(path)
         found = checkpoint.fingerprint(folder)

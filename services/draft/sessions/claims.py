@@ -26,9 +26,9 @@ from outrider.speculation.tree import ROOT, SpeculationTree
 _MAX_LOGIT = 7.0  # of a claim: beyond it a drafter counts as no surer
 _DEPTHS = 6  # levels that count; deeper nodes count as this deep
 _DECAY = 0.9998  # of evidence of all sessions, per node
-_SESSION_DECAY = 0.995
+_SESSION_DECAY = 0.995  # the same of a session, per node: its text changes sooner
 _SPREADS = (0.5, 0.25, 0.15)  # how far a constant, a weight and the slope of depth are expected to move
-_SESSION_SPREAD = 0.7
+_SESSION_SPREAD = 0.7  # the same of a session's shift, in logits
 _LEAST = 1e-9  # probability of a node
 _LEAST_VARIANCE = 0.1  # of an outcome: one surprise among many likely outcomes is no turn
 # Before any evidence a node has the mean log-odds of its claims, more for each further drafter that claims it, and less

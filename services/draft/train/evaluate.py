@@ -2,8 +2,8 @@
 
 A recorded answer holds the token that the target sampled at every position, so no target is needed: the engine grows
 its tree from the recorded states, a walk along the recorded tokens gives the draft tokens that verification would have
-accepted, and the commit brings the next states. Noise is that of the answer's seed. The published folder is replayed,
-read as the draft service reads it.
+accepted, and the next states come with the commit. Noise is that of the answer's seed. The published folder is
+replayed, read as the draft service reads it.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class _Rewriting:
             return node
         valid = type(least) is int and (most is None or type(most) is int)
         if not valid or not isinstance(properties, dict) or not isinstance(names, list):
-            return node  # llguidance says what is wrong
+            return node  # llguidance reports what is wrong
         required = {name for name in names if isinstance(name, str)}
         optional = [name for name, part in properties.items() if name not in required and part is not False]
         alone = not {"$ref", "allOf", "anyOf", "oneOf"} & node.keys()

@@ -93,7 +93,7 @@ class Model:
     head: the local EAGLE head, if there is one; not beside a copy
     prompt_lookup: True if prompt lookup drafts for it, too
     shortage: bytes that another tensor-parallel rank's device has less free than this one
-    kinds: number formats of its file that weights keep, with the number of weights; such weights are not replaced
+    kinds: number formats of its file that weights keep, with the number of weights
     step_bytes: of weights that a step reads; 0 if it is not known. mapped_bytes: of weights in a file's pages, which
     the system counts as free
     """

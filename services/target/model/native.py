@@ -17,7 +17,7 @@ from outrider.native import vectors
 from services.target.kernels.cpu import build, library
 from services.target.kernels.cpu.attention.paged import WIDEST_HEAD, reads
 from services.target.kernels.cpu.matrices import packed_file
-from services.target.kernels.cpu.matrices.weights import Format
+from services.target.kernels.cpu.matrices.weights import ROUNDED, Format
 from services.target.kernels.cpu.programs.program import Program
 from services.target.kernels.kv_cache import KVCache
 from services.target.model import decoder
@@ -99,6 +99,8 @@ class ProgramRunner:
         states = () if head is None else head.layers
         source = ModuleWeights(module) if source is None else source
         self.kinds = Counter(source.kinds.values())  # number formats of the file that are kept; weights of each
+        kept = filter(None, map(source.number_format, source.kinds))
+        self._rounds = all(stored.number_format in ROUNDED for stored in kept)
         builder = ProgramBuilder(self, module, source, probe, number_format or own, positions, copied, states)
         builder.build()
         self.head: EagleHead | None = None
@@ -125,8 +127,8 @@ class ProgramRunner:
         return Outputs(logits, features if features is None else features.to(self._dtype), tokens)
 
     def weights(self) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of the weights, as in checkpoints; none if some are kept in formats of their file."""
-        return {} if self.kinds else self._shapes
+        """Names and shapes of the weights, as in checkpoints; none if some have formats to which none are rounded."""
+        return self._shapes if self._rounds else {}
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace weights in place. Wider ones are rounded first, as when a model is loaded."""

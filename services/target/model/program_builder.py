@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from outrider.process.startup import STARTUP
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.matrices import weights
-from services.target.kernels.cpu.matrices.weights import Format, PackedWeight
+from services.target.kernels.cpu.matrices.weights import ROUNDED, Format, PackedWeight
 from services.target.kernels.cpu.programs.program import Activation, Buffer, Norm, Program
 from services.target.kernels.cpu.programs.pruned_head import PrunedHead
 from services.target.model import decoder
@@ -116,6 +116,7 @@ class ProgramBuilder:
             packed = own.new(outputs, inputs)
             if not packed.restore():
                 self._source.pack(_EMBEDDING, packed, torch.arange(outputs))
+            self._replaced_by_rounding(_EMBEDDING, packed, torch.arange(outputs))
             return packed
         table = self._source.plain(_EMBEDDING).to(self._module.dtype).contiguous()
         self._runner.add_weight(_EMBEDDING, (outputs, inputs), table.copy_)
@@ -221,12 +222,19 @@ class ProgramBuilder:
                 outputs, first = torch.arange(first, first + counts[part]), first + counts[part]
             if own is not None and not packed.restore():
                 self._source.pack(name, packed, outputs)
+            if own is not None:
+                self._replaced_by_rounding(name, packed, outputs)
             self._fill(name, outputs, inputs, [narrow] if own is not None else [packed, narrow])
             if name != _EMBEDDING:
                 self._source.release(linear)
         self._runner.weight_bytes += packed.bytes
         self._runner.draft_bytes += (narrow or packed).bytes
         return Part(packed, narrow)
+
+    def _replaced_by_rounding(self, name: str, packed: PackedWeight, outputs: Tensor) -> None:
+        """Register a weight that is kept in a format of its file, if new numbers can be rounded to that."""
+        if packed.format in ROUNDED:
+            self._runner.add_weight(name, (len(outputs), packed.inputs), _filling(packed, outputs))
 
     def _fill(self, name: str, outputs: Tensor, inputs: int, packed: list[PackedWeight | None]) -> None:
         """Pack a weight that is read in the format of the computation."""

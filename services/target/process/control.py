@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from outrider.checkpoints.allowed_folders import AllowedFolders
+from outrider.checkpoints.dequantize import BESIDE, INSTEAD
 from outrider.errors import ConfigError, Conflict, EngineFault, InvalidRequest
 from services.target.engine.engine import TargetEngine
 from services.target.model.loading.settings import RunningSettings
@@ -115,7 +116,7 @@ class Control:
         """folder: the engine's checkpoint. Its headers are read now, because it may be deleted later.
 
         model_path, roots: as of AllowedFolders. trust_remote_code: for the configuration of this folder alone; folders
-        of updates bring no code. group_timeout: as of TrainerGroup
+        of updates have no code. group_timeout: as of TrainerGroup
         """
         loaded = CheckpointFolder(folder)
         self._engine = engine
@@ -125,7 +126,9 @@ class Control:
         self._tied = tied_names(self._shapes, tied=self._settings.ties_embeddings)
         self._ignored = frozenset(loaded.entries.keys() - self._shapes.keys() - self._tied.keys())
         floats = (*DTYPES, "F8_E4M3")  # a trainer sends weights wider than they are stored
-        beside = {name: loaded.entries[name] for name in self._ignored}  # such as MTP layers, which drafts share
+        parts = (*INSTEAD, *BESIDE)  # of a quantized weight
+        beside = {name: loaded.entries[name] for name in self._ignored if name.rpartition(".")[2] not in parts}
+        # Such as MTP layers, which drafts share.
         wider = {name: entry.shape for name, entry in beside.items() if entry.dtype in floats}
         self._accepted = wider | self._shapes if self._shapes else {}
         self._origin = WeightsOrigin(loaded.fingerprint)
@@ -133,14 +136,14 @@ class Control:
         self.shared = SharedWeights(self._tied)
         self._receiving = threading.Lock()
         self._paused = self._released = False
-        self.groups = TrainerGroups(self._accepted, self._tied, engine.model.device, group_timeout, _tell_of(engine))
+        self.groups = TrainerGroups(self._accepted, self._tied, engine.model.device, group_timeout, _sender_of(engine))
         self.weights = Weights(engine.weight_version, self._origin.folder)
 
     # --- weights ---
 
     def _check_plain(self) -> None:
         """Raise ConfigError for weights that no others can take the place of."""
-        if kinds := self._engine.model.kinds:
+        if (kinds := self._engine.model.kinds) and not self._shapes:
             raise ConfigError(
                 f"the weights keep the number formats of their file ({', '.join(sorted(kinds))}) and cannot be "
                 "replaced; start the target with --dtype bfloat16 or --quantization int8"
@@ -330,10 +333,10 @@ class Control:
         """Take memory again, as it is needed."""
         self._released = False
         self._engine.scheduler.held = self._paused
-        log.info("memory is taken again")
+        log.info("the KV cache may take memory again")
 
 
-def _tell_of(engine: TargetEngine) -> Callable[[bytes], None] | None:
+def _sender_of(engine: TargetEngine) -> Callable[[bytes], None] | None:
     """Sends what a trainer's group does to the other tensor-parallel ranks; None without any."""
     runner = engine.model.runner
     return runner.tell_groups if isinstance(runner, LeadsRanks) else None

@@ -20,6 +20,7 @@ from services.target.speculation.draft_wait import longest_wait
 from services.target.speculation.estimates.step_cost import StepCost, free
 
 _EMA_WEIGHT = 0.2  # of the last wait
+_NEXT_TOKENS = 64  # of a step, among which the cheapest decides whether any draft token is worth its cost
 # Tokens of an EAGLE head's usual tree, and the cost of its verification over a plain step above which trees are
 # expensive: a head hardly commits twice as many tokens.
 _TREE_TOKENS, _EXPENSIVE = 12, 2.0
@@ -82,14 +83,14 @@ class Budget:
         if seconds < longest_wait(self.cost.step(1, 0)[0]):
             self.held += _EMA_WEIGHT * (seconds - self.held)
 
-    def min_probability(self, tokens: int, sessions: int, kv_tokens: int = 0, most: int = 64) -> float:
+    def min_probability(self, tokens: int, sessions: int, kv_tokens: int = 0) -> float:
         """Probability below which no draft token is worth its cost in a step of some tokens and sessions.
 
-        Its gain must exceed what the plain step commits in the time of the cheapest of `most` more tokens.
+        Its gain must exceed what the plain step commits in the time of the cheapest of the next tokens.
         """
         if not sessions:
             return 1.0
-        seconds, cheapest = self.cost.step(tokens, kv_tokens, most)
+        seconds, cheapest = self.cost.step(tokens, kv_tokens, _NEXT_TOKENS)
         return sessions / (self.held + seconds - self.cost.prefill(tokens, sessions)) * cheapest
 
     def plain_throughput(self, sessions: int, kv_tokens: int) -> float:

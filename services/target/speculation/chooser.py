@@ -47,7 +47,7 @@ class SourceChooser:
 
     lookup: prompt lookup; source: the model source, if the model has one
     looks_up: False turns prompt lookup off, for measurements of the source
-    always: the source drafts whatever it is predicted to bring, to be measured
+    always: the source drafts even where it is predicted not to pay, to be measured
     """
 
     def __init__(self, planner: Planner, sessions: Mapping[int, TargetSession], source: ModelSource | None) -> None:

@@ -44,7 +44,7 @@ class Speculation:
     """Decides for one engine.
 
     allowed: which draft sources the open sessions allow
-    service_only: the draft service's proposals are verified, whatever is measured; for the warm-up
+    service_only: the draft service's proposals are verified in every step; for the warm-up
     """
 
     def __init__(

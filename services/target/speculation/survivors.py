@@ -2,8 +2,8 @@
 
 What survives depends on the bonus token of the step in flight. A draft token that this step does not verify may be the
 bonus token, or lie below one that may be: then it is verified next. Its chance to be accepted there is its path score
-below the present root, whatever lies between. The nth draft token that survives below each possible bonus token takes
-the nth place, so the expected gain of a place is the sum of these chances.
+below the present root; the nodes between do not change it. The nth draft token that survives below each possible bonus
+token takes the nth place, so the expected gain of a place is the sum of these chances.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _fill(
 
 
 def expected_gains(tables: TreeTables, most: int) -> list[TreeSlice]:
-    """What each place for a draft token is expected to bring, as the scores of slices whose tokens mean nothing.
+    """The expected gain of each place for a draft token, as the scores of slices whose tokens mean nothing.
 
     most: places of a session
     """

@@ -30,7 +30,7 @@ class ScriptedJudge(Judge):
 
     def __init__(self, recent, earlier, gain):
         self.segments = [SimpleNamespace(number=number) for number in range(recent + earlier)]
-        self._sampler = SimpleNamespace(
+        self._sampler = self.sampler = SimpleNamespace(
             recent_held_out=lambda: self.segments[::-1][:recent],
             earliest_held_out=lambda: self.segments[:earlier],
             updated=False,
@@ -102,11 +102,11 @@ def test_behind_an_update_of_the_target_only_measurements_limit_the_part():
     """The expected loss is that of the first weights with their own target."""
     for earlier, part in ((4, 1.0), (16, 0.45)):
         judge = ScriptedJudge(24, earlier, gain(1.0, -0.25))
-        judge._sampler.updated = True
+        judge.sampler.updated = True
         assert judge.verdict(weights(0.1, part=0.1), weights(NEW)).weights.part == pytest.approx(part, abs=0.01)
     judge = ScriptedJudge(24, 16, gain(1.0, 0.15, 0.2))
     assert judge.verdict(weights(0.1, part=0.1), weights(NEW)).weights.part < 0.9
-    judge._sampler.updated = True
+    judge.sampler.updated = True
     assert judge.verdict(weights(0.1, part=0.1), weights(NEW)).weights.part == 1.0
 
 

@@ -23,12 +23,12 @@ def test_phases_add_up_to_the_time_since_the_start():
 
 
 def test_progress_is_in_per_cent():
-    startup, said = Startup(0.0), []
+    startup, reported = Startup(0.0), []
     startup.report("packing weights", 0, 3)  # to no listener
-    startup.on_progress = said.append
+    startup.on_progress = reported.append
     for part in range(3):
         startup.report("packing weights", part, 3)
-    assert said == ["packing weights 0 %", "packing weights 33 %", "packing weights 66 %"]
+    assert reported == ["packing weights 0 %", "packing weights 33 %", "packing weights 66 %"]
 
 
 def test_a_process_began_before_its_first_line():

@@ -178,7 +178,7 @@ async def test_a_peer_that_does_not_read_delays_no_other(service, address):
         call = target_pb2_grpc.TargetServiceStub(channel).Verify(metadata=key.metadata)
         await write(key.connection, opening(request(1, max_tokens=3000)))
         await until(lambda: service.engine.sessions)
-        await until(lambda: not service.engine.sessions)  # it has come to its end, and has not been heard
+        await until(lambda: not service.engine.sessions)  # it has come to its end, and has not been read
         await other.write(opening(request(2, max_tokens=1)))
         assert len((await output_of(other)).commits) == 1
         tokens, reason = [], FinishReason.RUNNING
@@ -200,10 +200,10 @@ async def test_a_frame_longer_than_the_socket_buffer_arrives(service, address):
         stream, _ = await socket_call(channel, address)
         many = [request(name, prompt=range(1, 2000), max_tokens=1) for name in range(200)]  # 1.6 MB there
         await stream.write(opening(*many))
-        heard = set()
+        received = set()
         async with asyncio.timeout(20):
-            while len(heard) < 200:
-                heard |= {commit.session_id for commit in (await output_of(stream)).commits}
+            while len(received) < 200:
+                received |= {commit.session_id for commit in (await output_of(stream)).commits}
         stream.cancel()
 
 

@@ -14,6 +14,7 @@ from outrider.serving.messages import OpenSession
 from outrider.speculation.proposal import Commit, FinishReason, Proposal, path_hash
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.target.engine.engine import TargetEngine
+from services.target.engine.launching.in_flight import InFlightStep
 from services.target.model.base import Model
 from services.target.model.loading.load import load
 from services.target.speculation.modes.mode import DRAFT_MODES, SpeculationMode
@@ -54,6 +55,19 @@ def counting(engine: TargetEngine, method: str, counter: str) -> TargetEngine:
 
     setattr(engine.launcher, method, counted)
     return engine
+
+
+def spoiled_roots(monkeypatch: Any) -> list[int]:
+    """A list that receives, for each step that is read from now on, how many of its roots had been wrong."""
+    spoiled: list[int] = []
+    read = InFlightStep.read
+
+    def watched(step: InFlightStep, *arguments: Any) -> Any:
+        spoiled.append(len(step.spoiled))
+        return read(step, *arguments)
+
+    monkeypatch.setattr(InFlightStep, "read", watched)
+    return spoiled
 
 
 def preparing_engine(model: Model, **flags) -> TargetEngine:

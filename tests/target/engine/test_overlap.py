@@ -28,6 +28,7 @@ from tests.support.target.driving import (
     preparing_engine,
     random_tree,
     run,
+    spoiled_roots,
 )
 from tests.support.target.proposals import Drafts
 from tests.support.target.works import random_works
@@ -266,14 +267,7 @@ def test_tokens_that_are_sampled_again_invalidate_the_following_step(model, monk
     expected = alone(model, requests)
     engine = overlapping(model)
     engine.launcher.sampler.alongside, engine.launcher.sampler.resamples = False, True
-    spoiled = []
-    collect = engine._collect
-
-    def watched(step, output):
-        spoiled.append(len(step.spoiled))
-        collect(step, output)
-
-    engine._collect = watched
+    spoiled = spoiled_roots(monkeypatch)
     assert run(engine, requests).new == expected
     assert sum(spoiled) > 5
     assert engine.behind > 10

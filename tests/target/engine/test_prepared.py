@@ -12,7 +12,7 @@ from services.target.process.warmup import warm_up
 from services.target.sampling import sampler
 from services.target.speculation.budget import Budget
 from services.target.speculation.estimates.step_cost import StepCost
-from tests.support.target.driving import chain, engine_of, load_model, opening, preparing_engine, run
+from tests.support.target.driving import chain, engine_of, load_model, opening, preparing_engine, run, spoiled_roots
 from tests.support.target.proposals import Drafts
 from tests.support.tiny import VOCAB, write_model, write_tokenizer
 
@@ -139,14 +139,7 @@ def test_tokens_that_are_sampled_again_invalidate_what_was_prepared(model, kind,
     requests = [opening(i, [5 + i] * 4, SamplingParams(1.0, seed=i, top_p=0.5), max_tokens=24) for i in range(5)]
     expected = run(engine_of(model), requests)
     engine = preparing_engine(model)
-    spoiled = []
-    collect = engine._collect
-
-    def watched(step, output):
-        spoiled.append(len(step.spoiled))
-        collect(step, output)
-
-    engine._collect = watched
+    spoiled = spoiled_roots(monkeypatch)
     found = run(engine, requests, Drafts(kind, requests, expected.new))
     assert found.new == expected.new
     assert sum(spoiled) > 5

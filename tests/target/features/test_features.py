@@ -45,7 +45,7 @@ def test_rows_are_those_of_transformers(model, truth, count, chunk, page_size, m
         tokens = reader.tokens[request.session_id]
         states, rows = truth(tokens), reader.states(request.session_id)
         assert reader.first[request.session_id] == 0
-        assert len(rows) >= len(tokens) - 1 - 15  # the last step's rows are of no use to anybody
+        assert len(rows) >= len(tokens) - 1 - 15  # the last step's rows are of no use
         assert rows.shape[1] == 4 * WIDTH
         for column, layer in ((0, 1), (1, 3), (3, 8)):
             expected = states[layer][: len(rows)]

@@ -173,6 +173,7 @@ def test_the_largest_values_overflow_nowhere(number_format, value):
         assert ((multiplied(weight, x) - right).abs() <= 1e-6 * (x.double().abs() @ wide.abs().T)).all()
 
 
+@pytest.mark.usefixtures("multiplied_by")
 @pytest.mark.parametrize(("inputs", "groups"), [(330, 2), (64, 1), (330, 6)])  # blocks of 128 and 64, a scale a row
 def test_8_bit_floats_are_the_numbers_of_the_file(inputs, groups):
     """Every number, subnormal ones and both zeros included, in units of every size."""
@@ -192,6 +193,20 @@ def test_8_bit_floats_are_the_numbers_of_the_file(inputs, groups):
     weight.fill_blocks(torch.arange(37), small, scale_units=scales)
     assert weight.dequantized().any()
     assert_products(weight, weight.dequantized())
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+def test_weights_are_rounded_to_8_bit_floats(groups):
+    torch.manual_seed(3)
+    wide = torch.randn(300, 330) * torch.exp2(torch.randn(300, 1) * 8)
+    wide[7] = 0.0
+    weight = PackedWeight(300, 330, Format.FLOAT8, groups=groups)
+    weight.fill(torch.arange(300), wide)
+    blocks = torch.nn.functional.pad(wide, (0, -330 % (groups * GROUP))).unflatten(1, (-1, groups * GROUP))
+    largest = blocks.abs().amax(2).repeat_interleave(groups * GROUP, 1)[:, :330]
+    # Half of the last of three bits, or of the smallest number, 2^-9; the largest number is 448.
+    bounds = torch.maximum(wide.abs() * 2.0**-4, largest / 448 * 2.0**-10)
+    assert ((weight.dequantized() - wide).abs() <= bounds * 1.001).all()
 
 
 def test_types_without_a_block_format_are_widened():

@@ -233,3 +233,11 @@ def test_sessions_with_the_draft_service_alone_begin_with_it_and_are_measured_ap
     assert made.selector is not usual
     made.begin(1)
     assert made.selector is usual
+
+
+def test_many_sessions_with_the_draft_service_alone_begin_without():
+    """Their first trial costs as much as that of others."""
+    made = policy()
+    made.begin(4, apart=True)
+    assert made.mode not in DRAFT_MODES
+    assert made.drafting_paused

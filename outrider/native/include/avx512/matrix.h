@@ -13,6 +13,7 @@
 #include <atomic>
 
 #include "dots.h"
+#include "products/widened.h"
 
 namespace outrider {
 
@@ -97,13 +98,9 @@ void clear_sums() {
   if constexpr (MORE) clear<2>(), clear<3>();
 }
 
-// Products of 64 bytes of each row. MORE: more than 16 rows. Prefetches double the unit's time, so only passes bound by
-// memory prefetch.
+// Products of 64 bytes of each row. MORE: more than 16 rows
 template <Format FORMAT, bool MORE>
-void add_chunk(const Pass& pass, int64_t chunk) {
-  constexpr int64_t kLines = 16;  // of 128 bytes
-  const char *weight = pass.begin() + chunk * kLines * 128, *x = pass.chunk(chunk);
-  for (int64_t i = 0; i < kLines && pass.streams; ++i) pass.fetch(chunk * kLines + i);
+void add_chunk(const char* x, const char* weight) {
   read<4>(x, kChunk);
   read<6>(weight, 128);
   add<FORMAT, 0, 4, 6>();
@@ -114,6 +111,14 @@ void add_chunk(const Pass& pass, int64_t chunk) {
     add<FORMAT, 2, 5, 6>();
     add<FORMAT, 3, 5, 7>();
   }
+}
+
+// Products with a chunk of a panel. Prefetches double the unit's time, so only passes bound by memory prefetch.
+template <Format FORMAT, bool MORE>
+void add_chunk(const Pass& pass, int64_t chunk) {
+  constexpr int64_t kLines = 16;  // of 128 bytes
+  for (int64_t i = 0; i < kLines && pass.streams; ++i) pass.fetch(chunk * kLines + i);
+  add_chunk<FORMAT, MORE>(pass.chunk(chunk), pass.begin() + chunk * kLines * 128);
 }
 
 // to: [rows, 32] of 32 bits
@@ -164,6 +169,41 @@ void multiply_int8(const Pass& pass, int64_t rows) {
   }
   add_group(pass, rows, groups - 1, sums[(groups - 1) % 2]);
   pass.scale_columns(rows);
+}
+
+// Widens 8-bit floats a chunk ahead of the unit, or, if there are more passes, the first one does for all of them.
+template <bool MORE>
+void multiply_float8(const Pass& pass, int64_t rows) {
+  constexpr int64_t kNumbers = kChunk / 2 * kPanel, kLines = kNumbers / 128, kRoom = 4;  // chunks, of a single pass
+  alignas(64) float sums[2][(MORE ? 32 : 16) * kPanel];
+  const int64_t each = pass.weight.groups * kGroup * kPanel / kNumbers, count = pass.chunks();
+  const bool widens = pass.row == 0, once = pass.x.rows <= kMatrixRows;
+  char* const room = wide_room((once ? kRoom : count) * kNumbers * 2);
+  auto room_of = [&](int64_t chunk) { return room + (once ? chunk % kRoom : chunk) * kNumbers * 2; };
+  const Float8Lines lines;
+  auto widen = [&](int64_t chunk) {
+    const SuperBlock from(pass, chunk / each);
+    const int64_t first = chunk % each * kLines;
+    char* to = room_of(chunk);
+    for (int64_t line = first; line < first + kLines; ++line, to += 256) {
+      if (pass.streams) pass.fetch(from.line + line);
+      lines.widen(from.values + line * 128, to);
+    }
+  };
+  std::memset(pass.tile, 0, size_t(rows) * kPanel * sizeof(float));
+  auto add = [&](int64_t block, int64_t first, int64_t end) {
+    add_super_block(pass.tile, SuperBlock(pass, block).units, sums[block % 2], first, end);
+  };
+  if (widens) widen(0);
+  for (int64_t chunk = 0; chunk < count; ++chunk) {
+    const int64_t block = chunk / each, i = chunk % each;
+    if (i == 0) clear_sums<MORE>();
+    if (widens && chunk + 1 < count) widen(chunk + 1);
+    add_chunk<Format::kBFloat16, MORE>(pass.chunk(chunk), room_of(chunk));
+    if (block > 0) add(block - 1, rows * i / each, rows * (i + 1) / each);  // while the unit is busy
+    if (i == each - 1) write_sums<MORE>(sums[block % 2]);
+  }
+  add(count / each - 1, 0, rows);
 }
 
 // The result of `multiply_bfloat16`, bit for bit, with vectors, which are faster for one or two rows if the weights are in a
@@ -222,6 +262,9 @@ inline void multiply_by_vectors(const Pass& pass, int64_t rows) {
 inline void multiply(const Pass& pass, int64_t rows) {
   if (pass.weight.format == Format::kInt8) {
     return rows > 16 ? multiply_int8<true>(pass, rows) : multiply_int8<false>(pass, rows);
+  }
+  if (pass.weight.format == Format::kFloat8) {
+    return rows > 16 ? multiply_float8<true>(pass, rows) : multiply_float8<false>(pass, rows);
   }
   return rows > 16 ? multiply_bfloat16<true>(pass) : multiply_bfloat16<false>(pass);
 }

@@ -4,6 +4,7 @@
 
 #include "products/float8_pass.h"
 #include "dot_steps.h"
+#include "float8_lines.h"
 
 namespace outrider {
 
@@ -24,26 +25,11 @@ INLINED inline void put_sums(const float32x4_t (&sum)[M][V], float* sums, int fi
 
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
 
-// Two k of eight outputs as bfloat16, times 2^-8, byte by byte: the upper byte has the sign and the exponent's upper bits, the
-// lower one its last bit and the fraction. Numbers below 16 steps of 2^-9, of which half have no exponent, are in tables.
-struct Float8Line {
-  const uint8x16_t upper = {0, 0x37, 0x37, 0x37, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38, 0x38};
-  const uint8x16_t lower = {0, 0, 0x80, 0xC0, 0, 0x20, 0x40, 0x60, 0x80, 0x90, 0xA0, 0xB0, 0xC0, 0xD0, 0xE0, 0xF0};
-
-  INLINED void load(const char* from, uint8x16_t& first, uint8x16_t& second) const {
-    const uint8x16_t bits = load_vector(from), size = vandq_u8(bits, vdupq_n_u8(0x7F));
-    const uint8x16_t low = vqtbx1q_u8(vshlq_n_u8(bits, 4), lower, size);
-    const uint8x16_t high = vqtbx1q_u8(vsraq_n_u8(vdupq_n_u8(0x38), size, 4), upper, size);
-    const uint8x16_t all = vbslq_u8(vdupq_n_u8(0x80), bits, high);
-    first = vzip1q_u8(low, all), second = vzip2q_u8(low, all);
-  }
-};
-
 // Adds a group's products with V vectors of four outputs, from `first` on.
 template <int M, int V>
 [[gnu::noinline]] void run_float8(const Pass& pass, const Float8Group& group, int first, float* sums) {
   constexpr int64_t kChunks = 2, kSteps = kGroup / kChunks / 2;  // of two k, of a chunk of rows
-  const Float8Line line_of;
+  const Float8Lines lines;
   float32x4_t sum[M][V];
   take_sums(sum, sums, first, group.fresh);
   const char* from = group.values + first * kFour * 2;
@@ -61,7 +47,7 @@ template <int M, int V>
         }
         each<V / 2>([&](auto half) INLINED {
           uint8x16_t w[2];
-          line_of.load(from + half * 16, w[0], w[1]);
+          lines.load(from + half * 16, w[0], w[1]);
           each<M>([&](auto m) INLINED {
             each<2>([&](auto i) INLINED {
               sum[m][2 * half + i] = vbfdotq_laneq_f32(sum[m][2 * half + i], vreinterpretq_bf16_u8(w[i]),

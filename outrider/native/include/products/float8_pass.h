@@ -19,16 +19,17 @@ struct Float8Group {
   bool fresh;
 };
 
-// tile += what a super-block comes to, times its units.
-template <int M>
-void add_super_block(const Pass& pass, const char* units, const float* sums) {
+// Rows first .. end - 1 of a tile += what a super-block comes to, times its units. tile, sums: [rows, 32]
+[[gnu::always_inline]] inline void add_super_block(float* tile, const char* units, const float* sums, int64_t first,
+                                                   int64_t end) {
   const float* scales = reinterpret_cast<const float*>(units);
-  for (int z = 0; z < 2; ++z) {
-    const Floats scale = mul(load(scales + z * kLanes), floats(kFloat8Scale));
-    for (int m = 0; m < M; ++m) {
-      float* to = pass.tile + m * kPanel + z * kLanes;
-      store(to, fmadd(load(sums + m * kPanel + z * kLanes), scale, load(to)));
-    }
+  const Floats low = mul(load(scales), floats(kFloat8Scale)), high = mul(load(scales + kLanes), floats(kFloat8Scale));
+  float* to = tile + first * kPanel;
+  sums += first * kPanel;
+#pragma GCC unroll 4
+  for (int64_t m = first; m < end; ++m, to += kPanel, sums += kPanel) {
+    store(to, fmadd(load(sums), low, load(to)));
+    store(to + kLanes, fmadd(load(sums + kLanes), high, load(to + kLanes)));
   }
 }
 
@@ -45,7 +46,7 @@ template <int M, class Function>
       const char* values = units + kPanel * 4 + i * kGroup * kPanel;
       function(Float8Group{values, index, (values - pass.begin()) / 128, i == 0}, sums);
     }
-    add_super_block<M>(pass, units, sums);
+    add_super_block(pass.tile, units, sums, 0, M);
   }
 }
 

@@ -10,6 +10,7 @@
 #include "dots.h"
 #include "matrix.h"
 #include "products/panel_pass.h"
+#include "products/widened.h"
 
 namespace outrider {
 
@@ -51,6 +52,7 @@ class Passes {
   void multiply(const Pass& pass, int64_t count) const {
     switch (method_) {
       case Method::kDots: return is_block(pass.weight.format) ? multiply_blocks(pass, count) : kDots[count - 1](pass);
+      case Method::kWidened: return multiply_widened(pass, count, kDots[count - 1]);
       case Method::kMatrix: return matrix::multiply(pass, count);
       case Method::kMatrixByVectors: return matrix::multiply_by_vectors(pass, count);
     }
@@ -60,10 +62,14 @@ class Passes {
   // Up to these numbers of rows, vector code with the same results is faster.
   static constexpr int64_t kFewInt8 = 1, kFewBFloat16 = 2;
 
-  enum class Method { kDots, kMatrix, kMatrixByVectors };
+  enum class Method { kDots, kWidened, kMatrix, kMatrixByVectors };
 
   static Method method_for(Format format, int64_t rows) {
-    if (rows == 0 || !MatrixUnit::available()) return Method::kDots;
+    if (rows == 0) return Method::kDots;
+    if (format == Format::kFloat8) {
+      return MatrixUnit::available() ? Method::kMatrix : rows > kPassesOfFew * kDotRows ? Method::kWidened : Method::kDots;
+    }
+    if (!MatrixUnit::available()) return Method::kDots;
     if (format == Format::kBFloat16) return rows > kFewBFloat16 ? Method::kMatrix : Method::kMatrixByVectors;
     return format == Format::kInt8 && rows > kFewInt8 ? Method::kMatrix : Method::kDots;
   }

@@ -213,7 +213,7 @@ def build(
 class Batches:
     """Batches without end, epoch after epoch. epoch: batches of an epoch; learnt: trained rows of an epoch.
 
-    resident: states that are on the device already; None if batches bring theirs
+    resident: states that are on the device already; None if batches contain theirs
     """
 
     resident: StatesOnDevice | None = None

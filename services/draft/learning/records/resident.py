@@ -1,7 +1,7 @@
 """The target's states of all training records in the memory of an accelerator, from which batches gather them.
 
 Copying states from disk for each batch takes longer than an accelerator's step. One copy of all of them is a few
-gigabytes for millions of tokens of a small target; where they do not fit, batches bring their own.
+gigabytes for millions of tokens of a small target; where they do not fit, batches contain their own.
 """
 
 from __future__ import annotations

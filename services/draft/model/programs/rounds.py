@@ -3,7 +3,7 @@
     root     the last row of the input gives the root's K children
     round    the likeliest node that is not expanded, of all levels, gets K children
 
-While such a draft computes, the target waits. So a round must bring more than its time is worth:
+While such a draft computes, the target waits. So a round must gain more than its time is worth:
 
     gain of a round      probability of the likeliest node x probability that its best child is accepted
     value of its time    tokens that are expected so far / (the target's step + all levels so far)

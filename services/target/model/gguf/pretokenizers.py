@@ -78,7 +78,7 @@ def apply(reader: GGUFReader, tokenizer: Any) -> str | None:
 
 
 class Split(NamedTuple):
-    """How texts are split. warning: for the user, if that is a guess"""
+    """How texts are split. warning: for the user, if the file leaves it open"""
 
     steps: PreTokenizer
     warning: str | None

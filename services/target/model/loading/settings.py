@@ -29,7 +29,8 @@ _IDLE = {
 }  # fmt: skip
 _TRAINING = re.compile(r"^initializer_|dropout|_pdrop$|aux_loss_coef$|jitter_noise$|z_loss")
 # Compared although classes do not list them as their own.
-_ALWAYS = ("quantization_config", "tie_word_embeddings")
+_STORAGE = "quantization_config"
+_ALWAYS = (_STORAGE, "tie_word_embeddings")
 _EOS = "eos_token_id"
 # Settings of rotary positions outside of `rope_parameters`, which takes precedence over them.
 _ROTARY = re.compile(r"^(rope|rotary)_|^partial_rotary")
@@ -101,6 +102,8 @@ def _compare(other: Any, own: Any, raw: Mapping[str, Any], prefix: str = "") -> 
         one, two = getattr(other, name, None), getattr(own, name, None)
         if name == _EOS and (name not in raw or _set(one) == _set(two)):
             continue  # what a file does not state is the model's
+        if name == _STORAGE and not one:
+            continue  # plain weights: they take the place of any that can be replaced
         if hasattr(one, "to_dict") and type(one) is type(two):
             inner = raw.get(name)
             yield from _compare(one, two, inner if isinstance(inner, Mapping) else {}, f"{prefix}{name}.")

@@ -54,7 +54,7 @@ class StagedWeights:
             return
         try:
             self._parts[name] = [part.to("cpu", copy=True) for part in self._slots.parts(name, whole)]
-        except Exception as error:  # the other ranks must learn of it, whatever it is
+        except Exception as error:  # the other ranks must receive it, of any type
             self.problem = f"{name} cannot be kept: {error}"
 
     def settle(self, channel: Channel) -> str:

@@ -26,7 +26,7 @@ from services.target.process.weights.member import Membership
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-Tell = Callable[[bytes], None]  # sends what a group does to the other ranks; in the engine thread
+Broadcast = Callable[[bytes], None]  # sends what a group does to the other ranks; in the engine thread
 
 
 class JobThread:
@@ -65,20 +65,21 @@ class TrainerGroups:
         tied: Mapping[str, str],
         device: torch.device,
         timeout: float,
-        tell: Tell | None = None,
+        broadcast: Broadcast | None = None,
     ) -> None:
         """shapes: of the model's tensors; tied: second names of some. timeout: as of TrainerGroup.
 
-        tell: None without other ranks
+        broadcast: None without other ranks
         """
-        self._shapes, self._tied, self._device, self._timeout, self._tell = shapes, tied, device, timeout, tell
+        self._shapes, self._tied, self._device, self._timeout = shapes, tied, device, timeout
+        self._broadcast = broadcast
         self._groups: dict[str, TrainerGroup] = {}  # changed by jobs alone
         self._jobs = JobThread("groups")
 
     def announce(self, what: str, **details: Any) -> None:
         """In the engine thread, before `join`, `receive` and `leave`: let the other ranks do the same."""
-        if self._tell is not None:
-            self._tell(json.dumps({"what": what, "timeout": self._timeout, **details}).encode())
+        if self._broadcast is not None:
+            self._broadcast(json.dumps({"what": what, "timeout": self._timeout, **details}).encode())
 
     def join(self, membership: Membership) -> Future[None]:
         """Join a group, in place of an earlier one of its name. The future raises ConfigError."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 class Average:
     """value: of what was added; 0 before. count: of the values."""
 
-    def __init__(self, weight: float = 0.1) -> None:
+    def __init__(self, weight: float) -> None:
         """weight: of the last value."""
         self.value, self.count = 0.0, 0
         self._weight = weight

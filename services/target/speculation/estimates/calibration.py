@@ -11,7 +11,7 @@ from services.target.speculation.estimates.acceptance import AcceptanceEstimate
 _DECAY = 0.97  # per step that verified draft tokens
 _DECAY_AFTER_PAUSE = 0.3  # where a drafter that was given up turns out right: it may be another one by now
 _WEIGHT = 2.0  # promised tokens that the prior counts for
-_MIN_RATIO, _MAX_RATIO = 0.01, 2.0
+_MIN_RATIO, _MAX_RATIO = 0.01, 2.0  # accepted over promised tokens; above 0, so that a rejected drafter is ranked still
 # Steps between tries: at first, after a try that succeeded alone, and at most.
 _FIRST_INTERVAL, _USUAL_INTERVAL, _MAX_INTERVAL = 8, 64, 128
 
@@ -36,7 +36,7 @@ class Calibration:
 
     @property
     def due(self) -> bool:
-        """True if one draft token is to be tried, whatever its expected gain."""
+        """True if one draft token is to be tried without regard to its expected gain."""
         return self._steps >= self._interval
 
     def observe(self, promised: float, accepted: int) -> None:

@@ -1,4 +1,4 @@
-"""What a mode that waits for no draft is expected to bring, before it is tried."""
+"""Predicts a mode that waits for no draft, before it is tried."""
 
 from __future__ import annotations
 

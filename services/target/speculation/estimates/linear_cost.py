@@ -1,7 +1,7 @@
 """A linear cost model: seconds = fixed + each * count, fitted to recent measurements.
 
 Drafting with the local EAGLE head needs it: its cost per token decides how deep chains are, and the counts that are
-measured lie close together, where a correction of fixed points (step_cost.py) cannot tell both parts apart.
+measured lie close together, where a correction of fixed points (step_cost.py) cannot separate the two parts.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from services.target.speculation.estimates.answer_latency import AnswerLatency
 from services.target.speculation.estimates.average import Average
 from services.target.speculation.estimates.in_time import share_in_time
 
-_WEIGHT = 0.03  # of the last step
+_WEIGHT = 0.1  # of the last step in averages of its time and tokens
+_ACCEPTED_WEIGHT = 0.03  # of the last step in the usual acceptance: stretches of text are harder or easier
 _LEAST = 8  # answers, or steps, before a measurement counts
 _LONGEST = 1.0  # seconds from commit to commit; more is a pause
 _STALE = 100  # times an answer's latency, after which a measurement of the acceptance is old: 1 % is spent on a new one
@@ -34,8 +35,9 @@ class WaitGain:
     """Measures one engine's answers; knows sessions by id."""
 
     def __init__(self, latency: AnswerLatency) -> None:
-        self._latency, self._accepted, self._own = latency, Average(_WEIGHT), Average(_WEIGHT)
-        self._tokens, self._seconds = Average(), Average()
+        self._latency = latency
+        self._accepted, self._own = Average(_ACCEPTED_WEIGHT), Average(_ACCEPTED_WEIGHT)
+        self._tokens, self._seconds = Average(_WEIGHT), Average(_WEIGHT)
         self._answered: set[int] = set()  # sessions whose next step has an answer to the last commit
         self._last: float | None = None
         self._measured = 0.0  # when usual acceptance was

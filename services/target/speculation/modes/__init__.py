@@ -1,1 +1,1 @@
-"""Speculation modes: which are there, what they bring at a load, and which one a step has."""
+"""Speculation modes: which there are, their throughput at a load, and which one a step has."""

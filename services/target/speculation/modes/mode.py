@@ -10,7 +10,7 @@ class SpeculationMode(Enum):
 
     WAIT_FOR_DRAFT = auto()  # hold the step until proposals arrive, within a bound
     DRAFT_IF_READY = auto()  # verify the proposals that are there
-    # In both, the target's own sources draft where no proposal is predicted to bring more.
+    # In both, the target's own sources draft where no proposal is predicted to gain more.
     SELF_SPECULATE = auto()  # draft with the target's own sources where they are predicted to pay
     NONE = auto()  # decode plainly
 

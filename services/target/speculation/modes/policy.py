@@ -86,7 +86,7 @@ class ModePolicy:
 
         They will all want tokens soon, so it is their load that counts: their prompts are read in the better mode.
         served: a session allows the draft service. apart: no session allows another source, so that the modes without
-        a draft service are plain decoding; these are measured apart, and begin with the draft service.
+        a draft service are plain decoding; these are measured apart, and one or two begin with the draft service.
         since: when the device began with the step in flight, if there is one.
         """
         if apart is not self._apart:
@@ -189,7 +189,8 @@ class ModePolicy:
         self._trial.start(settles=load not in known)
         if load not in known:
             below = max((other for other in known if other < load), default=-1)
-            fewer, many = known.get(below), not self._apart and (load >= _MANY or self._expensive())
+            # The first trial at a larger load costs as much where the draft service alone may draft.
+            fewer, many = known.get(below), load >= _MANY or (not self._apart and self._expensive())
             known[load] = ModeSelector(
                 self._modes, mode, self.prefill_cost, fewer, load - below, latency=self.wait.latency, many=many
             )

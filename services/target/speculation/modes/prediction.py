@@ -1,4 +1,4 @@
-"""What steps of one mode say of another, and how much chance is in a trial."""
+"""Predicts steps of one mode from those of another, and how much a trial's throughput varies by chance."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from services.target.speculation.modes.trial import TRIAL, Steps
 
 # Steps with proposals for which it counts that they accept one draft token: the first few may meet a hard line of text.
 PRIOR_STEPS = 4.0
-_FEWEST_OTHERS = 2.0  # steps without proposals that say something of own sources
+_FEWEST_OTHERS = 2.0  # steps without proposals from which self-speculation is predicted
 _RUNS = 1.5  # variance of what steps commit, over that of independent ones: chains are accepted in runs
 _PACE_NOISE = 0.03  # standard deviation of a trial's throughput by the machine's pace
 _OWN_WALK = 0.2  # the same of its level since the last one, where all tokens are those of own sources: texts change
 
 
 def predicted(mode: SpeculationMode, steps: Steps, accepted: float, latency: AnswerLatency) -> Steps | None:
-    """A few steps of a mode, from those of another one with drafts; None if these say nothing of it.
+    """A few steps of a mode, from those of another one with drafts; None if it cannot be predicted from them.
 
     Drafting beside the target is taken to cost it nothing. accepted: draft tokens of a step with proposals
     latency: of a draft's answers
@@ -59,7 +59,7 @@ def _shares(accepted: float, step: float, latency: AnswerLatency) -> list[tuple[
 def variances(count: float, usual: Steps, accepted: float, sessions: float) -> tuple[float, float]:
     """Of the logarithm of the throughput of a trial of `count` steps: by chance, and by texts that change in between.
 
-    Texts decide what own sources bring, and which steps have proposals. usual: steps of the mode
+    The text decides how much own sources gain, and which steps have proposals. usual: steps of the mode
     accepted: draft tokens of a step with proposals, which are taken to be as many in all trials
     """
     steps = max(usual.steps, 1.0)

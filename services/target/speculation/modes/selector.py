@@ -21,13 +21,13 @@ from services.target.speculation.modes.trial import SETTLING, TRIAL, Steps
 
 # Measured steps of the first trials at a load: a losing mode ends soon.
 _FIRST_TRIAL = TRIAL // 4
-_DOUBLINGS = (TRIAL // _FIRST_TRIAL).bit_length() - 1
+_DOUBLINGS = (TRIAL // _FIRST_TRIAL).bit_length() - 1  # from the first length of a trial to the last
 _SHORT_TRIAL = TRIAL // 2  # of a mode that is far behind
 _FAR_BEHIND = 0.9  # of the best mode's throughput
 # A losing mode is retried when what a trial costs is at most this share of the time since its last one. The worse of
 # two modes with drafts waits longer where plain steps are best: it hardly wins if the better one does not.
 _COST_SHARE = 0.005
-_COST_SHARE_OF_WORST = _COST_SHARE / 4
+_COST_SHARE_OF_WORST = _COST_SHARE / 4  # of the worse one
 _DOUBT_SHARE = 0.1  # the same for a mode that is the best after all, times the probability that it is
 _MIN_PAUSE_TRIALS = 16  # of the mode's own trials; fewer where it may be the best
 _MAX_PAUSE = 300.0  # seconds
@@ -35,7 +35,7 @@ _MAX_PAUSE = 300.0  # seconds
 # mode is given up for long only after several losses: its first pause is at most one second, or 16 trials of the
 # best mode, each further one this many times as long. More losses than _MAX_LOSSES lead beyond the longest pause.
 _FIRST_PAUSE, _PAUSE_GROWTH = 1.0, 4.0
-_MAX_LOSSES = math.ceil(math.log(_MAX_PAUSE / _FIRST_PAUSE, _PAUSE_GROWTH))
+_MAX_LOSSES = math.ceil(math.log(_MAX_PAUSE / _FIRST_PAUSE, _PAUSE_GROWTH))  # consecutive ones
 _FIRST_DELAY = 30.0  # seconds that a load lasts before drafts are tried where a trial costs about one second
 _GAIN_LOSS = 1.5  # factor by which the gain of drafts shrinks with twice as many sessions
 _FEWEST_TOKENS = 0.5  # that a trial without any counts for
@@ -203,7 +203,7 @@ class ModeSelector(ModeThroughput):
 
 
 def _required_gain(mode: SpeculationMode) -> float:
-    """Factor of throughput that a mode must bring to be chosen."""
+    """Factor of throughput that a mode must gain to be chosen."""
     return MIN_GAIN if mode in DRAFT_MODES else 1.0
 
 

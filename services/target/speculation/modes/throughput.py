@@ -1,4 +1,4 @@
-"""What the modes at one load bring: of measured steps, and of predictions from those of other modes."""
+"""Throughput of the modes at one load: measured, and predicted from steps of other modes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ModeThroughput:
         return rates
 
     def _update_accepted(self, new: Steps) -> None:
-        """Learn what steps with proposals accept, in whatever mode, by which earlier trials of all modes are judged."""
+        """Learn how many draft tokens steps with proposals accept, in any mode, and judge earlier trials by that."""
         measured = {mode: one.total for mode, one in self._measured.items() if one.total.drafted and one.trials}
         before = {mode: self._tokens_of(steps) for mode, steps in measured.items()}
         self._drafted.add(new, _DECAY)
@@ -93,7 +93,7 @@ class ModeThroughput:
             self._effects.scale(mode, self._tokens_of(steps) / before[mode])
 
     def _expect_first(self) -> None:
-        """Before the first trial of a mode with drafts counts: what the other one's trials foretell of it."""
+        """Before the first trial of a mode with drafts counts: its prediction from the other one's trials."""
         for mode in DRAFT_MODES:
             if mode not in self._measured or not self._measured[mode].trials:
                 continue
@@ -102,7 +102,7 @@ class ModeThroughput:
                 self._measured[self.mode].total = steps
 
     def _relate(self, new: Steps) -> None:
-        """A trial with drafts shows what own sources bring on the same text: they draft in steps without proposals."""
+        """A trial with drafts also measures own sources on the same text: they draft in its steps without proposals."""
         alone = SpeculationMode.SELF_SPECULATE
         if self.mode not in DRAFT_MODES or alone not in self._measured:
             return

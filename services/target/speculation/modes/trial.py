@@ -1,4 +1,4 @@
-"""What steps take and bring: of one trial of a speculation mode, and on average."""
+"""Tokens and seconds of steps: of one trial of a speculation mode, and on average."""
 
 from __future__ import annotations
 

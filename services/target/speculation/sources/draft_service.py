@@ -1,6 +1,7 @@
 """Proposals of draft services as a draft source: merged into each session's draft tree when they arrive.
 
-Of all sessions' draft tokens a step verifies those that maximize its throughput (budget.py), unless flags say how many.
+Of all sessions' draft tokens a step verifies those that maximize its throughput (budget.py), unless flags fix their
+number.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class DraftService(DraftSource):
         self.stats.received(proposal, entry.session.length, len(entry.tree) - held, known)
 
     def begin(self, demand: Demand) -> None:
-        """Note what a draft token must bring in a step, whether the step verifies any or not."""
+        """Note from which probability on a draft token is worth its cost in a step, with or without draft tokens."""
         self._min_probability = self._planner.budget.min_probability(demand.tokens, demand.sessions, demand.kv_tokens)
 
     def draft(self, demand: Demand, listen: MessageWatch) -> Drafts:

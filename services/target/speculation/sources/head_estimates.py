@@ -1,4 +1,4 @@
-"""Estimates of a local EAGLE head: how often its draft tokens are accepted, what drafting costs, what chains bring."""
+"""Estimates of a local EAGLE head: acceptance rates, cost of drafting, throughput with its chains."""
 
 from __future__ import annotations
 

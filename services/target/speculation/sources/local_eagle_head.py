@@ -41,11 +41,11 @@ class LocalEagleHead(ModelSource):
 
     head:      computes the draft tokens
     kv:        which rows of each session the head has written
-    estimates: what its chains cost and bring
+    estimates: cost and throughput of its chains
     """
 
     kind = SourceKind.HEAD
-    min_speedup = 1.1
+    min_speedup = 1.1  # a smaller one may be an error of the prediction, and ends multi-step decoding
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class QuantizedSelfDraft(ModelSource):
     """
 
     kind = SourceKind.QUANTIZED
-    min_speedup = 1.05
+    min_speedup = 1.05  # a smaller one may be an error of the prediction, and ends multi-step decoding
 
     def __init__(self, model: Model, cache: KVCache, planner: Planner, sessions: Mapping[int, TargetSession]) -> None:
         """sessions: those that are open, by id."""

@@ -12,9 +12,11 @@ from services.target.model.loading import load as loading
 from services.target.model.loading import quantized, support
 from services.target.model.loading.probe import module_without_weights
 from services.target.model.stored.checkpoint import QuantizedWeights
+from services.target.process.control import Control, Update
 from tests.support.checkpoints import quantizers
 from tests.support.checkpoints.families import add_tensors, write_family
 from tests.support.checkpoints.quantizers import AWQ, FP8, GPTQ, write_quantized
+from tests.support.target.controlled import in_parts
 from tests.support.target.driving import engine_of, load_model, opening, run
 from tests.support.target.greedy_text import NEW, PROMPT, check_text, logits_of
 
@@ -120,6 +122,52 @@ def written_fp8(tmp_path):
     folder = write_family(tmp_path / "fp8", "llama-2", hidden_size=128, intermediate_size=256)
     write_quantized(folder, tmp_path / "plain", quantizers.fp8(128), FP8 | {"weight_block_size": [128, 128]})
     return folder
+
+
+def in_8_bits(weight):
+    """Rounded to E4M3, with a scale for each row and 128 inputs."""
+    blocks = weight.bfloat16().float().unflatten(1, (-1, 128))
+    scales = blocks.abs().amax(2, keepdim=True) / 448
+    return ((blocks / scales).to(torch.float8_e4m3fn).float() * scales).flatten(1)
+
+
+@pytest.mark.parametrize("way", ["tensors", "folder"])
+def test_8_bit_floats_are_replaced(way, tmp_path):
+    """By plain weights, which are rounded to them. Scales of the file alone would change nothing, and are refused."""
+    folder, other = written_fp8(tmp_path), tmp_path / "other"
+    write_family(other, "llama-2", hidden_size=128, intermediate_size=256)
+    tensors = safetensors.torch.load_file(other / "model.safetensors")
+    new = {name: torch.randn_like(one) * one.std() if one.ndim > 1 else one for name, one in tensors.items()}
+    safetensors.torch.save_file(new, other / "model.safetensors", {"format": "pt"})
+    model = loading.load(folder, TargetConfig(device="cpu", self_speculation="off"))
+    control = Control(engine_of(model), folder, roots=[str(tmp_path)])
+    before = logits_of(model)
+    scales = {"model.layers.0.self_attn.o_proj.weight_scale_inv": torch.ones(1, 1)}
+    with pytest.raises(ConfigError, match="no tensors of these names"):
+        in_parts(control, safetensors.torch.save(scales))
+    if way == "folder":
+        control.update_from_folder(control.read_folder(str(other)), Update())
+    else:
+        control.update_from_tensors(in_parts(control, safetensors.torch.save(new)), Update())
+    assert model.kinds == {"fp8 e4m3": 21}
+    rounded = {name: in_8_bits(tensor) if "_proj.weight" in name else tensor for name, tensor in new.items()}
+    safetensors.torch.save_file(rounded, other / "model.safetensors", {"format": "pt"})
+    expected = logits_of(load_model(other, dtype="bfloat16", self_speculation="off"))
+    found = logits_of(model)
+    assert (found - expected).std() < 0.06 * expected.std()  # rounding of these weights to bfloat16
+    assert (found - before).std() > 0.5 * expected.std()
+
+
+def test_other_kept_formats_take_no_new_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(quantizers, "GROUP", 64)
+    folder = write_family(tmp_path / "gptq", "llama-2", hidden_size=128, intermediate_size=256)
+    write_quantized(
+        folder, tmp_path / "plain", quantizers.gptq(4, symmetric=False), GPTQ | {"bits": 4, "group_size": 64}
+    )
+    model = loading.load(folder, TargetConfig(device="cpu", self_speculation="off"))
+    assert model.kinds == {"gptq int4": 21}
+    with pytest.raises(ConfigError, match="start the target with --dtype bfloat16"):
+        Control(engine_of(model), folder, roots=[str(tmp_path)]).read_folder(str(folder))
 
 
 def without_scales(tensors):

@@ -75,4 +75,6 @@ def test_first_answers_are_no_measurement():
     wait.asked({1: 7, 2: 10})
     wait.closed(1)
     wait.closed(2)
-    assert not wait.latency._asked
+    for session_id, length in ((1, 7), (2, 10)):
+        wait.latency.answered(session_id, length, clock.now)
+    assert wait.latency.count == 1

@@ -66,7 +66,11 @@ def stored_format(ggml_type: str) -> Format | None:
     return _GGUF.get(ggml_type)
 
 
+ROUNDED = (Format.INT8, Format.INT4, Format.FLOAT8)
+"""Formats to which `fill` rounds any weight."""
 _PLAIN = (Format.FLOAT32, Format.BFLOAT16)  # packed as fast as they are copied
+_ROWS = 256  # that are rounded to 8-bit floats at a time
+_LARGEST_E4M3 = 448.0
 
 
 class PackedWeight:
@@ -129,8 +133,16 @@ class PackedWeight:
         return int(library.load().outrider_weight_bytes(self._handle))
 
     def fill(self, outputs: Tensor, weight: Tensor) -> None:
-        """Pack some outputs. outputs: [n] int64, their indices; weight: [n, inputs], floating point."""
+        """Pack some outputs. outputs: [n] int64, their indices; weight: [n, inputs], floating point.
+
+        In formats of checkpoints, only FLOAT8 takes any weight, which it rounds.
+        """
         if self.restore():
+            return
+        if self.format == Format.FLOAT8:
+            for begin in range(0, len(outputs), _ROWS):
+                codes, scales = quantize_float8(weight[begin : begin + _ROWS], self.groups * GROUP)
+                self.fill_blocks(outputs[begin : begin + _ROWS], codes, scale_units=scales)
             return
         functions = library.load()
         assert weight.shape == (len(outputs), self.inputs), "a weight keeps its shape"
@@ -255,6 +267,17 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     scales = weight.abs().amax(1).clamp(min=1e-30) / 127.0
     return (weight / scales[:, None]).round_().to(torch.int8).contiguous(), scales.contiguous()
+
+
+def quantize_float8(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """weight: [n, k]; block: inputs of a scale. Returns bits of E4M3, [n, k] uint8, and float32 scales, [n, blocks]."""
+    n, k = weight.shape
+    blocks = -(-k // block)
+    wide = torch.nn.functional.pad(weight.detach().to("cpu", torch.float32), (0, blocks * block - k))
+    wide = wide.view(n, blocks, block)
+    scales = wide.abs().amax(2).clamp(min=1e-30) / _LARGEST_E4M3
+    values = (wide / scales[..., None]).clamp_(-_LARGEST_E4M3, _LARGEST_E4M3).to(torch.float8_e4m3fn)
+    return values.view(torch.uint8).view(n, blocks * block)[:, :k].contiguous(), scales
 
 
 def quantize_int4(weight: Tensor, steps: Sequence[int] = STEPS) -> tuple[Tensor, Tensor, Tensor]:

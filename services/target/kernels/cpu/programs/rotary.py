@@ -14,7 +14,7 @@ _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 
 
 class UnknownRotary(Exception):
-    """The rotary embedding is another one; the message says which."""
+    """The rotary embedding is another one, which the message names."""
 
 
 def rope_parameters(content: Mapping[str, Any]) -> dict[str, Any]:
