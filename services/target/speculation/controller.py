@@ -121,7 +121,9 @@ class Speculation:
         if entry is not None and self.service.serves(entry.session):
             fresh = proposal.committed_length >= entry.session.length
             self.policy.wait.reads_ahead |= entry.session.length == entry.session.opened_length
-            self.policy.received(proposal.session_id, fresh=fresh, length=proposal.committed_length)
+            self.policy.received(
+                proposal.session_id, fresh=fresh, length=proposal.committed_length, useful=len(proposal.tokens) > 0
+            )
             self.service.merge(proposal, entry)
 
     # --- modes ---
@@ -234,20 +236,23 @@ class Speculation:
             wanted, sessions, tokens, prompts=prompt_tokens, steps=steps, own=own, unread=unread,
             drafted=len(served), accepted=sum(commit.accepted for commit in served),
         )  # fmt: skip
-        if not prompt_tokens and 0 < len(wanted) <= _FEW_SESSIONS:
+        if not prompt_tokens and wanted:
             self._wait_where_it_pays(commits, wanted, tokens)
-        self.policy.asked({one.session_id: one.base_length + len(one.tokens) for one in commits if one.draft_budget})
+        lengths = {one.session_id: one.base_length + len(one.tokens) for one in commits if one.draft_budget}
+        self.policy.asked(lengths, [one for one in wanted if self._sessions[one].tree])
 
     def _wait_where_it_pays(self, commits: Sequence[Commit], wanted: Sequence[int], tokens: int) -> None:
-        """Let the next step begin at once if what has survived of the trees promises enough."""
+        """Let the next step wait only for sessions whose answers are expected to be worth it."""
         wait = self.policy.wait
-        accepted = {one.session_id: one.accepted if one.source == SourceKind.DRAFT else 0 for one in commits}
-        wait.gain.committed(wait.now, accepted, tokens)
+        served = {one.session_id: one.accepted for one in commits if one.source == SourceKind.DRAFT and one.verified}
+        own = [one.accepted for one in commits if one.session_id not in served]
+        wait.gain.committed(wait.now, served, tokens, own)
         if self.planner.verifies_all or wait.reads or not wait.remaining:
             return
         entries = [self._sessions[one] for one in wanted]
-        if any(entry.tree for entry in entries) and not wait.gain.pays(map(self.service.expected, entries)):
-            wait.release()
+        few = len(entries) <= _FEW_SESSIONS
+        promised = {one.session.id: self.service.expected(one) if few else 0.0 for one in entries if one.tree}
+        wait.weigh(promised, self.policy.pace.seconds)
 
 
 def _with_drafts(works: Sequence[SessionWork], drafts: Drafts) -> Sequence[SessionWork]:

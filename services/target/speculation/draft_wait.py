@@ -1,7 +1,6 @@
 """How long a step is held for proposals: until every session with a drafter has an answer to its last commit, within a
-bound. A drafter further away than the bound hardly pays: where answers usually take longer, no step is held. A few
-sessions that have draft tokens left are not waited for where their answers add less than the time costs
-(estimates/wait_gain.py).
+bound. A drafter further away than the bound hardly pays: a session whose answers usually take longer holds no step, and
+neither do those whose answers add less than the time costs (estimates/wait_gain.py).
 
 The first answer to a session takes longer, because the drafter reads the prompt first: on the target's cores it can do
 so only while the target waits. So a step may be held for it once, for as long as the target itself took to read that
@@ -83,28 +82,37 @@ class DraftWait:
             if self._misses[session_id] >= _MAX_MISSES:
                 self._drafted.discard(session_id)
 
-    def received(self, session_id: int, *, fresh: bool, length: int = 0) -> None:
-        """A proposal, or an empty answer, has come. length: tokens that its drafter knew; fresh: it knew all."""
+    def received(self, session_id: int, *, fresh: bool, length: int = 0, useful: bool = True) -> None:
+        """A proposal, or an empty answer, has come. length: tokens that its drafter knew; fresh: it knew all.
+
+        useful: it holds draft tokens
+        """
         self.has_drafter = True
         if session_id not in self._drafted:  # its first answer took the time of the prompt, too
             self._drafted.add(session_id)
             self._vain = 0
         else:
-            self.latency.answered(session_id, length, self._clock())
+            self.latency.answered(session_id, length, self._clock(), useful=useful)
         if fresh:
             self.gain.answered(session_id)
             self._awaited.discard(session_id)
             self._misses.pop(session_id, None)
 
-    def asked(self, lengths: Mapping[int, int]) -> None:
-        """Commits ask for draft tokens, which the next step waits for or not. lengths: of their sessions, with them."""
-        now, held = self._clock(), self.remaining > 0.0
-        for session_id in self._drafted & lengths.keys():
-            self.latency.asked(session_id, lengths[session_id], now, held=held)
+    def asked(self, lengths: Mapping[int, int], trees: Collection[int] = ()) -> None:
+        """Commits ask for draft tokens, which the next step waits for or not. lengths: of their sessions, with them.
 
-    def release(self) -> None:
-        """Hold the next step no longer; its sessions do not count as waited for in vain."""
-        self._awaited.clear()
+        trees: sessions that have draft tokens left
+        """
+        now, held = self._clock(), self._awaited if self.remaining > 0.0 else ()
+        for one in self._drafted & lengths.keys():
+            self.latency.asked(one, lengths[one], now, held=one in held, bare=one not in trees)
+
+    def weigh(self, promised: Mapping[int, float | None], step_seconds: float) -> None:
+        """Hold the next step only for sessions where that pays; the others do not count as waited for in vain.
+
+        promised, step_seconds: as of WaitGain
+        """
+        self._awaited &= self.gain.worth({one: promised.get(one) for one in self._awaited}, step_seconds)
 
     def drafts_for(self, session_id: int) -> bool:
         """True if a drafter answers for the session."""
@@ -137,7 +145,8 @@ class DraftWait:
         seconds in which drafters read sessions that have no answer yet
         """
         longest, reads = longest_wait(step_seconds), False
-        awaited = self.any_of(wanted) if tries or self.latency.held_seconds <= longest else set()
+        near = wanted if tries else [one for one in wanted if self.latency.of(one).held_seconds <= longest]
+        awaited = self.any_of(near)
         if self.has_drafter and reading and self._vain < _MAX_VAIN and 2 * len(reading) > len(wanted):
             unread = {one for one in reading if one not in self._misses}
             longest = max(longest, min(sum(reading[one] for one in unread), _MAX_FIRST_WAIT))

@@ -94,13 +94,18 @@ def commits_of(sessions):
 
 
 def sessions_that_are_weighed():
-    """Numbers of sessions with draft tokens for which no step is held where waiting does not pay."""
+    """Numbers of sessions for which no step is held, because what is left of their trees promises enough."""
     weighed = []
     for count in (1, 2, 3, 4, 6, 8, 12):
         sessions = open_sessions(*[[5, 6, 7]] * count)
         speculation = speculation_of(sessions)
         wait = speculation.policy.wait
-        wait.gain = SimpleNamespace(answered=lambda _: None, committed=lambda *_: None, pays=lambda _: False)
+        wait.gain = SimpleNamespace(
+            answered=lambda _: None,
+            committed=lambda *_: None,
+            worth=lambda promised, _: {one for one, tokens in promised.items() if tokens < 1.0},
+        )
+        speculation.service.expected = lambda _: 2.0
         for number, entry in sessions.items():
             entry.tree = [1]
             speculation.policy.received(number, fresh=True)

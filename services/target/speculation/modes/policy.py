@@ -104,16 +104,16 @@ class ModePolicy:
         """True if there is more than one mode: without a draft service there is not."""
         return self.wait.has_drafter and self._served
 
-    def received(self, session_id: int, *, fresh: bool, length: int = 0) -> None:
+    def received(self, session_id: int, *, fresh: bool, length: int = 0, useful: bool = True) -> None:
         """As of DraftWait."""
         if not self.wait.has_drafter:
             self._selectors, self._load = {False: {}, True: {}}, -1
-        self.wait.received(session_id, fresh=fresh, length=length)
+        self.wait.received(session_id, fresh=fresh, length=length, useful=useful)
 
-    def asked(self, lengths: Mapping[int, int]) -> None:
+    def asked(self, lengths: Mapping[int, int], trees: Collection[int] = ()) -> None:
         """As of DraftWait; behind `end`."""
         if self.wait.has_drafter:
-            self.wait.asked(lengths)
+            self.wait.asked(lengths, trees)
 
     def end(
         self,

@@ -33,13 +33,26 @@ def predicted(mode: SpeculationMode, steps: Steps, accepted: float, latency: Ans
     elif mode in DRAFT_MODES:
         if not latency.count:
             return None
-        drafted, held = 1.0, latency.held_seconds
-    if mode is SpeculationMode.DRAFT_IF_READY:
-        drafted, held = share_in_time(accepted, step, latency.seconds), 0.0
+        shares = _shares(accepted, step, latency)
+        waits = mode is SpeculationMode.WAIT_FOR_DRAFT
+        drafted, held = max(shares, key=lambda one: (1.0 + one[0] * accepted) / (step + one[1])) if waits else shares[0]
     own *= 1.0 - drafted
     tokens = 1.0 + own + drafted * accepted
     made = Steps()
     made.add(Steps(tokens, step + held, 1.0, own, drafted, drafted * accepted, held, drafted * step), scale=PRIOR_STEPS)
+    return made
+
+
+def _shares(accepted: float, step: float, latency: AnswerLatency) -> list[tuple[float, float]]:
+    """Share of sessions' steps with draft tokens, and seconds of waiting: if steps wait for none, and if they wait for
+    the nearest ones, more and more, to all of them."""
+    links = sorted(latency.links, key=lambda one: one.held_seconds)
+    late = [share_in_time(accepted, step, one.seconds) for one in links]
+    total = sum(late)
+    made = [(total / len(links), 0.0)]
+    for one, share in zip(links, late, strict=True):
+        total += 1.0 - share
+        made.append((total / len(links), one.held_seconds))
     return made
 
 

@@ -19,7 +19,7 @@ from tests.support.target.virtual_time.drafter_clock import Clock
 
 _DEPTH = 8  # tokens of a tree's longest path
 _SAME = 0.7  # share of tokens that a drafter foretells, or not, from wherever it begins
-_AHEAD = 0.15  # probability that a tree holds a token behind one that it did not foretell
+AHEAD = 0.15  # probability that a tree holds a token behind one that it did not foretell
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Link:
     foretold: float = 0.62
 
 
-class _Text:
+class Text:
     """Which tokens a drafter foretells from where, drawn once: the same for all modes. Stretches are easy or hard."""
 
     def __init__(self, draw: random.Random, foretold: float, length: int) -> None:
@@ -76,12 +76,12 @@ class Replay:
         self._arrivals: list[tuple[float, int]] = []
         self._trees: dict[int, int] = {}  # depth of those that have arrived, by root
         self._length = 0
-        self._text: _Text
+        self._text: Text
 
     def answer(self, length: int) -> float:
         """Commit a text of `length` tokens. Returns its tokens/s behind the first token."""
         self._answers += 1
-        text = _Text(random.Random(f"{self._seed}/{self._answers}"), self.link.foretold, length)
+        text = Text(random.Random(f"{self._seed}/{self._answers}"), self.link.foretold, length)
         noise, policy, link, clock = random.Random(self._answers), self.policy, self.link, self._clock
         self._arrivals, self._trees, self._length, self._text = [], {}, 1, text
         policy.begin(1)
@@ -98,7 +98,7 @@ class Replay:
             ahead = max(root + depth for root, depth in self._trees.items()) - self._length if drafted else 0
             accepted = min(ahead, length - self._length - 1)
             self._length += 1 + accepted
-            grown = drafted and noise.random() < _AHEAD
+            grown = drafted and noise.random() < AHEAD
             self._trees = {root: depth for root, depth in self._trees.items() if root + depth >= self._length}
             if grown:
                 self._trees[self._length] = text.depth(self._length)
@@ -112,19 +112,18 @@ class Replay:
         wanted = [self._answers] if asks or not self.policy.wait.has_drafter else []
         self.policy.end(wanted, 1, tokens, prompts=prompts, drafted=drafted, accepted=accepted)
         if not prompts:
-            self._weigh(accepted)
+            self._weigh(accepted if drafted else None, tokens)
         if wanted and not self.policy.drafting_paused:
-            self.policy.asked({self._answers: self._length})
+            self.policy.asked({self._answers: self._length}, [self._answers] if self._trees else ())
             heapq.heappush(self._arrivals, (self._clock.now + latency, self._length))
 
-    def _weigh(self, accepted: int) -> None:
+    def _weigh(self, accepted: int | None, tokens: int) -> None:
         """As the controller does."""
-        wait, now = self.policy.wait, self._clock.now
-        wait.gain.committed(now, {self._answers: accepted}, 1 + accepted)
-        if wait.remaining and self._trees:
-            promised = max(self._text.promise(root, self._length) for root in self._trees)
-            if not wait.gain.pays([promised]):
-                wait.release()
+        wait = self.policy.wait
+        wait.gain.committed(wait.now, {} if accepted is None else {self._answers: accepted}, tokens)
+        if wait.remaining:
+            promised = [self._text.promise(root, self._length) for root in self._trees]
+            wait.weigh({self._answers: max(promised)} if promised else {}, self.policy.pace.seconds)
 
     def _hold(self) -> None:
         begun = self._clock.now

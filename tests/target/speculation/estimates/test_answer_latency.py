@@ -34,6 +34,33 @@ def test_answers_that_steps_wait_for_are_faster_on_the_targets_cores():
     assert latency.held_seconds == pytest.approx(0.002, rel=0.05)
 
 
+def test_each_session_has_the_latency_of_its_own_link():
+    latency = AnswerLatency()
+    assert latency.links == [latency]
+    for number in range(20):
+        for session_id, seconds in ((1, 0.002), (2, 0.022)):
+            latency.asked(session_id, number, 0.0, held=True)
+            latency.answered(session_id, number, seconds)
+    assert latency.of(1).held_seconds == pytest.approx(0.002)
+    assert latency.of(2).held_seconds == pytest.approx(0.022)
+    assert 0.002 < latency.seconds < 0.022
+    assert latency.of(3).seconds == latency.seconds, "unknown until its first answer"
+    assert len(latency.links) == 2
+    latency.closed(2)
+    assert latency.of(2) is latency
+    assert len(latency.links) == 1
+
+
+def test_answers_count_as_useful_apart_where_draft_tokens_were_left():
+    latency = AnswerLatency()
+    assert latency.useful(bare=True) == 1.0
+    for number in range(40):
+        latency.asked(1, number, 0.0, held=False, bare=number % 2 == 0)
+        latency.answered(1, number, 0.004, useful=number % 2 == 0)
+    assert latency.of(1).useful(bare=True) == pytest.approx(1.0)
+    assert latency.of(1).useful(bare=False) == pytest.approx(0.0, abs=0.01)
+
+
 def test_first_answers_are_no_measurement():
     """A drafter reads the prompt for them; a session that has ended leaves nothing behind."""
     clock = Clock()

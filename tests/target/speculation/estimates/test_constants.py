@@ -94,7 +94,23 @@ def limit_of_waiting(*intervals, accepted=(2,), seconds=0.003):
         now += intervals[number % len(intervals)]
         taken = accepted[number * len(accepted) // 40]
         gain.committed(now, {1: taken}, taken + 1)
-    return sum(gain.pays([hundredth / 100]) for hundredth in range(400))
+    return sum(bool(gain.worth({1: hundredth / 100}, 0.02)) for hundredth in range(400))
+
+
+def steps_before_hope():
+    """Steps without an answer after which a draft that was useless is waited for again, and tokens that may survive."""
+    latency = AnswerLatency()
+    gain = WaitGain(latency)
+    for number in range(40):
+        latency.asked(1, number, 0.0, held=True)
+        latency.answered(1, number, 0.003)
+        gain.answered(1)
+        gain.committed(0.02 * number, {1: 0}, 1)
+    for number in range(40, 200):
+        gain.committed(0.02 * number, {}, 1)
+        if gain.worth({1: 0.0}, 0.02):
+            return number, sum(bool(gain.worth({1: hundredth / 100}, 0.02)) for hundredth in range(400))
+    raise AssertionError("it is never waited for")
 
 
 def steps_before_judgement():
@@ -106,7 +122,7 @@ def steps_before_judgement():
         latency.answered(1, number, 0.1)
         gain.answered(1)
         gain.committed(0.02 * number, {1: 0}, 1)
-        if not gain.pays([0.0]):
+        if not gain.worth({1: 0.0}, 0.02):
             return number
     raise AssertionError("it is never recognized")
 
@@ -139,6 +155,9 @@ EFFECTS = {
     "answer_latency:_LONGEST": lambda: measured_latency(0.4, 0.8, 1.6, 3.0),
     "answer_latency:_MOST": late_answers,
     "wait_gain:_WEIGHT": lambda: limit_of_waiting(0.02, accepted=(4, 1)),
+    "wait_gain:_ACCEPTED_WEIGHT": lambda: limit_of_waiting(0.02, accepted=(4, 1)),
+    "wait_gain:_STALE": steps_before_hope,
+    "wait_gain:_HOPED": steps_before_hope,
     "wait_gain:_LEAST": steps_before_judgement,
     "wait_gain:_LONGEST": lambda: limit_of_waiting(0.4, 0.7, 1.5, seconds=0.2),
     "calibration_bins:_WEIGHT": lambda: calibrated(10, 0),
