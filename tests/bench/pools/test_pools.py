@@ -128,6 +128,7 @@ def test_a_plan_needs_figures(report_folder):
         main(["pools", "--reckon"])
 
 
+@pytest.mark.long
 @pytest.mark.system
 def test_small_pools_and_what_is_reckoned_from_them(report_folder):
     steps = ["--step-ms", "30"]  # so that proposals arrive in time beside other tests

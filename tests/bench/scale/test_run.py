@@ -55,6 +55,7 @@ def test_expected_speedup_uses_the_context_of_the_point(monkeypatch):
     assert points[0]["expected"] > points[1]["expected"]
 
 
+@pytest.mark.long
 @pytest.mark.system
 def test_two_axes_of_a_tiny_model(report_folder, tmp_path):
     """The page and its plot are written after each point, also while other axes have no points."""

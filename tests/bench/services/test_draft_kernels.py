@@ -1,9 +1,12 @@
 """The benchmark of the draft service's attention, interpreted on the CPU."""
 
+import pytest
+
 from bench.harness.report import Report
 from bench.services import draft_kernels
 
 
+@pytest.mark.long
 def test_kernels_run():
     report = Report("draft-kernels", "")
     draft_kernels.run(draft_kernels.TINY, "gpu", report, interpret=True)

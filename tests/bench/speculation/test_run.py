@@ -119,6 +119,7 @@ def test_a_single_round_is_a_usage_error(prompts, capsys):
     assert "2 or more" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.system
 def test_real_systems(prompts, tmp_path):
     """A tiny model with plain decoding and with the n-gram drafter."""

@@ -11,6 +11,7 @@ from outrider.errors import ConfigError
 TIMES = {"relay_ms", "relay_socket_ms", "grpc_ms", "sse_ms"}
 
 
+@pytest.mark.long
 def test_relays_and_both_listeners_are_measured(tmp_path):
     with system(str(tmp_path), engines_ms=5) as running:
         uvloop.run(over_grpc(running.grpc_port, 2, 10))  # the gateway rejects streams until it is ready

@@ -63,11 +63,8 @@ def grow(engine, session_id, tokens, fed_until=0):
     [
         ("llama, tied, an odd vocabulary", 4),  # two devices have the same keys and values
         ("EAGLE3", 2),
-        ("DFLASH", 2),
         ("deepseek-v3", 4),
-        ("qwen3-next", 2),
-        ("mimo-v2", 2),
-        ("step-3.5", 2),
+        *(pytest.param(kind, 2, marks=pytest.mark.long) for kind in ("DFLASH", "qwen3-next", "mimo-v2", "step-3.5")),
     ],
 )
 def test_candidates_and_scores_are_those_of_one_device(tmp_path, kind, count):

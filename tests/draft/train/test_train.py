@@ -255,7 +255,7 @@ def test_diverged_training_ends_the_run(tmp_path):
         learning.run(store, tmp_path / "checkpoint", {})
 
 
-@pytest.mark.parametrize("name", ["EAGLE", "NEXTN", "STANDALONE", "DFLASH"])
+@pytest.mark.parametrize("name", [pytest.param("EAGLE", marks=pytest.mark.long), "NEXTN", "STANDALONE", "DFLASH"])
 def test_other_algorithms_are_trained_and_replayed(perfect, tmp_path, name):
     """The published draft predicts the cycle that the target generates."""
     folder = perfect[0]

@@ -60,6 +60,7 @@ def test_a_draft_model_that_appears_later_is_used_without_a_restart(folder, draf
         assert system.stop() == 0
 
 
+@pytest.mark.long
 def test_a_draft_that_crashes_again_and_again_stops_nothing(folder, draft_folder, tmp_path, monkeypatch):
     """The draft process aborts at its start while a file exists."""
     mark = tmp_path / "crash"

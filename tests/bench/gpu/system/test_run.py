@@ -21,6 +21,7 @@ def report(monkeypatch):
 ADAPTIVE = {"tree": None, "sessions": (1,), "new_tokens": 96}  # of one session, because that compiles fewer programs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [{}, ADAPTIVE])
 def test_all_cells_are_measured(report, changes):
     selection = replace(run.TINY_SELECTION, transports=("grpc",), **changes)
