@@ -7,7 +7,6 @@ drafts answer a share of the commits with nothing, in runs, as a table of n-gram
 from __future__ import annotations
 
 import heapq
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from services.target.speculation.modes.mode import DRAFT_MODES, SpeculationMode
 from services.target.speculation.modes.policy import ModePolicy
 from tests.support.target.virtual_time.drafter_clock import Clock
-from tests.support.target.virtual_time.link_replay import AHEAD, Link, Text
+from tests.support.target.virtual_time.link_replay import AHEAD, Link, Text, hold
 
 _EACH = 0.02  # share by which each further session makes a step longer
 _LENGTH = 400  # tokens of an answer
@@ -68,7 +67,7 @@ class Crowd:
         """Steps for as long. Returns tokens/s."""
         begun, before = self._clock.now, sum(self.tokens)
         while self._clock.now < begun + seconds:
-            self._hold()
+            self.held.append(hold(self.policy, self._clock, self._arrivals, self._take))
             self._advance()
         return (sum(self.tokens) - before) / (self._clock.now - begun)
 
@@ -138,14 +137,6 @@ class Crowd:
                 },
                 self.policy.pace.seconds,
             )
-
-    def _hold(self) -> None:
-        begun = self._clock.now
-        while (remaining := self.policy.wait.remaining) > 0:
-            due = self._arrivals[0][0] if self._arrivals else math.inf
-            self._clock.now = min(self._clock.now + remaining, max(due, self._clock.now)) + 1e-9
-            self._take()
-        self.held.append(self._clock.now - begun)
 
     def _take(self) -> None:
         """Merge what has arrived."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from services.target.speculation.modes.mode import DRAFT_MODES, SpeculationMode
@@ -65,6 +66,16 @@ class Text:
         return promised
 
 
+def hold(policy: ModePolicy, clock: Clock, arrivals: Sequence[tuple[float, ...]], take: Callable[[], None]) -> float:
+    """Let time pass while the next step is held; seconds. arrivals: heap by time; take: merges those that are due."""
+    begun = clock.now
+    while (remaining := policy.wait.remaining) > 0:
+        due = arrivals[0][0] if arrivals else math.inf
+        clock.now = min(clock.now + remaining, max(due, clock.now)) + 1e-9
+        take()
+    return clock.now - begun
+
+
 class Replay:
     """One target that answers one request after another. modes, held: of each step, and seconds before it."""
 
@@ -89,7 +100,7 @@ class Replay:
         self._committed(1, 0, 0, link.step, prompts=50)
         start = clock.now
         while self._length < length:
-            self._hold()
+            self.held.append(hold(self.policy, self._clock, self._arrivals, self._take))
             self.modes.append(policy.mode)
             drafted = policy.mode in DRAFT_MODES and bool(self._trees)
             policy.begin(1)
@@ -124,14 +135,6 @@ class Replay:
         if wait.remaining:
             promised = [self._text.promise(root, self._length) for root in self._trees]
             wait.weigh({self._answers: max(promised)} if promised else {}, self.policy.pace.seconds)
-
-    def _hold(self) -> None:
-        begun = self._clock.now
-        while (remaining := self.policy.wait.remaining) > 0:
-            due = self._arrivals[0][0] if self._arrivals else math.inf
-            self._clock.now = min(self._clock.now + remaining, max(due, self._clock.now)) + 1e-9
-            self._take()
-        self.held.append(self._clock.now - begun)
 
     def _take(self) -> None:
         """Merge what has arrived."""

@@ -89,7 +89,7 @@ class Trials:
         self.now = 0.0
 
     def run(self, seconds):
-        """The trials of so many seconds."""
+        """The trials of that many seconds."""
         while self.now < seconds:
             self.step()
         return self.begun
