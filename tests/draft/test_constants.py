@@ -15,7 +15,7 @@ from services.draft.ngrams.base import NgramOptions
 from services.draft.ngrams.plain import PlainNgrams
 from services.draft.sessions.claims import ClaimModels, Claims
 from services.draft.sessions.outbox import ProposalOutbox
-from tests.support.constants import check_complete, check_effect
+from tests.support.constants import constant_tests
 
 
 def tree_of(*probabilities):
@@ -243,15 +243,4 @@ FIXED = {
     "services.draft.ngrams": {"base:NO_NAMESPACE": "no token is as large"},
 }
 
-
-@pytest.mark.parametrize(
-    ("package", "constant"), [(package, one) for package, effects in ALL.items() for one in effects]
-)
-def test_a_constant_has_an_effect(package, constant):
-    check_effect(package, constant, ALL[package][constant])
-
-
-@pytest.mark.parametrize("package", ALL)
-def test_all_constants_are_explained_and_tested(package):
-    modules = sorted({key.partition(":")[0] for key in ALL[package]})
-    check_complete(package, *modules, effects=ALL[package], fixed=FIXED.get(package, {}))
+test_a_constant_has_an_effect, test_all_constants_are_explained_and_tested = constant_tests(ALL, FIXED)

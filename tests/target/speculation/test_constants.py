@@ -2,8 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
-
 from outrider.config import TargetConfig
 from services.target.engine.launching.launch_clock import LaunchClock
 from services.target.speculation.budget import Budget
@@ -15,7 +13,7 @@ from services.target.speculation.modes.policy import ModePolicy
 from services.target.speculation.multi_step import MultiStepPlanner
 from services.target.speculation.planner import Planner
 from services.target.speculation.sources.draft_service import DraftService
-from tests.support.constants import check_complete, check_effect
+from tests.support.constants import constant_tests
 from tests.support.target.planning import open_sessions, planner_of, work_of
 from tests.support.target.virtual_time.drafter_clock import Clock
 
@@ -188,17 +186,6 @@ LAUNCHES = {
     "launch_clock:_MARGIN": lambda: launch_of(),
 }
 
-
-@pytest.mark.parametrize("constant", EFFECTS)
-def test_a_constant_has_an_effect(constant):
-    check_effect(PACKAGE, constant, EFFECTS[constant])
-
-
-@pytest.mark.parametrize("constant", LAUNCHES)
-def test_a_constant_of_launches_has_an_effect(constant):
-    check_effect(LAUNCHING, constant, LAUNCHES[constant])
-
-
-def test_all_constants_are_explained_and_tested():
-    check_complete(PACKAGE, effects=EFFECTS, fixed=FIXED)
-    check_complete(LAUNCHING, "launch_clock", effects=LAUNCHES, fixed={})
+test_a_constant_has_an_effect, test_all_constants_are_explained_and_tested = constant_tests(
+    {PACKAGE: EFFECTS, LAUNCHING: LAUNCHES}, {PACKAGE: FIXED}, whole=[PACKAGE]
+)

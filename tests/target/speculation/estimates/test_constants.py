@@ -1,7 +1,6 @@
 """What changes with each constant of the estimates."""
 
 import numpy as np
-import pytest
 
 from services.target.speculation.estimates.answer_latency import AnswerLatency
 from services.target.speculation.estimates.calibration import Calibration
@@ -9,7 +8,7 @@ from services.target.speculation.estimates.calibration_bins import CalibrationBi
 from services.target.speculation.estimates.linear_cost import LinearCost
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.estimates.wait_gain import WaitGain
-from tests.support.constants import check_complete, check_effect
+from tests.support.constants import constant_tests
 
 PACKAGE = "services.target.speculation.estimates"
 
@@ -165,11 +164,6 @@ EFFECTS = {
 }
 FIXED = {"calibration_bins:BINS": "the compiled kernels have as many"}
 
-
-@pytest.mark.parametrize("constant", EFFECTS)
-def test_a_constant_has_an_effect(constant):
-    check_effect(PACKAGE, constant, EFFECTS[constant])
-
-
-def test_all_constants_are_explained_and_tested():
-    check_complete(PACKAGE, effects=EFFECTS, fixed=FIXED)
+test_a_constant_has_an_effect, test_all_constants_are_explained_and_tested = constant_tests(
+    {PACKAGE: EFFECTS}, {PACKAGE: FIXED}, whole=[PACKAGE]
+)

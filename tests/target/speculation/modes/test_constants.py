@@ -2,8 +2,6 @@
 
 import random
 
-import pytest
-
 from services.target.speculation.estimates.answer_latency import AnswerLatency
 from services.target.speculation.modes.effects import ModeEffects
 from services.target.speculation.modes.mode import SpeculationMode
@@ -12,7 +10,7 @@ from services.target.speculation.modes.prediction import predicted, variances
 from services.target.speculation.modes.prefill_cost import PrefillCost
 from services.target.speculation.modes.selector import ModeSelector
 from services.target.speculation.modes.trial import ModeTrial, StepPace, Steps
-from tests.support.constants import check_complete, check_effect
+from tests.support.constants import constant_tests
 from tests.support.target.virtual_time.drafter_clock import Clock
 from tests.support.target.virtual_time.link_replay import Link, Replay
 
@@ -244,11 +242,6 @@ FIXED = {
     "selector:_MAX_LOSSES": "follows from three others",
 }
 
-
-@pytest.mark.parametrize("constant", EFFECTS)
-def test_a_constant_has_an_effect(constant):
-    check_effect(PACKAGE, constant, EFFECTS[constant])
-
-
-def test_all_constants_are_explained_and_tested():
-    check_complete(PACKAGE, effects=EFFECTS, fixed=FIXED)
+test_a_constant_has_an_effect, test_all_constants_are_explained_and_tested = constant_tests(
+    {PACKAGE: EFFECTS}, {PACKAGE: FIXED}, whole=[PACKAGE]
+)

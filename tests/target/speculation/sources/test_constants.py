@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
@@ -14,7 +13,7 @@ from services.target.speculation.sources.local_eagle_head import LocalEagleHead
 from services.target.speculation.sources.prompt_lookup import PromptLookup, find
 from services.target.speculation.sources.quantized_self_draft import QuantizedSelfDraft
 from services.target.step.programs import LoopIteration
-from tests.support.constants import check_complete, check_effect
+from tests.support.constants import constant_tests
 from tests.support.target.planning import demand_of, open_sessions, planner_of, work_of
 
 PACKAGE = "services.target.speculation.sources"
@@ -195,11 +194,6 @@ EFFECTS = {
     "quantized_self_draft:QuantizedSelfDraft.min_speedup": most_expensive_copy,
 }
 
-
-@pytest.mark.parametrize("constant", EFFECTS)
-def test_a_constant_has_an_effect(constant):
-    check_effect(PACKAGE, constant, EFFECTS[constant])
-
-
-def test_all_constants_are_explained_and_tested():
-    check_complete(PACKAGE, effects=EFFECTS, fixed={})
+test_a_constant_has_an_effect, test_all_constants_are_explained_and_tested = constant_tests(
+    {PACKAGE: EFFECTS}, whole=[PACKAGE]
+)
