@@ -21,7 +21,7 @@ from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, S
 from outrider.speculation.proposal import Commit, FinishReason, Proposal, merge_commits
 from outrider.tracing import Tracing
 from services.draft.drafters.base import Drafter
-from services.draft.engine import spans
+from services.draft.engine import trace_spans
 from services.draft.engine.beam import BeamFrontier
 from services.draft.engine.draft_stats import DraftStats, count_commit
 from services.draft.engine.expansion import ExpansionScheduler, expand
@@ -115,7 +115,7 @@ class DraftEngine(Engine):
         if reopens:
             self._queue_orders.remember(session)
         if self.tracing is not None and session.span_start.traceparent:
-            spans.record(self.tracing, session, [drafter.name for drafter in self.drafters])
+            trace_spans.record(self.tracing, session, [drafter.name for drafter in self.drafters])
 
     def _admit(self) -> None:
         for slots in self._slots:
