@@ -124,22 +124,20 @@ def longest_measured_wait():
 # --- budgets and plans ---
 
 
-def average_wait():
-    budget = Budget(StepCost(BENT))
-    for number in range(10):
-        budget.waited(0.005 if number < 5 else 0.015)
-    return budget.held
-
-
 def lowest_probability():
     """Probability below which no draft token is worth its cost, where tokens far ahead are the cheapest."""
-    return Budget(StepCost({1: 0.010, 20: 0.030, 40: 0.045, 100: 0.085, 160: 0.090})).min_probability(1, 1)
+    return Budget(StepCost({1: 0.010, 10: 0.020, 20: 0.028, 40: 0.036})).min_probability(1, 1)
 
 
 def expensive_trees():
     """Whether trees are expensive, by the cost of a token in hundredths of a step."""
     costs = [{1: 0.010, 64: 0.010 * (1 + 63 * hundredth / 100)} for hundredth in range(40)]
     return [Budget(StepCost(cost)).trees_are_expensive for cost in costs]
+
+
+def most_tokens():
+    """Tokens of a session in a step without a flag."""
+    return Planner(TargetConfig(), None, 1000).max_tokens
 
 
 def plain_steps():
@@ -149,8 +147,11 @@ def plain_steps():
 
 
 EFFECTS = {
-    "budget:_EMA_WEIGHT": average_wait,
-    "budget:_NEXT_TOKENS": lowest_probability,
+    "budget:TOKENS_PER_SESSION": lambda: [
+        lowest_probability(),
+        plain_steps(),
+        Planner(TargetConfig(), None, 1000).max_tokens,
+    ],
     "budget:_TREE_TOKENS": expensive_trees,
     "budget:_EXPENSIVE": expensive_trees,
     "controller:_FEW_SESSIONS": sessions_that_are_weighed,
@@ -160,8 +161,6 @@ EFFECTS = {
     "draft_wait:_MAX_FIRST_WAIT": longest_first_wait,
     "draft_wait:_MAX_VAIN": first_waits_in_vain,
     "draft_wait:_MAX_MISSES": waits_for_a_session_that_is_left,
-    "multi_step:_MAX_STEPS": plain_steps,
-    "planner:_TOKENS_PER_SESSION": lambda: Planner(TargetConfig(), None, 1000).max_tokens,
 }
 FIXED = {"draft_stats:LAG_BOUNDS": "the wire's histogram has these buckets"}
 
