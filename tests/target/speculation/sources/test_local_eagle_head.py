@@ -29,6 +29,7 @@ from tests.support.tiny import VOCAB
 pytestmark = pytest.mark.skipif(not library.available(), reason="heads are of compiled programs")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("options", [
     {}, {"norm_before_residual": True}, {"rope_theta": 500.0}, {"first": "layers.0."},
