@@ -68,7 +68,7 @@ def test_many_sessions_are_opened_in_frames_that_fit(link):
 
 
 class Pools:
-    """A placement in which sessions are opened."""
+    """A placement in which sessions are placed."""
 
     def __init__(self, *links, **rules):
         self.metrics = Metrics()
@@ -78,8 +78,8 @@ class Pools:
 
     def open(self, tokens, **options):
         one = session(tokens, **options)
-        self.placement.open_on_draft(one)
-        self.placement.open_on_target(one)
+        self.placement.place_on_draft(one)
+        self.placement.place_on_target(one)
         return one
 
     def routed(self, reason, service="target"):
@@ -274,7 +274,7 @@ def test_a_session_beyond_a_draft_s_context_needs_n_grams():
     assert Pools(target(), head).open([1] * 50).draft is None
     assert Pools(target(), head).open([1] * 49).draft is head
     assert Pools(target(), head, both).open([1] * 50).draft is both
-    assert len(head.take_frame().opens) == 1
+    assert head.load.session_count == 1
 
 
 @pytest.mark.parametrize(
