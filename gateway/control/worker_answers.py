@@ -9,13 +9,14 @@ from gateway.workers.peers import Answers, Peers
 
 
 def answers_for(generator: Generator, control: Control) -> Answers:
-    """Handlers by request: aborts, new weights, pauses of one model."""
+    """Handlers by request: aborts, new weights, pauses and open updates of one model."""
     return {
         "abort": lambda asked: generator.abort(*asked),
         "abort_all": lambda _: generator.abort_all(),
         "weights": control.weights.adopt,
         "targets_up": lambda _: control.weights.targets_up(),
         "pause": control.adopt_pause,
+        "update": control.adopt_update,
         "running": lambda _: generator.running,
     }
 

@@ -84,6 +84,12 @@ class LabelBody(BaseModel):
     abort_all_requests: bool = True
 
 
+class BeginBody(BaseModel):
+    """POST /begin_weight_update. selector: whose weights are updated; drafts follow the targets in any case."""
+
+    selector: Literal["all", "target"] = "all"
+
+
 class GroupBody(BaseModel):
     """POST /destroy_weights_update_group."""
 

@@ -106,9 +106,15 @@ def install(app: FastAPI, models: Models, keys: Keys) -> None:
     @app.get("/get_weight_version")
     @app.get("/weight_version")
     async def weight_version(model: Serving = named) -> Response:
-        """The label of the weights, and the targets that lack them and are unused until they are sent again."""
+        """The label of the weights, whether an update of several parts is open, and the targets that lack weights and
+        are unused until they are sent again.
+        """
         control = model.control
-        return json_response({"weight_version": control.weights.version, "awaiting_targets": control.weights.awaiting})
+        return json_response({
+            "weight_version": control.weights.version,
+            "update_open": control.update_open,
+            "awaiting_targets": control.weights.awaiting,
+        })  # fmt: skip
 
     @app.get("/get_model_info")
     @app.get("/model_info")

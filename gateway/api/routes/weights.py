@@ -18,6 +18,7 @@ from starlette.responses import Response
 from gateway.api.answers.json_response import json_response
 from gateway.api.requests.http import VALID_UNICODE
 from gateway.api.requests.weights import (
+    BeginBody,
     DiskBody,
     DistributedBody,
     GroupBody,
@@ -50,6 +51,21 @@ def install(app: FastAPI, admin: Sequence[Any], named: Any) -> None:
         return _updated(
             await model.control.weights.update_from_tensors(body.pickle(), body.pickled_update(), pickled=True)
         )
+
+    @app.post("/begin_weight_update", dependencies=admin, tags=["control"])
+    async def begin_weight_update(
+        body: BeginBody | None = None,  # noqa: ARG001 - its values mean the same
+        model: Serving = named,
+    ) -> Response:
+        """Open an update of several parts. Parts sent without it take effect one by one."""
+        await model.control.begin_update()
+        return json_response({"success": True, "message": "Generation is paused until POST /end_weight_update."})
+
+    @app.post("/end_weight_update", dependencies=admin, tags=["control"])
+    async def end_weight_update(model: Serving = named) -> Response:
+        await model.control.end_update()
+        version = model.control.weights.version
+        return json_response({"success": True, "message": f"The update has ended; weight version {version}."})
 
     @app.post("/update_weight_version", dependencies=[*admin, VALID_UNICODE], tags=["control"])
     async def update_weight_version(body: LabelBody, model: Serving = named) -> Response:

@@ -12,7 +12,7 @@ from gateway.streams.target import TargetLink
 from gateway.telemetry.metrics import Metrics
 from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig
-from outrider.errors import Unavailable
+from outrider.errors import InvalidRequest, Unavailable
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 from tests.support.gateway.services import until
 from tests.support.gateway.streaming import Stream, started, system
@@ -124,3 +124,40 @@ async def test_a_pause_reaches_other_workers(tmp_path):
             await act()
         assert [link.paused for link in links] == [expected] * 2
     await places[1].stop()
+
+
+async def test_an_open_update_reaches_other_workers(tmp_path):
+    """The worker that ends it need not be the one that began it; a pause of a client's outlives it."""
+    places = [Peers(index, 2, tmp_path) for index in range(2)]
+    one, other = controls = [
+        Control(Orchestrator([], [], Metrics()), Facts(GatewayConfig(), target_pb2.GetTargetInfoResponse(), place))
+        for place in places
+    ]
+    for place, own in zip(places, controls, strict=True):
+        await place.serve(answers_for(SimpleNamespace(abort=list), own))
+    for between, paused in ((None, False), (other.resume, False), (lambda: other.pause("retract"), True)):
+        await one.begin_update()
+        assert all(control.update_open for control in controls)
+        with pytest.raises(InvalidRequest, match="open already"):
+            await other.begin_update()
+        if between is not None:
+            await between()
+        await other.end_update()
+        late = [TargetLink(f"unix:{tmp_path}/nowhere") for _ in controls]
+        for control, link in zip(controls, late, strict=True):
+            control.prepare(link)
+            assert bool(link.paused) is paused
+        with pytest.raises(InvalidRequest, match="no update of the weights is open"):
+            await one.end_update()
+    for place in places:
+        await place.stop()
+
+
+async def test_an_update_is_not_open_where_a_target_cannot_be_paused(tmp_path):
+    link = TargetLink(f"unix:{tmp_path}/nowhere")
+    facts = Facts(GatewayConfig(), target_pb2.GetTargetInfoResponse())
+    control = Control(Orchestrator([link], [], Metrics()), facts)
+    with pytest.raises(Unavailable):
+        await control.begin_update()
+    assert not control.update_open
+    assert link.paused is False

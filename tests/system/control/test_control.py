@@ -162,6 +162,31 @@ def test_weights_over_a_trainers_process_group(system, folders, expected, tmp_pa
     assert "no process group" in running.post("/destroy_weights_update_group", 400, json=join)["error"]["message"]
 
 
+def test_an_update_of_several_parts_is_never_served_in_part(system, folders, expected):
+    """As SGLang's clients send it: requests wait from its beginning to its end, and go on with all of it."""
+    running = system(folders[0])
+    tensors = load_file(folders[1] / "model.safetensors")
+    names = sorted(tensors)
+    halves = [{name: tensors[name] for name in some} for some in (names[::2], names[1::2])]
+    assert "no update of the weights is open" in running.post("/end_weight_update", 400)["error"]["message"]
+    assert "target" in running.post("/begin_weight_update", 400, json={"selector": "draft"})["error"]["message"]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        future, _ = stream(running, pool, temperature=1, seed=3)
+        running.post("/begin_weight_update", json={"selector": "all"})
+        assert running.gateway.client.get("/get_weight_version").json()["update_open"]
+        waiting = pool.submit(running.ask, PROMPTS[1], temperature=1, seed=3)
+        running.pause(0)
+        for number, half in enumerate(halves):
+            body = {"serialized_named_tensors": [pickled(half)], "weight_version": str(number)}
+            running.post("/update_weights_from_tensor", json=body)
+            assert not concurrent.futures.wait([future, waiting], timeout=0.3).done
+        assert "open already" in running.post("/begin_weight_update", 400)["error"]["message"]
+        running.post("/end_weight_update")
+        assert waiting.result(30)["choices"][0]["token_ids"] == expected[1][1]
+        assert future.result(30)[1] == "length"
+    assert running.gateway.client.get("/get_weight_version").json()["update_open"] is False
+
+
 def test_only_the_admin_key_controls(shared):
     running = shared
     for route in (
@@ -308,7 +333,8 @@ def test_a_target_that_restarts_loads_the_weights_of_the_last_update(system, fol
     assert str(step) not in health.text
     assert f"cannot be loaded from {step}" in running.gateway.log.read_text()
     assert running.gateway.metric("outrider_awaited_weights", weight_version="9") == 1
-    assert client.get("/get_weight_version").json() == {"weight_version": "9", "awaiting_targets": [target.address]}
+    found = client.get("/get_weight_version").json()
+    assert found == {"weight_version": "9", "update_open": False, "awaiting_targets": [target.address]}
     refused = client.post("/v1/completions", json={"prompt": "x"})
     assert (refused.status_code, '"9"' in refused.json()["error"]["message"]) == (503, True)
     answer = running.post("/update_weights_from_disk", json={"model_path": str(folders[1]), "weight_version": "9"})
