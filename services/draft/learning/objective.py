@@ -58,6 +58,15 @@ class TokenRanks(NamedTuple):
     rank: jax.Array
 
 
+class TokenChances(NamedTuple):
+    """By unroll step and trained row, [K, B, R]. known: there is a token to predict; chance: that the draft's first
+    candidate is the target's token, if all draft tokens before it are.
+    """
+
+    known: jax.Array
+    chance: jax.Array
+
+
 @dataclass(frozen=True)
 class Objective:
     """The objective of an algorithm.
@@ -115,6 +124,29 @@ class Objective:
             known.append(k < batch.reach[:, : each[k]])
             ranks.append(jnp.where(token >= 0, better, logits.shape[-1]))
         return TokenRanks(jnp.stack(known), jnp.stack(ranks))
+
+    def match_chances(self, params: Params, target: TargetWeights, batch: Batch) -> TokenChances:
+        """Probabilities that draft tokens along the recorded text are the target's.
+
+        Greedy answers: 1 where the recorded token is the first candidate, else 0. Sampled ones: d, the total variation
+        distance between the two distributions, gives the least probability with coupled noise, (1 - d) / (1 + d); 0
+        where the draft has no entry for the recorded token. Whether one sample matched would say far less.
+        """
+        params = wrapped(params) if self.mixed_precision else params
+        head, p = {"head": self._head(params, target)}, self.target_distributions(target, batch)
+        known, chances = [], []
+        each = [self._rows(batch)] * self.unroll_steps
+        for k, step in enumerate(self._unrolled(params, target, batch, each)):
+            token = self._predicted_ids(target, batch, step.place)
+            logits = head_logits(head, step.state, 2**31 - 1, self.algorithm.model.softcap, self.algorithm.model.factor)
+            own = jnp.take_along_axis(logits, jnp.maximum(token, 0)[..., None], axis=-1)
+            first = jnp.all(logits <= own, axis=-1).astype(jnp.float32)
+            beside = take(p, step.place).astype(jnp.float32)
+            common = jnp.sum(jnp.minimum(beside, jax.nn.softmax(logits, axis=-1)), axis=-1)
+            chance = jnp.where(batch.sampled[:, : each[k]], common / (2 - common), first)
+            known.append(k < batch.reach[:, : each[k]])
+            chances.append(jnp.where(token >= 0, chance, 0.0))
+        return TokenChances(jnp.stack(known), jnp.stack(chances))
 
     def _unrolled(
         self, params: Params, target: TargetWeights, batch: Batch, each: Sequence[int]

@@ -39,8 +39,8 @@ _MARGIN = 2.0  # standard deviations of the estimated loss that are added to it
 _SURE = 3.0  # standard errors that are added to a loss that is measured alone, without the prior
 _SPAN = 8  # segments of the shortest span of earlier traffic; others are twice as long, and so on
 
-Tokens = NDArray[np.int64]
-"""Tokens per step, summed over the rows of each segment, [n]."""
+Tokens = NDArray[np.float64]
+"""Tokens per step, summed over the rows of each segment, [n]: of sampled sessions what is expected of all samples."""
 
 
 class Weights(NamedTuple):
@@ -114,7 +114,7 @@ class Judge:
         """Run the programs once."""
         weights = self.between(self.first, 0.5)
         self._evaluator.follow(weights.target)
-        self._evaluator.accepted(weights.learnt.params, self._sampler.empty_evaluation())
+        self._evaluator.expected(weights.learnt.params, self._sampler.empty_evaluation())
 
     def verdict(self, served: Weights, new: Weights) -> Verdict | None:
         """The verdict on new weights; None without enough held-out rows."""
@@ -176,15 +176,15 @@ class Judge:
         missing = [segment for segment in segments if segment.number not in scores.known]
         numbers = [segment.number for segment in missing]
         scores.known |= dict(zip(numbers, self._evaluate(scores.weights, missing), strict=True))
-        return np.array([scores.known[segment.number] for segment in segments], np.int64)
+        return np.array([scores.known[segment.number] for segment in segments], np.float64)
 
-    def _evaluate(self, weights: Weights, segments: Sequence[Segment]) -> list[int]:
-        found: dict[int, int] = {}
+    def _evaluate(self, weights: Weights, segments: Sequence[Segment]) -> list[float]:
+        found: dict[int, float] = {}
         self._evaluator.follow(weights.target)
         for batch, pack in self._sampler.evaluation_packs(segments):
-            accepted, counts = self._evaluator.accepted(weights.learnt.params, batch)
+            accepted, counts = self._evaluator.expected(weights.learnt.params, batch)
             own = np.take_along_axis(batch.segments, batch.rows, axis=1)[counts] - 1
-            sums = np.bincount(own, 1 + accepted[counts], len(pack)).astype(int).tolist()
+            sums = np.bincount(own, 1 + accepted[counts], len(pack)).tolist()
             found |= {segment.number: tokens for segment, tokens in zip(pack, sums, strict=True)}
         return [found[segment.number] for segment in segments]
 
@@ -194,7 +194,7 @@ class _Scores:
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
-        self.known: dict[int, int] = {}
+        self.known: dict[int, float] = {}
 
     def keep(self, segments: Sequence[Segment]) -> None:
         """Drop other segments."""

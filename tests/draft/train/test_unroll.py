@@ -21,6 +21,7 @@ from services.draft.formats.eagle3 import read_eagle3
 from services.draft.formats.mtp import read_mtp
 from services.draft.formats.target import read_target, target_logits
 from services.draft.learning.algorithms.initial import initial_head
+from services.draft.learning.evaluation import ChainEvaluator
 from services.draft.learning.objective import Objective
 from services.draft.learning.records.batches import Batch, PackShape, build
 from services.draft.learning.unroll import unroll
@@ -153,6 +154,31 @@ def test_counted_rows(tmp_path, target):
                 expected[k] += 1
     assert 0 < expected[-1] < expected[0]
     np.testing.assert_array_equal(tally.counts, expected)
+
+
+def test_expected_accepted_tokens(tmp_path, target):
+    """Of greedy answers whether the recorded token is the first candidate; of sampled ones how near the draft is."""
+    algorithm, ids, params = head_of(target)
+    shared, others = shared_of(target, ids), np.setdiff1d(np.arange(320), ids)[:12]
+    _, batch = pack_of(tmp_path / "answers", ids=np.concatenate([ids, others]))
+    batch = batch._replace(sampled=np.arange(32)[None] % 2 == 1)
+    objective = Objective(algorithm, UNROLL_STEPS, 1.0, mixed_precision=False)
+    evaluator = ChainEvaluator(objective, shared)
+    found, counts = evaluator.expected(params, batch)
+    accepted, same = evaluator.accepted(params, batch)
+    np.testing.assert_array_equal(counts, same)
+    np.testing.assert_array_equal(found[:, ::2], accepted[:, ::2])
+    p = np.asarray(objective.target_distributions(shared, batch))[0]
+    expected, chain = np.zeros(32), np.ones(32)
+    for k, step in enumerate(steps_of(algorithm, params, shared, batch)):
+        q = np.asarray(jax.nn.softmax(head_logits({"head": params["head"]}, step.state, 2**31 - 1)))[0]
+        places = np.asarray(step.place)[0]
+        distance = 0.5 * np.abs(p[places] - q).sum(axis=-1)
+        inside = np.asarray(shared.draft_ids)[batch.tokens[0, places]] >= 0
+        chain *= (k < batch.reach[0]) * inside * (1 - distance) / (1 + distance)
+        expected += chain
+    np.testing.assert_allclose(found[0, 1::2], expected[1::2], rtol=1e-4, atol=1e-6)
+    assert 0 < found[0, 1::2].max() < 1
 
 
 @pytest.mark.parametrize(("name", "factor", "cap"), [("EAGLE3", 1.0, None), ("EAGLE", 0.25, None), ("EAGLE", 2.0, 3.0)])
