@@ -19,6 +19,7 @@ import base64
 import contextlib
 import io
 import json
+import math
 import random
 import re
 import sys
@@ -50,14 +51,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step reports. gap: largest difference between the engine's log-probabilities and the trainer's.
+    """What a step reports. gap: difference between the engine's log-probabilities and the trainer's, root mean square.
 
-    same: answers with equal tokens with and without speculation
+    largest_gap: of a token; same: answers with equal tokens with and without speculation
     """
 
     reward: float
     accept_length: float
     gap: float
+    largest_gap: float
     same: float
     speculated_seconds: float
     plain_seconds: float
@@ -66,9 +68,9 @@ class Step:
 
     def __str__(self) -> str:
         return (
-            f"reward {self.reward:.3f}  accept length {self.accept_length:.2f}  log-probability gap {self.gap:.1e}  "
-            f"same {self.same:.0%}  rollouts {self.speculated_seconds:.2f} s, plain {self.plain_seconds:.2f} s  "
-            f"training {self.train_seconds:.2f} s  push {self.push_seconds:.2f} s"
+            f"reward {self.reward:.3f}  accept length {self.accept_length:.2f}  log-probability gap {self.gap:.1e}, "
+            f"at most {self.largest_gap:.1e}  same {self.same:.0%}  rollouts {self.speculated_seconds:.2f} s, plain "
+            f"{self.plain_seconds:.2f} s  training {self.train_seconds:.2f} s  push {self.push_seconds:.2f} s"
         )
 
 
@@ -110,10 +112,10 @@ class Engine:
             answers.append(Answer(task, prompts[task], list(tokens), list(values), info.get("spec_verify_ct", 0)))
         return answers
 
-    def push(self, model: torch.nn.Module, version: str) -> None:
-        """Send a model's weights as SGLang's clients do, through shared memory."""
+    def push(self, model: torch.nn.Module, version: str, dtype: torch.dtype = torch.float32) -> None:
+        """Send a model's weights as SGLang's clients do, through shared memory, in a number format."""
         torch.multiprocessing.set_sharing_strategy("file_system")
-        tensors = [(name, parameter.detach().contiguous()) for name, parameter in model.named_parameters()]
+        tensors = [(name, parameter.detach().to(dtype).contiguous()) for name, parameter in model.named_parameters()]
         pickle = io.BytesIO()
         ForkingPickler(pickle).dump(tensors)
         content = base64.b64encode(pickle.getvalue()).decode()
@@ -122,17 +124,36 @@ class Engine:
         self.post("/continue_generation")
 
 
-def log_probabilities(model: Any, answers: Sequence[Answer]) -> tuple[Tensor, Tensor]:
-    """The policy's log-probabilities of the answers' tokens, [answers, longest], and which of them there are."""
+def log_probabilities(
+    model: Any, answers: Sequence[Answer], dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """The policy's log-probabilities of the answers' tokens, [answers, longest], and which of them there are.
+
+    dtype: of the forward pass, bfloat16 by autocast
+    """
     paths = [answer.prompt + answer.tokens for answer in answers]
     longest = max(map(len, paths))
     ids = torch.tensor([path + [0] * (longest - len(path)) for path in paths])
-    logits = model(input_ids=ids[:, :-1]).logits.float()
-    found = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    position = torch.arange(1, longest)
     first = torch.tensor([len(answer.prompt) for answer in answers])[:, None]
     stop = torch.tensor([len(path) for path in paths])[:, None]
+    position = torch.arange(int(first.min()), longest)  # a large part of the time is that of logits: none of prompts
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        logits = model(input_ids=ids[:, :-1], logits_to_keep=position - 1).logits
+    found = logits.float().log_softmax(-1).gather(-1, ids[:, position, None])[..., 0]
     return found, (position >= first) & (position < stop)
+
+
+def most_different(answers: Sequence[Answer], rewards: Sequence[float], count: int) -> list[int]:
+    """Numbers of the answers to train: of each prompt those with the highest and lowest rewards, `count` in all.
+
+    Their rewards have the largest variance, and the others' gradients would add little (arXiv 2504.13818).
+    """
+    chosen = []
+    for task in sorted({answer.task for answer in answers}):
+        own = sorted((number for number, answer in enumerate(answers) if answer.task == task), key=rewards.__getitem__)
+        high = (count + 1) // 2
+        chosen += own if len(own) <= count else own[: count - high] + own[-high:]
+    return chosen
 
 
 def advantages(answers: Sequence[Answer], rewards: Sequence[float]) -> Tensor:
@@ -145,6 +166,24 @@ def advantages(answers: Sequence[Answer], rewards: Sequence[float]) -> Tensor:
     return found
 
 
+def learn(
+    model: Any, optimizer: Any, answers: Sequence[Answer], rewards: Sequence[float], batch: int, dtype: torch.dtype
+) -> Tensor:
+    """A step of GRPO. Returns the trainer's log-probabilities of all tokens minus the engine's, [tokens]."""
+    scale, differences = advantages(answers, rewards), []
+    total = sum(len(answer.tokens) for answer in answers)
+    optimizer.zero_grad()
+    for start in range(0, len(answers), batch):
+        part = answers[start : start + batch]
+        found, mask = log_probabilities(model, part, dtype)
+        given = torch.tensor([value for answer in part for value in answer.logprobs])
+        differences.append(found.detach()[mask] - given)
+        (-(found * scale[start : start + batch, None] * mask).sum() / total).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return torch.cat(differences)
+
+
 def train(
     model: Any,
     engine: Engine,
@@ -153,20 +192,28 @@ def train(
     *,
     steps: int = 10,
     count: int = 8,
+    trained: int | None = None,
     max_tokens: int = 12,
     rate: float = 2e-5,
     batch: int = 16,
     each: int | None = None,
+    minutes: float = math.inf,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Step]:
     """Run the loop, and print each step.
 
-    count: answers to a prompt; batch: answers in a forward pass; each: prompts of a step, in turn, by default all
+    count: answers to a prompt, of which `trained` are trained, by default all; batch: answers in a forward pass
+    each: prompts of a step, in turn, by default all; minutes: the step in which they have passed is the last
+    dtype: of the forward pass and of the weights that are pushed; those of the model keep their own
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
     done: list[Step] = []
-    engine.push(model, "step-0")  # an engine may compute a quantized checkpoint as it is stored
+    engine.push(model, "step-0", dtype)  # an engine may compute a quantized checkpoint as it is stored
+    deadline = time.perf_counter() + 60 * minutes
     for number in range(steps):
         began = time.perf_counter()
+        if began > deadline:
+            break
         tasks = [(number * (each or 0) + i) % len(prompts) for i in range(each or len(prompts))]
         asked = [prompts[task] for task in tasks]
         answers = engine.generate(asked, count, max_tokens, seed=1000 * number)
@@ -174,25 +221,19 @@ def train(
         plain = engine.generate(asked, count, max_tokens, seed=1000 * number, speculation="off")
         generated = time.perf_counter()
         rewards = [reward(tasks[answer.task], answer.tokens) for answer in answers]
-        scale, gap = advantages(answers, rewards), 0.0
-        total = sum(len(answer.tokens) for answer in answers)
-        optimizer.zero_grad()
-        for start in range(0, len(answers), batch):
-            part = answers[start : start + batch]
-            found, mask = log_probabilities(model, part)
-            given = torch.tensor([value for answer in part for value in answer.logprobs])
-            gap = max(gap, (found.detach()[mask] - given).abs().max().item())
-            (-(found * scale[start : start + batch, None] * mask).sum() / total).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        trained = time.perf_counter()
-        engine.push(model, f"step-{number + 1}")
+        chosen = most_different(answers, rewards, trained or count)
+        learnt = [answers[i] for i in chosen]
+        gap = learn(model, optimizer, learnt, [rewards[i] for i in chosen], batch, dtype)
+        updated = time.perf_counter()
+        engine.push(model, f"step-{number + 1}", dtype)
         pushed = time.perf_counter()
         same = sum(one.tokens == other.tokens for one, other in zip(answers, plain, strict=True)) / len(answers)
+        made = sum(len(answer.tokens) for answer in answers)
         verifications = sum(answer.verifications for answer in answers)
         done.append(Step(
-            sum(rewards) / len(rewards), total / max(verifications, 1), gap, same,
-            speculated - began, generated - speculated, trained - generated, pushed - trained,
+            sum(rewards) / len(rewards), made / max(verifications, 1), gap.square().mean().sqrt().item(),
+            gap.abs().max().item(), same,
+            speculated - began, generated - speculated, updated - generated, pushed - updated,
         ))  # fmt: skip
         print(f"step {number + 1:2}  {done[-1]}", flush=True)
     return done

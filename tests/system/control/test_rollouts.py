@@ -192,7 +192,7 @@ def test_a_loop_of_rollouts_and_training(running, folder):
         torch.multiprocessing.set_sharing_strategy(strategy)
         running.post("/update_weights_from_disk", json={"model_path": str(folder), "weight_version": "default"})
     assert done[-1].reward > done[0].reward + 0.15
-    assert max(step.gap for step in done) < TOLERANCE
+    assert max(step.largest_gap for step in done) < TOLERANCE
     assert min(step.same for step in done) == 1
     assert running.version() == "default"
 
