@@ -31,7 +31,7 @@ from services.draft.online.sampler import SegmentSampler
 from services.draft.online.swap import LearntWeights
 
 _MIN_ROWS = 64
-_MAX_LOSS = 0.02  # of the first weights' accept length on earlier traffic
+_MAX_LOSS = 0.02  # of the first weights' accept length on earlier traffic, of the served ones' on recent traffic
 # Expected loss of learnt weights on earlier traffic before it is measured, and its standard deviation: after 200 to 300
 # steps on translations into French the bundled head had lost 3 to 4 % on Spec-Bench.
 _PRIOR, _SPREAD = 0.06, 0.02
@@ -70,8 +70,9 @@ class Retention(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """better: to be served; worse: beyond chance. before, after: accept lengths on recent sessions.
+    """better: to be served; worse: beyond chance, and by more than `_MAX_LOSS`.
 
+    before, after: accept lengths on recent sessions
     weights: to serve if they are better
     rows: of recent sessions
     retention: None without earlier sessions
@@ -132,8 +133,10 @@ class Judge:
         self._served = chosen if better else serving
         for scores in (first, self._served):
             scores.keep((*recent, *earlier))
+        # Sampled sessions show small losses beyond chance, from which training recovers.
+        worse = not better and is_better(after, before) and bool(after.sum() < (1 - _MAX_LOSS) * before.sum())
         return Verdict(
-            better, not better and is_better(after, before), float(before.sum() / rows), float(after.sum() / rows),
+            better, worse, float(before.sum() / rows), float(after.sum() / rows),
             chosen.weights, rows, retention,
         )  # fmt: skip
 

@@ -5,7 +5,7 @@
                 otherwise training goes on
     vocabulary  before the first step behind an evaluation, the head gets entries for tokens that the traffic needs
 
-New weights that are worse by more than chance several times in a row are discarded: training restarts from the learnt
+New weights that are clearly worse several times in a row are discarded: training restarts from the learnt
 weights that the served ones were made of. Each row is used a few times on average, so that training pauses in a service
 without new texts.
 """

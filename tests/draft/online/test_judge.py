@@ -67,6 +67,7 @@ def gain(recent=0.0, earlier=0.0, noise=0.0, shift=16):
         (1.0, 0.0, 0.4, True, False, 0.466),  # or more
         (0.0, -0.25, 0.0, False, False, 0.45),
         (-1.0, -0.25, 0.0, False, True, 0.45),
+        (-0.1, -0.25, 0.0, False, False, 0.45),  # so little is lost that training goes on
         (1.0, 0.0, 0.0, True, False, 1.0),
     ],
 )
