@@ -86,9 +86,9 @@ class Passes {
   // Rows that do not stay in the second cache beside panels are read a block of k at a time, which does while some panels are
   // multiplied: from the third cache they come at less than half the speed of the matrix unit.
   int64_t block_of(const Weight& weight) const {
-    constexpr int64_t kBytes = 1 << 19, kBlock = 1 << 19, kFewest = 4, kMost = 16;  // of all rows and of a block; chunks
+    constexpr int64_t kBytes = 1 << 20, kBlock = 1 << 19, kFewest = 4, kMost = 16;  // of all rows, of a block; chunks
     const int64_t chunk = rows_ * bytes_of_chunk(weight.format), chunks = chunks_of(weight);
-    if (method_ != Method::kMatrix || chunk * chunks <= kBytes) return 0;
+    if (method_ != Method::kMatrix || chunk * chunks + weight.panel_bytes <= kBytes) return 0;
     const int64_t most = std::clamp(kBlock / chunk, kFewest, kMost);
     if (weight.format != Format::kFloat8) return most;
     const int64_t super_block = weight.groups * kGroup * chunks / weight.k;
