@@ -48,7 +48,31 @@ _LONG = frozenset({
 })  # fmt: skip
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    """Cases that samples leave out are long, and tests come in an order that keeps all workers busy."""
+    places: dict[tuple, dict[tuple, int]] = {}  # of the values of each test's parameters, in the order of their cases
+    for item in items:
+        if sample := item.get_closest_marker("sampled"):
+            place = 0
+            for axis in _axes(item):
+                values = places.setdefault((item.path, item.originalname, axis), {})
+                place += values.setdefault(tuple(id(item.callspec.params[name]) for name in axis), len(values))
+            if place % sample.args[0]:
+                item.add_marker(pytest.mark.long)
+    _spread(items)
+
+
+def _axes(item):
+    """A test's parameters; those whose values are given together are one axis."""
+    axes = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        axes.append(tuple(name.strip() for name in names))
+    return axes + [(name,) for name in item.callspec.params if not any(name in axis for axis in axes)]
+
+
+def _spread(items):
     """Files whose tests start processes are spread among those that compute, so that few of them run at once.
 
     Neither they nor the long ones are among the last, for which other workers would wait.

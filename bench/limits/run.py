@@ -95,10 +95,9 @@ def measure(
                 temperature=temperature, limit=name, all=own_walks.length(), interval=own_walks.interval(), **lengths
             )  # fmt: skip
     vocab = len(grower.head.ids)
-    report.more = [
-        ("Share of recorded tokens among the first candidates, by tokens ahead", _shares(ranks, vocab)),
-        ("Trees of other shapes and rankings", _trees(walks, others)),
-    ]
+    report.more = [("Share of recorded tokens among the first candidates, by tokens ahead", _shares(ranks, vocab))]
+    if others:
+        report.more.append(("Trees of other shapes and rankings", _trees(walks, others)))
     return walks
 
 

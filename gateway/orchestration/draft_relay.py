@@ -11,8 +11,7 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
-from gateway.orchestration.session_table import MAX_FAILURES, SessionTable
-from gateway.pools.placement import open_on
+from gateway.orchestration.session_table import MAX_FAILURES, SessionTable, open_on
 from gateway.sessions.session import Session
 from gateway.streams.draft import DraftLink
 from gateway.streams.frames import split_proposals
@@ -126,9 +125,9 @@ class DraftRelay:
         """Open sessions on drafts, and send those the commits that some of the sessions have not received yet."""
         drafts: dict[DraftLink, None] = {}
         for session in sessions:
-            if self._placement.open_on_draft(session, again=True) and session.draft is not None:
+            if (draft := self._table.open_on_draft(session, again=True)) is not None:
                 self._request_features(session)
-                drafts[session.draft] = None
+                drafts[draft] = None
         for draft in drafts:
             for batch in self._undelivered:
                 draft.commit(batch)

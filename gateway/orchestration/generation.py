@@ -11,8 +11,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
 from gateway.orchestration.session_table import SessionTable
-from gateway.sessions.session import Committed, Session
-from gateway.sessions.step_stats import SourceCounts, SpeculationReport, StepStats, first_steps, source_counts
+from gateway.sessions.inbox import Committed
+from gateway.sessions.session import Session
+from gateway.sessions.speculation_report import SpeculationReport
+from gateway.sessions.step_stats import SourceCounts, StepStats, first_steps, source_counts
 from gateway.telemetry import request_log
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.spans import RequestSpan

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+from dataclasses import replace
 
 from gateway.admission.retry_after import bounded
 from gateway.admission.turns import Turns
@@ -18,6 +19,8 @@ from gateway.streams.target import TargetLink
 from gateway.telemetry.metrics import Metrics
 from outrider.errors import OutriderError, Unavailable
 from outrider.speculation.proposal import FinishReason
+from outrider.wire.opens import open_to_pb
+from outrider.wire.v1 import common_pb2
 
 MAX_FAILURES = 4  # failures of a session on a service after which the session is not opened there again
 
@@ -82,7 +85,7 @@ class SessionTable:
             self._metrics.prompt_tokens.inc(session.prompt_length)
         try:
             # The draft comes first, because it determines which hidden states the target must send.
-            self.placement.open_on_draft(session, draft)
+            self.open_on_draft(session, draft)
             self.open_on_target(session)
             session.stats.weight_version = self._weight_version(session)
         except BaseException:  # a session that cannot be encoded must not be tried again when a service comes back
@@ -97,12 +100,29 @@ class SessionTable:
 
     def open_on_target(self, session: Session, *, again: bool = False) -> None:
         """Open a session on a target, or let it wait for one. again: it was open before."""
-        opened = self.placement.open_on_target(session, again=again)
-        if opened and session.id in self._timers:
-            self._timers.pop(session.id).cancel()
-        elif not opened and session.id not in self._timers:
+        target = self.placement.place_on_target(session, again=again)
+        if target is not None:
+            target.open(open_on(session, target))
+            if session.id in self._timers:
+                self._timers.pop(session.id).cancel()
+        elif session.id not in self._timers:
             loop = asyncio.get_running_loop()
             self._timers[session.id] = loop.call_later(self._resume_timeout, self._timed_out, session)
+
+    def open_on_draft(
+        self, session: Session, draft: DraftLink | None = None, *, again: bool = False
+    ) -> DraftLink | None:
+        """Open a session on a draft, which is returned. draft, again, None: as of Placement.place_on_draft."""
+        draft = self.placement.place_on_draft(session, draft, again=again)
+        if draft is not None:
+            draft.open(open_to_pb(replace(session.open_message(), drafting_paused=self.placement.drafting_paused)))
+        return draft
+
+    def reopen(self, session: Session) -> None:
+        """Open a session a second time on the target that has it, with the text that the client has."""
+        assert session.target is not None, "only a session that is open can be opened again"
+        self.placement.count_reopened(session.target)
+        session.target.open(open_on(session, session.target))
 
     def leave_target(self, target: TargetLink, *, wait: bool) -> None:
         """Open the sessions of a target that leaves its pool, or stops, on others, with the text that clients have.
@@ -186,3 +206,10 @@ class SessionTable:
             f"no target that holds {tokens} tokens of prompt and answer came back in {seconds:.0f} s; ask for fewer"
         )
         self.fail(session, Unavailable(message, retry_after=bounded(seconds)))
+
+
+def open_on(session: Session, target: TargetLink) -> common_pb2.OpenSession:
+    """The message that opens a session on a target, with the hidden states for its draft if the target has them."""
+    draft = session.draft
+    wanted = draft.feature_spec if draft is not None and draft.follows(len(session.tokens)) else 0
+    return open_to_pb(session.open_message(wanted if wanted in target.features.known else 0))

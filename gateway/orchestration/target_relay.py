@@ -180,7 +180,7 @@ class TargetRelay:
         """Open a session on its target a second time, with the text that the client has."""
         session.reopening.start(session.tokens)
         session.reopening.diverged = True
-        self._table.placement.reopen(session)
+        self._table.reopen(session)
 
     # --- failures ---
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter as Count
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from prometheus_client import Counter
 
@@ -20,8 +19,6 @@ from gateway.sessions.session import Session
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from gateway.telemetry.metrics import Metrics
-from outrider.wire.opens import open_to_pb
-from outrider.wire.v1 import common_pb2
 
 
 class Placement:
@@ -75,8 +72,9 @@ class Placement:
         else:
             self._drafts.clear_prefixes(link)
 
-    def open_on_target(self, session: Session, *, again: bool = False) -> bool:
-        """Open a session on a target, preferably one that has not refused it. False if no target that is up can run it.
+    def place_on_target(self, session: Session, *, again: bool = False) -> TargetLink | None:
+        """The target that a session is to be opened on, preferably one that has not refused it; None if none that is up
+        can run it.
 
         again: the session was open before
         """
@@ -87,39 +85,34 @@ class Placement:
         beside = {link for link in able if session.draft in self.drafts_of(link)}
         target, reason = self._targets.choose(session, able, beside)
         self.move(session, target, session.draft)
-        if target is None:
-            return False
-        self._count(target, reason, again)
-        self._targets.add_prefix(session, target)
-        target.open(open_on(session, target))
-        return True
+        if target is not None:
+            self._count(target, reason, again)
+            self._targets.add_prefix(session, target)
+        return target
 
-    def reopen(self, session: Session) -> None:
-        """Open a session a second time on the target that has it."""
-        assert session.target is not None, "only a session that is open can be opened again"
-        self._count(session.target, None, again=True)
-        session.target.open(open_on(session, session.target))
-
-    def open_on_draft(self, session: Session, draft: DraftLink | None = None, *, again: bool = False) -> bool:
-        """Open a session on a draft. False if no draft serves it, or if it allows no draft service.
+    def place_on_draft(
+        self, session: Session, draft: DraftLink | None = None, *, again: bool = False
+    ) -> DraftLink | None:
+        """The draft that a session is to be opened on; None if none serves it, or if it allows no draft service.
 
         draft: the one to use if it is up. again: the session was open before
         """
         if not session.request.uses_draft_service:
-            return False
+            return None
         reason = None
         if draft is None or not draft.open_to_sessions:
             draft, reason = self._drafts.choose(session, self._of_best_kind(session))
         self.move(session, session.target, draft)
-        if draft is None:
-            return False
-        self._count(draft, reason, again)
-        self._drafts.add_prefix(session, draft)
+        if draft is not None:
+            self._count(draft, reason, again)
+            self._drafts.add_prefix(session, draft)
+        return draft
+
+    @property
+    def drafting_paused(self) -> bool:
+        """True if drafting is paused on all targets that are up: a draft need not read a prompt."""
         loads = [target.load.report for target in self.targets if target.up]
-        # While drafting is paused on all targets, a draft need not read the prompt.
-        paused = bool(loads) and all(load is not None and load.drafting_paused for load in loads)
-        draft.open(open_to_pb(replace(session.open_message(), drafting_paused=paused)))
-        return True
+        return bool(loads) and all(load is not None and load.drafting_paused for load in loads)
 
     def move(self, session: Session, target: TargetLink | None, draft: DraftLink | None) -> None:
         """Record where a session is open."""
@@ -164,9 +157,10 @@ class Placement:
         up, length = [link for link in self.drafts if link.open_to_sessions], len(session.tokens)
         able = [link for link in up if link.follows(length)] or [link for link in up if link.drafts_for(length)]
         free = [link for link in able if not link.max_sessions or link.load.session_count < link.max_sessions] or able
-        kinds = list(dict.fromkeys(link.kind for link in self.drafts))
-        best = min((link.kind for link in free), key=kinds.index, default=None)
-        return [link for link in free if link.kind == best]
+        kinds = {link: link.kind for link in self.drafts}
+        present = {kinds[link] for link in free}
+        best = next((kind for kind in kinds.values() if kind in present), None)
+        return [link for link in free if kinds[link] == best]
 
     def _share(self, session: Session, change: int) -> None:
         """Count a session that a target and a draft share, or no longer share."""
@@ -184,14 +178,11 @@ class Placement:
         if reason is not None:
             self._routed.labels(link.service, reason).inc()
         if again:
-            self._reopened.labels(link.service).inc()
+            self.count_reopened(link)
 
-
-def open_on(session: Session, target: TargetLink) -> common_pb2.OpenSession:
-    """The message that opens a session on a target, with the hidden states for its draft if the target has them."""
-    draft = session.draft
-    wanted = draft.feature_spec if draft is not None and draft.follows(len(session.tokens)) else 0
-    return open_to_pb(session.open_message(wanted if wanted in target.features.known else 0))
+    def count_reopened(self, link: TargetLink | DraftLink) -> None:
+        """A session is opened once more on a replica."""
+        self._reopened.labels(link.service).inc()
 
 
 def _holds(target: TargetLink, session: Session) -> bool:

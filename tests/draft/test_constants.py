@@ -9,13 +9,13 @@ import pytest
 
 from outrider.speculation.tree import ROOT, SpeculationTree
 from services.draft.drafters.on_demand import Pace, Quality
-from services.draft.engine.draft_stats import DraftStats
+from services.draft.engine.drafter_stats import DrafterStatsRecorder
 from services.draft.engine.expansion import ExpansionScheduler
 from services.draft.ngrams.base import NgramOptions
 from services.draft.ngrams.plain import PlainNgrams
 from services.draft.sessions.claims import ClaimModels, Claims
 from services.draft.sessions.outbox import ProposalOutbox
-from tests.support.constants import check_complete, check_effect
+from tests.support.constants import constant_tests
 
 
 def tree_of(*probabilities):
@@ -91,12 +91,12 @@ def leaves_of_a_session():
 
 def warnings_by_acceptance():
     """Whether a drafter is reported as wrong for the target, by the percentage of expected tokens that are accepted."""
-    log, found = logging.getLogger("services.draft.engine.draft_stats"), []
+    log, found = logging.getLogger("services.draft.engine.drafter_stats"), []
     with pytest.MonkeyPatch.context() as patch:
         for percent in range(0, 100, 2):
             reported = []
             patch.setattr(log, "warning", lambda *args, reported=reported: reported.append(args))
-            DraftStats("NGRAM", promised=1000.0, accepted=10 * percent).check_calibration()
+            DrafterStatsRecorder("NGRAM", promised=1000.0, accepted=10 * percent).check_calibration()
             found.append(bool(reported))
     return found
 
@@ -104,7 +104,7 @@ def warnings_by_acceptance():
 def tokens_before_judgement():
     """Expected tokens after which a drafter is judged."""
     for promised in range(0, 2000, 50):
-        stats = DraftStats("NGRAM", promised=promised, accepted=promised)
+        stats = DrafterStatsRecorder("NGRAM", promised=promised, accepted=promised)
         stats.check_calibration()
         if stats.checked:
             return promised
@@ -114,8 +114,8 @@ def tokens_before_judgement():
 ENGINE = {
     "expansion:_REQUESTS_PER_SESSION": leaves_of_a_session,
     "expansion:_WAITING_BONUS": rounds_before_expansion,
-    "draft_stats:_MIN_CALIBRATION": warnings_by_acceptance,
-    "draft_stats:_MIN_EXPECTED": tokens_before_judgement,
+    "drafter_stats:_MIN_CALIBRATION": warnings_by_acceptance,
+    "drafter_stats:_MIN_EXPECTED": tokens_before_judgement,
 }
 
 # --- several drafters in one tree ---
@@ -243,15 +243,4 @@ FIXED = {
     "services.draft.ngrams": {"base:NO_NAMESPACE": "no token is as large"},
 }
 
-
-@pytest.mark.parametrize(
-    ("package", "constant"), [(package, one) for package, effects in ALL.items() for one in effects]
-)
-def test_a_constant_has_an_effect(package, constant):
-    check_effect(package, constant, ALL[package][constant])
-
-
-@pytest.mark.parametrize("package", ALL)
-def test_all_constants_are_explained_and_tested(package):
-    modules = sorted({key.partition(":")[0] for key in ALL[package]})
-    check_complete(package, *modules, effects=ALL[package], fixed=FIXED.get(package, {}))
+test_a_constant_has_an_effect, test_all_constants_are_explained_and_tested = constant_tests(ALL, FIXED)

@@ -15,7 +15,7 @@ from gateway.streams.replica.step_time import StepTime
 from gateway.streams.target import TargetLink
 from outrider.errors import Overloaded
 from outrider.wire.v1 import common_pb2, target_pb2
-from tests.support.constants import check_complete, check_effect
+from tests.support.constants import constant_tests
 from tests.support.gateway.requests import request_for
 
 # --- turns of clients ---
@@ -216,15 +216,4 @@ REPLICAS = {
 
 ALL = {"gateway.admission": TURNS, "gateway.pools": POOLS, "gateway.streams.replica": REPLICAS}
 
-
-@pytest.mark.parametrize(
-    ("package", "constant"), [(package, one) for package, effects in ALL.items() for one in effects]
-)
-def test_a_constant_has_an_effect(package, constant):
-    check_effect(package, constant, ALL[package][constant])
-
-
-@pytest.mark.parametrize("package", ALL)
-def test_all_constants_are_explained_and_tested(package):
-    modules = sorted({key.partition(":")[0] for key in ALL[package]})
-    check_complete(package, *modules, effects=ALL[package], fixed={})
+test_a_constant_has_an_effect, test_all_constants_are_explained_and_tested = constant_tests(ALL)

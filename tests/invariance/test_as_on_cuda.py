@@ -37,6 +37,7 @@ def self_draft(folder):
     return draft_engine("STANDALONE", folder)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("drafter", [None, "ngram", "self", "garbage"])

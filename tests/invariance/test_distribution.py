@@ -40,6 +40,7 @@ def probabilities(folder, path, temperature, top_p):
     return filtered / filtered.sum()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.0, 0.8)])
 @pytest.mark.parametrize("drafter", [None, "self"])
 def test_the_distribution_of_two_tokens(model, engines, drafter, temperature, top_p):

@@ -41,6 +41,7 @@ def drafts(models):
     return {name: draft_engine(algorithm, folder, target, max_running=4) for name, (algorithm, folder) in heads.items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("chunk", [16, 512])
 @pytest.mark.parametrize("head", ["token", "feature", "eagle 3"])

@@ -142,6 +142,7 @@ def drafters(models):
     return Drafters(models)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("batch", "temperature"), [(8, 0.0), (8, 0.7), (1, 1.0)])
 @pytest.mark.parametrize("drafter", [*DRAFTERS, "garbage"])
 def test_any_drafter(target, drafters, plain, drafter, temperature, batch):
@@ -168,6 +169,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("drafter", [*FAULTY, "garbage"])
@@ -183,6 +185,7 @@ def test_transport_faults(target, drafters, plain, drafter, fault, temperature):
         assert run.reopened > 0 or FAULTS[fault].lost == FAULTS[fault].delay == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("drafter", ["ngram", "self", "eagle", "eagle 3"])
 def test_a_draft_engine_killed_midway(target, drafters, plain, drafter, temperature):

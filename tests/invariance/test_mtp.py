@@ -15,6 +15,7 @@ PROMPTS = [[5, 6, 7], list(range(30, 75)), [200], [8, 7, 8, 7, 8, 7]]
 LENGTH = 24
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["deepseek-v3", "glm-4.5", "mimo", "step-3.5"])
 def test_one_checkpoint_serves_target_and_drafter(tmp_path, family):
     folder = write_mtp(tmp_path / "model", family, layers=3 if family == "step-3.5" else 1)
@@ -36,6 +37,7 @@ def test_one_checkpoint_serves_target_and_drafter(tmp_path, family):
 CASES = [("token", 1, ()), ("feature", 1, ()), ("feature", 3, ()), ("feature", 1, (3, 4, 5)), ("feature", 3, (3, 1, 4))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("by", "layers", "tree"), CASES)
 def test_a_perfect_mtp_layer_is_accepted(tmp_path, by, layers, tree):
     """A perfect layer is accepted only if it reads the right features; so is each of several layers."""

@@ -14,7 +14,7 @@ from tests.support.tiny import write_model, write_tokenizer
 pytestmark = pytest.mark.skipif(not library.available(), reason="a request's way ends at a compiled kernel")
 
 ROOT = Path(__file__).parents[2]
-MAX_FILES = {"request": 16, "proposal": 16, "commit": 14}
+MAX_FILES = {"request": 15, "proposal": 15, "commit": 12}
 
 
 @pytest.fixture(scope="module")

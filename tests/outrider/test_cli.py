@@ -216,6 +216,7 @@ def test_healthcheck_of_an_unused_port_is_code_1(capsys):
     assert "is not healthy" in capsys.readouterr().err
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("closed", [(0, 1, 2), (2,), (1,)])
 @pytest.mark.parametrize(
     ("flags", "code"),

@@ -8,16 +8,40 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 # By constant, "module:NAME" or "module:Class.name": what changes with it.
 Effects = Mapping[str, Callable[[], object]]
+
+
+def constant_tests(
+    effects: Mapping[str, Effects], fixed: Mapping[str, Mapping[str, str]] | None = None, whole: Collection[str] = ()
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Two tests of the constants of some packages: each has an effect; all are tested and explained.
+
+    effects: by package. fixed: by package and constant, why it has to be as it is. whole: packages all of whose modules
+    are tested; of the others it is those that `effects` names
+    """
+    fixed = fixed or {}
+
+    @pytest.mark.parametrize(("package", "constant"), [(one, key) for one, keys in effects.items() for key in keys])
+    def test_effect(package: str, constant: str) -> None:
+        check_effect(package, constant, effects[package][constant])
+
+    @pytest.mark.parametrize("package", effects)
+    def test_complete(package: str) -> None:
+        modules = () if package in whole else sorted({key.partition(":")[0] for key in effects[package]})
+        check_complete(package, *modules, effects=effects[package], fixed=fixed.get(package, {}))
+
+    return test_effect, test_complete
 
 
 def constants_of(package: str, *modules: str) -> dict[str, ast.stmt]:

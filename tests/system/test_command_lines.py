@@ -81,7 +81,7 @@ def with_paths(line: list[str], paths: dict[str, Path]) -> list[str]:
     return changed[:place] + changed[place + 2 :]
 
 
-_OFTEN = {"EAGLE-3", "STANDALONE"}  # the others differ in what the draft service loads
+_OFTEN = {"EAGLE-3"}  # the others differ in what the draft service loads
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,7 @@ def test_a_killed_worker_is_started_again(system, alone):
     until(lambda: complete(system.url, PROMPTS[1]) == complete(alone.url, PROMPTS[1]) and generated(system)[1] > 0)
 
 
+@pytest.mark.long
 def test_workers_of_a_killed_parent_end_and_all_are_restarted(system, alone):
     parent, before = gateway_processes(system)
     os.kill(parent, signal.SIGKILL)

@@ -20,7 +20,8 @@ from gateway.api.answers.logprobs import ChatLogprobs, CompletionLogprobs, Logpr
 from gateway.api.answers.streaming import DONE
 from gateway.orchestration.generation import Generation, Part, merged
 from gateway.sessions.request import GenerationRequest
-from gateway.sessions.step_stats import Detail, StepStats
+from gateway.sessions.speculation_report import Detail
+from gateway.sessions.step_stats import StepStats
 from gateway.text.offsets import TextOffsets
 from gateway.text.pieces import Pieces
 from gateway.text.tokenizer import ModelTokenizer

@@ -14,7 +14,7 @@ from gateway.api.answers.logprobs import ChatLogprobs
 from gateway.api.requests.responses import ResponsesBody
 from gateway.orchestration.generation import Generation, Part
 from gateway.sessions.request import GenerationRequest
-from gateway.sessions.step_stats import Detail
+from gateway.sessions.speculation_report import Detail
 from gateway.text.pieces import Pieces
 from outrider.errors import OutriderError
 from outrider.speculation.proposal import FinishReason

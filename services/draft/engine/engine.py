@@ -21,9 +21,9 @@ from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, S
 from outrider.speculation.proposal import Commit, FinishReason, Proposal, merge_commits
 from outrider.tracing import Tracing
 from services.draft.drafters.base import Drafter
-from services.draft.engine import spans
+from services.draft.engine import trace_spans
 from services.draft.engine.beam import BeamFrontier
-from services.draft.engine.draft_stats import DraftStats, count_commit
+from services.draft.engine.drafter_stats import DrafterStatsRecorder, count_commit
 from services.draft.engine.expansion import ExpansionScheduler, expand
 from services.draft.engine.session_slots import QueueOrders, SessionSlots
 from services.draft.sessions.claims import ClaimModels
@@ -46,7 +46,7 @@ class DraftEngine(Engine):
         self.limits = limits
         self.max_running = max_running
         self.sessions: dict[int, DraftSession] = {}
-        self.stats = [DraftStats(drafter.name) for drafter in self.drafters]
+        self.stats = [DrafterStatsRecorder(drafter.name) for drafter in self.drafters]
         self.tracing: Tracing | None = None
         self._slots = [SessionSlots(drafter, index, max_running) for index, drafter in enumerate(self.drafters)]
         self._scheduler = ExpansionScheduler(self._slots)
@@ -115,7 +115,7 @@ class DraftEngine(Engine):
         if reopens:
             self._queue_orders.remember(session)
         if self.tracing is not None and session.span_start.traceparent:
-            spans.record(self.tracing, session, [drafter.name for drafter in self.drafters])
+            trace_spans.record(self.tracing, session, [drafter.name for drafter in self.drafters])
 
     def _admit(self) -> None:
         for slots in self._slots:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from outrider.serving.session import Session
 from outrider.speculation.proposal import Commit
 from outrider.tracing import Tracing
-from services.target.engine import spans
+from services.target.engine import trace_spans
 from services.target.engine.step_log import StepLog
 from services.target.step.batch import SessionWork
 
@@ -25,7 +25,7 @@ class Observers:
     def ended(self, session: Session) -> None:
         """A session has ended."""
         if self.tracing is not None and session.record.traceparent:
-            spans.add_spans(self.tracing, session)
+            trace_spans.add_spans(self.tracing, session)
 
     def settled(
         self, works: Sequence[SessionWork], commits: Sequence[Commit], steps: int, started: float, ended: float

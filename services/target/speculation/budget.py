@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 
 from outrider.speculation.tree import TreeSlice
 from services.target.speculation.draft_wait import longest_wait
+from services.target.speculation.estimates.average import WEIGHT
 from services.target.speculation.estimates.step_cost import StepCost, free
 
-_EMA_WEIGHT = 0.2  # of the last wait
-_NEXT_TOKENS = 64  # of a step, among which the cheapest decides whether any draft token is worth its cost
+# Tokens of a session in a step, root included, without a flag; the budget chooses among them. Of as many further ones
+# the cheapest decides whether any draft token is worth its cost.
+TOKENS_PER_SESSION = 16
 # Tokens of an EAGLE head's usual tree, and the cost of its verification over a plain step above which trees are
 # expensive: a head hardly commits twice as many tokens.
 _TREE_TOKENS, _EXPENSIVE = 12, 2.0
@@ -81,7 +83,7 @@ class Budget:
     def waited(self, seconds: float) -> None:
         """Add the time for which the engine did not compute before a step. A pause for want of work is no wait."""
         if seconds < longest_wait(self.cost.step(1, 0)[0]):
-            self.held += _EMA_WEIGHT * (seconds - self.held)
+            self.held += WEIGHT * (seconds - self.held)
 
     def min_probability(self, tokens: int, sessions: int, kv_tokens: int = 0) -> float:
         """Probability below which no draft token is worth its cost in a step of some tokens and sessions.
@@ -90,7 +92,7 @@ class Budget:
         """
         if not sessions:
             return 1.0
-        seconds, cheapest = self.cost.step(tokens, kv_tokens, _NEXT_TOKENS)
+        seconds, cheapest = self.cost.step(tokens, kv_tokens, TOKENS_PER_SESSION)
         return sessions / (self.held + seconds - self.cost.prefill(tokens, sessions)) * cheapest
 
     def plain_throughput(self, sessions: int, kv_tokens: int) -> float:

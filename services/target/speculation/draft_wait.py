@@ -5,7 +5,8 @@ neither do those whose answers add less than the time costs (estimates/wait_gain
 The first answer to a session takes longer, because the drafter reads the prompt first: on the target's cores it can do
 so only while the target waits. So a step may be held for it once, for as long as the target itself took to read that
 prompt. It is not where most sessions of the step have answers already, and not after several such waits in vain: the
-drafter may leave out sessions of this kind."""
+drafter may leave out sessions of this kind.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 The bookkeeping between two steps of a few milliseconds is considerable. Where a step needs nothing but the tokens of
 the one before it, a compiled program goes on by itself: no session has draft tokens, a prompt to read, or asks for more
-than tokens. The program returns when a session ends, when a message arrives, or when the window is over.
+than tokens. The program returns when a session ends, when a message arrives, or when the window is over. A call leases
+the pages for all of its tokens before it begins, so it has as many of a session as a step may have.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from dataclasses import replace
 
 from outrider.speculation.draft_source import SourceKind
 from services.target.sampling.session import TargetSession
+from services.target.speculation.budget import TOKENS_PER_SESSION
 from services.target.speculation.planner import Planner
 from services.target.step.batch import SessionWork
 from services.target.step.programs import Interrupts, SessionTexts
-
-_MAX_STEPS = 16  # of one call, which leases the pages for all of its tokens before it begins
 
 
 def interrupts(entries: Sequence[TargetSession], files: Sequence[int] = ()) -> Interrupts:
@@ -73,5 +73,5 @@ class MultiStepPlanner:
         seconds, _ = self._planner.budget.cost.step(len(works), kv_tokens)
         sessions = [work.chunk.session for work in works]
         room = min(map(self._planner.room, sessions))
-        steps = min(math.ceil(self.window / seconds), room, _MAX_STEPS)
+        steps = min(math.ceil(self.window / seconds), room, TOKENS_PER_SESSION)
         return steps if steps > 1 and self._planner.reserve(sessions, steps - 1) else 1

@@ -8,10 +8,8 @@ from outrider.config import TargetConfig
 from outrider.serving.scheduler import Chunk, Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
-from services.target.speculation.budget import Budget
+from services.target.speculation.budget import TOKENS_PER_SESSION, Budget
 from services.target.step.batch import SessionWork
-
-_TOKENS_PER_SESSION = 16  # of a step, root included, without a flag; the budget chooses among them
 
 
 class Planner:
@@ -24,7 +22,7 @@ class Planner:
     def __init__(self, config: TargetConfig, scheduler: Scheduler, longest: int) -> None:
         """longest: tokens that a session may have."""
         self.budget = Budget()
-        self.max_tokens = config.fixed_tokens_per_session or _TOKENS_PER_SESSION
+        self.max_tokens = config.fixed_tokens_per_session or TOKENS_PER_SESSION
         self.verifies_all = config.verifies_all_draft_tokens
         self.max_children = config.speculative_eagle_topk
         self._max_depth = config.speculative_num_steps

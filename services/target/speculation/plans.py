@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from outrider.serving.loop import MessageWatch
@@ -71,16 +71,20 @@ class StepPlan(ABC):
         return self.service
 
     @property
+    def _size(self) -> tuple[int, int]:
+        """Tokens of the step, and cached tokens that its attention reads."""
+        tokens = sum(len(work.chunk) + len(work.draft) for work in self.works) + self.filler
+        return tokens, sum(work.chunk.stop for work in self.works)
+
+    @property
     def expected_seconds(self) -> float:
         """Seconds that the step takes, by the cost model."""
-        tokens = sum(len(work.chunk) + len(work.draft) for work in self.works) + self.filler
-        return self.budget.cost.step(tokens, sum(work.chunk.stop for work in self.works))[0]
+        return self.budget.cost.step(*self._size)[0]
 
-    @contextmanager
-    def program(self, listen: MessageWatch) -> Iterator[StepProgram | None]:
+    def program(self, listen: MessageWatch) -> AbstractContextManager[StepProgram | None]:
         """What follows within the same call. listen: how a message interrupts it, while the context lasts."""
         del listen
-        yield None
+        return nullcontext()
 
     def verified(self, work: SessionWork, outcome: Outcome) -> tuple[int, int]:
         """Draft tokens of a session that its commit reports as verified and as accepted."""
@@ -104,9 +108,7 @@ class StepPlan(ABC):
         self._observe_cost(timing)
 
     def _observe_cost(self, timing: Timing) -> None:
-        tokens = sum(len(work.chunk) + len(work.draft) for work in self.works) + self.filler
-        kv_tokens = sum(work.chunk.stop for work in self.works)
-        self.budget.cost.observe(tokens, kv_tokens, timing.seconds)
+        self.budget.cost.observe(*self._size, timing.seconds)
 
     def _count_paused(self, works: Sequence[SessionWork], timing: Timing) -> None:
         """Count the steps behind the first one, which was counted when it was planned."""
@@ -130,11 +132,9 @@ class MultiStep(StepPlan):
 
     observe = StepPlan._observe_service
 
-    @contextmanager
-    def program(self, listen: MessageWatch) -> Iterator[StepProgram | None]:
+    def program(self, listen: MessageWatch) -> AbstractContextManager[StepProgram | None]:
         """As of StepPlan."""
-        with listen() as files:
-            yield replace(self.decoding, interrupts=replace(self.decoding.interrupts, files=array("i", files)))
+        return _interruptible(self.decoding, listen)
 
     def finish(self, works: Sequence[SessionWork], accepted: int, timing: Timing) -> None:
         """As of StepPlan."""
@@ -199,11 +199,9 @@ class LoopStep(StepPlan):
         del session_id
         return self.source
 
-    @contextmanager
-    def program(self, listen: MessageWatch) -> Iterator[StepProgram | None]:
+    def program(self, listen: MessageWatch) -> AbstractContextManager[StepProgram | None]:
         """As of StepPlan."""
-        with listen() as files:
-            yield replace(self.loop, interrupts=replace(self.loop.interrupts, files=array("i", files)))
+        return _interruptible(self.loop, listen)
 
     def verified(self, work: SessionWork, outcome: Outcome) -> tuple[int, int]:
         """Those of the last iteration; the others have commits of their own."""
@@ -220,6 +218,13 @@ class LoopStep(StepPlan):
         """As of StepPlan."""
         del accepted
         self._count_paused(works, timing)
+
+
+@contextmanager
+def _interruptible(program: MultiStepDecoding | FusedLoop, listen: MessageWatch) -> Iterator[StepProgram]:
+    """A program that returns once a message arrives, while the context lasts."""
+    with listen() as files:
+        yield replace(program, interrupts=replace(program.interrupts, files=array("i", files)))
 
 
 class PlanMaker:

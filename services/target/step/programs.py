@@ -62,12 +62,11 @@ class DraftTokenValue:
 
 
 @dataclass(frozen=True)
-class MultiStepDecoding:
-    """Plain steps. texts: None unless the program returns where prompt lookup finds a match."""
+class _TokenByToken:
+    """A program that samples a token of each session in each of its steps."""
 
     steps: int
     interrupts: Interrupts
-    texts: SessionTexts | None = None
 
     @property
     def extra_slots(self) -> int:
@@ -76,35 +75,27 @@ class MultiStepDecoding:
 
 
 @dataclass(frozen=True)
-class CopyDrafting:
-    """Draft tokens of the narrow copy. The target writes anew what the copy writes into the cache."""
+class MultiStepDecoding(_TokenByToken):
+    """Plain steps. texts: None unless the program returns where prompt lookup finds a match."""
 
-    steps: int
-    interrupts: Interrupts
-
-    @property
-    def extra_slots(self) -> int:
-        """As of MultiStepDecoding."""
-        return self.steps - 1
+    texts: SessionTexts | None = None
 
 
 @dataclass(frozen=True)
-class HeadDrafting:
+class CopyDrafting(_TokenByToken):
+    """Draft tokens of the narrow copy. The target writes anew what the copy writes into the cache."""
+
+
+@dataclass(frozen=True)
+class HeadDrafting(_TokenByToken):
     """Draft tokens of the local EAGLE head, behind its rows of committed tokens.
 
     value:      drafting ends where another draft token is not worth its cost; None to draft all steps
     acceptance: [2, 16] float32 ("f"), acceptance rates by the head's probabilities, see calibration_bins.py
     """
 
-    steps: int
-    interrupts: Interrupts
     value: DraftTokenValue | None = None
     acceptance: array[float] | None = None
-
-    @property
-    def extra_slots(self) -> int:
-        """As of MultiStepDecoding."""
-        return self.steps - 1
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ STARTERS = {
 STARTED = "import os, time\nopen(f'{os.getpid()}.pid', 'w').close()\ntime.sleep(3600)\n"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("starter", STARTERS)
 def test_child_processes_end_when_the_benchmark_is_killed(starter, tmp_path):
     for module in ("outrider/__main__", "gateway/__main__", "bench/streams/pingpong", "bench/streams/fakes"):

@@ -52,6 +52,7 @@ def prompts(report_folder, monkeypatch):
     return file
 
 
+@pytest.mark.long
 def test_program_resumes(prompts, tmp_path, capsys):
     served = []
 

@@ -84,6 +84,7 @@ def test_eagle_logits_use_the_targets_softcap(tmp_path, change, cap):
         close(found, cap * np.tanh(plain / cap) if kind == "EAGLE" else plain)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", HEADS)
 def test_head_equals_the_formulas(tmp_path, target, name):
     kind, options = HEADS[name]

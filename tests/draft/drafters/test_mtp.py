@@ -75,6 +75,7 @@ def follow(draft, reference, width=48):
     expand([0], 25)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_mtp_layer_equals_its_model_class(tmp_path, name):
     family, changes = FAMILIES[name]
@@ -112,6 +113,7 @@ def test_several_layers_beside_ngrams(tmp_path):
     engine.check()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "count", "length"), [("mimo-v2", 3, 24), ("mimo-v2", 3, 4), ("glm-4.5", 2, 24)])
 def test_several_layers_each_predict_a_token_further(tmp_path, family, count, length):
     """Layer i's row j pairs token j + 1 + i with the target's feature j, and no other feature."""

@@ -98,6 +98,7 @@ def test_tensors_that_arrive_equal_those_of_a_folder(tmp_path, kind):
     assert same(params_of(engine), first)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("kind", HEADS)
 def test_reloaded_weights_equal_initial_ones(tmp_path, kind, mapped):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outrider.speculation.proposal import Commit, path_hash
 from outrider.speculation.tree import ROOT
 from services.draft.drafters.base import Drafter, Expansion
-from services.draft.engine import draft_stats
+from services.draft.engine import drafter_stats
 from services.draft.engine.engine import DraftEngine
 from services.draft.sessions.frontier import TreeLimits
 from tests.support.draft.helpers import OracleTarget, request, settle, standalone, torch_logits
@@ -148,7 +148,7 @@ def test_gateways_share_a_draft(model):
 
 def test_wrong_pair_is_logged_once(model, tmp_path, caplog, monkeypatch):
     """Draft tokens of a draft for another model are rejected; those of the target's own model are accepted."""
-    monkeypatch.setattr(draft_stats, "_MIN_EXPECTED", 30.0)
+    monkeypatch.setattr(drafter_stats, "_MIN_EXPECTED", 30.0)
     other = torch_logits(write_model(tmp_path / "other", seed=9))
     for next_logits, warns in ((torch_logits(model), False), (other, True)):
         engine = standalone(model)

@@ -65,6 +65,7 @@ def _compiled_quickly():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BATCHES)
 def test_kernels_equal_their_twin(name):
     batch = BATCHES[name]
@@ -115,6 +116,7 @@ def test_few_sessions_share_long_contexts():
     assert splits_for(programs=1000, tokens=32768) == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["pallas_gpu", "pallas_tpu"])
 def test_a_model_drafts_the_same_with_either_kernel(tmp_path, backend):
     write_model(tmp_path, "qwen3", head_dim=24)

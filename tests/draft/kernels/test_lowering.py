@@ -92,6 +92,7 @@ def test_kernels_lower_for_real_shapes(name):
     assert lowered_for_tpus(batch).as_text().count("tpu_custom_call") == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", COMPILED)
 def test_triton_compiles_the_kernel_without_spilling(name, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -74,6 +74,7 @@ def check_same(found, expected):
         check_same_tree(one, other)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("sessions", [1, 4])
 def test_several_levels_equal_rounds(make, sampling, sessions, calls):

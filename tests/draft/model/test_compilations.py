@@ -42,6 +42,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_compiled_while_serving(folders, kind):
     """Long prompts, both temperatures, lost messages, pages for two sessions of four, and moves that fit no round."""

@@ -63,7 +63,7 @@ def grow(engine, session_id, tokens, fed_until=0):
     [
         ("llama, tied, an odd vocabulary", 4),  # two devices have the same keys and values
         ("EAGLE3", 2),
-        ("deepseek-v3", 4),
+        pytest.param("deepseek-v3", 4, marks=pytest.mark.long),
         *(pytest.param(kind, 2, marks=pytest.mark.long) for kind in ("DFLASH", "qwen3-next", "mimo-v2", "step-3.5")),
     ],
 )

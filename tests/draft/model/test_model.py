@@ -85,6 +85,7 @@ def _randomise_vectors(folder, rng):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.sampled(2)
 def test_prefix_tree_and_commit_equal_recomputation(folder):
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, VOCAB, 70).tolist()

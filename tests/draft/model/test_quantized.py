@@ -50,6 +50,7 @@ def drafts(kind, folder):
     return read_mtp(model, read_target(model))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["llama, tied", "eagle of a tied target", "experts, latent attention"])
 def test_quantized_model_equals_the_model_with_rounded_weights(tmp_path, kind):
     draft = drafts(kind, tmp_path / "model")

@@ -81,6 +81,7 @@ def grown(monkeypatch):
     return shapes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_whole_trees_equal_trees_by_levels(make, shape, sampling, grown):

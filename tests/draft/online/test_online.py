@@ -59,6 +59,7 @@ def learnt(models, target, tmp_path_factory):
     return draft, folder, accepted
 
 
+@pytest.mark.long
 def test_draft_improves_on_its_traffic(learnt):
     draft, _, accepted = learnt
     load = draft.load().online

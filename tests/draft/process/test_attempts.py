@@ -22,6 +22,7 @@ from tests.support.checkpoints.heads import write_pair
 from tests.support.tiny import write_model, write_tokenizer
 
 
+@pytest.mark.long
 def test_attempts_go_on_with_growing_waits_until_one_succeeds(monkeypatch, caplog):
     monkeypatch.setattr(attempts, "BACKOFF", Backoff(first=1.0, longest=4.0))
     failures = [ConfigError("there is no folder /x"), ConfigError("there is no folder /x"), ValueError("odd\nfile")] * 2
@@ -92,6 +93,7 @@ def other_sizes(folder):
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("damage", "words"),
     [

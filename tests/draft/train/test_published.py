@@ -162,6 +162,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "layout"), [("eagle 1, bias", "int8 panels"), *(("eagle 3, each, bias", layout) for layout in FORMATS)]
 )

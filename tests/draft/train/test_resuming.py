@@ -32,7 +32,9 @@ def trainer_of(target, folder, records, steps=12, name="EAGLE3", devices=1):
     return Trainer(objective, schedule, shared, params, parallel), batches
 
 
-@pytest.mark.parametrize(("name", "devices"), [("EAGLE3", 1), ("EAGLE3", 4), ("DFLASH", 3)])
+@pytest.mark.parametrize(
+    ("name", "devices"), [("EAGLE3", 1), ("EAGLE3", 4), pytest.param("DFLASH", 3, marks=pytest.mark.long)]
+)
 def test_resumed_run_takes_the_same_steps(tmp_path, name, devices):
     """devices: of the run that resumes; several of them share each step."""
     target = target_of(tmp_path / "target")
@@ -76,7 +78,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     assert trainer.step == 0
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "DFLASH"])
+@pytest.mark.parametrize("algorithm", ["EAGLE3", pytest.param("DFLASH", marks=pytest.mark.long)])
 def test_run_resumes_with_its_first_answers(tmp_path, monkeypatch, algorithm):
     """On another machine, where paths and the number of devices differ; another run may have added answers."""
     here, there = tmp_path / "here", tmp_path / "there"

@@ -175,6 +175,7 @@ def test_the_output_folder_is_not_written_twice(models, trained):
         app.train(config)
 
 
+@pytest.mark.long
 def test_run_interrupted_in_its_evaluation_resumes(models, trained, tmp_path, monkeypatch):
     config = TrainConfig(
         model_path=str(models / "target"), output=str(tmp_path / "draft"), answers=str(trained) + ".answers",
@@ -195,6 +196,7 @@ def test_run_interrupted_in_its_evaluation_resumes(models, trained, tmp_path, mo
     assert not (tmp_path / "draft" / "checkpoint").exists()
 
 
+@pytest.mark.long
 def test_trained_head_is_served(models, trained, tmp_path):
     """Accepted draft tokens, and the same text as without a draft."""
     target = target_service(models / "target", f"unix:{tmp_path}/target", speculative_num_draft_tokens=8).start()
@@ -255,7 +257,9 @@ def test_diverged_training_ends_the_run(tmp_path):
         learning.run(store, tmp_path / "checkpoint", {})
 
 
-@pytest.mark.parametrize("name", [pytest.param("EAGLE", marks=pytest.mark.long), "NEXTN", "STANDALONE", "DFLASH"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("EAGLE", "NEXTN")), "STANDALONE", "DFLASH"]
+)
 def test_other_algorithms_are_trained_and_replayed(perfect, tmp_path, name):
     """The published draft predicts the cycle that the target generates."""
     folder = perfect[0]

@@ -68,6 +68,7 @@ def published(folder, family):
     return target, algorithm, np.arange(VOCAB), algorithm.params(), read_mtp(folder, target)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "layers"),
     [("EAGLE3", 2), ("EAGLE", 2), ("NEXTN", 1), ("glm-4.5", 1), ("deepseek-v3", 1)],
@@ -212,9 +213,10 @@ def test_initial_head_equals_the_targets_head(tmp_path, family):
     assert size == pytest.approx(0.3 * {"granite": 1 / 8, "cohere": 0.25}.get(family, 1), rel=0.01)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "mixed_precision", "cap"), [
-    ("EAGLE3", False, None), ("EAGLE3", True, None), ("EAGLE", False, 2.0),
-    ("NEXTN", True, None), ("STANDALONE", True, None), ("DFLASH", False, None),
+    ("EAGLE3", False, None), ("EAGLE3", True, None), ("NEXTN", True, None),
+    ("EAGLE", False, 2.0), ("DFLASH", False, None), ("STANDALONE", True, None),
 ])  # fmt: skip
 def test_gradients_are_those_of_the_loss(tmp_path, name, mixed_precision, cap):
     """Against differences, along a random direction; in bfloat16 only roughly."""

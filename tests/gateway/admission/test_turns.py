@@ -7,7 +7,7 @@ import pytest
 
 from gateway.admission import turns as turns_module
 from gateway.admission.turns import MAX_DELAY, Turns
-from gateway.sessions.session import Inbox
+from gateway.sessions.inbox import Inbox
 from outrider.errors import Overloaded
 from outrider.speculation.proposal import FinishReason
 

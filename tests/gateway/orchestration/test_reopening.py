@@ -139,7 +139,7 @@ async def test_a_session_opened_twice_leaves_no_run_behind(code, targets):
     first = session.target
     first.take_frame()
     session.reopening.start(session.tokens)
-    orchestrator.sessions.placement.reopen(session)
+    orchestrator.sessions.reopen(session)
     if targets > 1:
         first.take_frame()
         first.load.session_count += 9  # of others: the next one is opened elsewhere

@@ -68,7 +68,7 @@ def test_many_sessions_are_opened_in_frames_that_fit(link):
 
 
 class Pools:
-    """A placement in which sessions are opened."""
+    """A placement in which sessions are placed."""
 
     def __init__(self, *links, **rules):
         self.metrics = Metrics()
@@ -78,8 +78,8 @@ class Pools:
 
     def open(self, tokens, **options):
         one = session(tokens, **options)
-        self.placement.open_on_draft(one)
-        self.placement.open_on_target(one)
+        self.placement.place_on_draft(one)
+        self.placement.place_on_target(one)
         return one
 
     def routed(self, reason, service="target"):
@@ -274,7 +274,7 @@ def test_a_session_beyond_a_draft_s_context_needs_n_grams():
     assert Pools(target(), head).open([1] * 50).draft is None
     assert Pools(target(), head).open([1] * 49).draft is head
     assert Pools(target(), head, both).open([1] * 50).draft is both
-    assert len(head.take_frame().opens) == 1
+    assert head.load.session_count == 1
 
 
 @pytest.mark.parametrize(
@@ -299,6 +299,15 @@ def test_targets_of_other_number_formats_are_refused():
         link.expect(PoolWeights(facts))
     link.info.kv_cache_dtype = "float8_e4m3fn"
     link.expect(PoolWeights(facts))
+    link.info.quantization = "int8"
+    with pytest.raises(ConfigError, match="--quantization int8, the others of its pool with none"):
+        link.expect(PoolWeights(facts))
+    facts.quantization = "int8"
+    link.expect(PoolWeights(facts))
+    link.info.quantization = facts.quantization = ""
+    link.info.weight_formats["Q4_K"] = 3
+    with pytest.raises(ConfigError, match="--quantization Q4_K, the others of its pool with none"):
+        link.expect(PoolWeights(facts))
 
 
 async def test_a_session_waits_for_a_target_that_holds_it_and_then_fails():

@@ -22,6 +22,7 @@ def serves(gateway, names):
     assert (answer.status_code, answer.json()["model"]) == (200, names[0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("absent", ["[a]\n", '[a]\n[b]\ntarget = "unix:/none/target"\n', '[a]\ntarget = "{0}"\n'])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_file_is_read_again_before_a_first_model_is_served(folder, target, workers, absent):

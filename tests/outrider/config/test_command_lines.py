@@ -53,6 +53,7 @@ def with_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("name", COMMAND_LINES)
 def test_every_line_is_accepted(name, gpu, request):
@@ -67,6 +68,7 @@ def test_every_line_is_accepted(name, gpu, request):
     assert len(set(made.warnings)) == len(made.warnings)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", COMMAND_LINES)
 def test_no_flag_of_a_line_is_ignored_in_silence(name, with_gpu):
     """Each flag has its value in a process, or a warning names it."""
@@ -130,6 +132,7 @@ def test_foreign_flags_take_their_words_and_say_why_they_have_no_effect(flag):
         refused(flag.name, "nonsense", match="choose one of")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kernels", FOREIGN_KERNELS)
 @pytest.mark.parametrize("flag", ["--attention-backend", "--speculative-draft-attention-backend"])
 @pytest.mark.parametrize("form", ["{} {}", "{}={}"])

@@ -39,6 +39,7 @@ def test_greedy_takes_the_first_of_equal_logits():
     assert sample(np.array([1.0, 3.0, 3.0]), SamplingParams(temperature=0.0), 5) == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.7}, {"top_k": 3, "top_p": 0.9}, {"min_p": 0.3}])
 def test_samples_follow_the_filtered_distribution(params):
     log_p = filtered_log_probs(LOGITS, SamplingParams(**params))

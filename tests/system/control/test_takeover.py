@@ -122,6 +122,7 @@ def streams(system):
     assert system.texts() == plain  # of the changed table
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("system", [1, 2], indirect=True, ids=["one worker", "two workers"])
 @pytest.mark.parametrize("leaves", ["drained", "killed"])
 def test_a_target_takes_over_while_the_models_are_read_again(system, leaves):

@@ -32,6 +32,7 @@ def speculates(system, seconds=90):
         assert system.ask_all() == first
 
 
+@pytest.mark.long
 def test_a_draft_model_that_appears_later_is_used_without_a_restart(folder, draft_folder, tmp_path):
     later = tmp_path / "later"
     flags = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(later))

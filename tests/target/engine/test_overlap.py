@@ -164,6 +164,7 @@ class Traffic:
                 self.ended.add(commit.session_id)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_traffic(folder, model, seed, asynchronous, monkeypatch):

@@ -40,6 +40,7 @@ def sessions(count, temperature, seed=0, most=40):
 TIGHT = {"page_size": 4, "max_total_tokens": 200, "max_running_requests": 4}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["right", "wrong", "mixed", "late"])
 @pytest.mark.parametrize("flags", [{"page_size": 1, "chunked_prefill_size": 9}, TIGHT, {"disable_radix_cache": True}])

@@ -37,6 +37,7 @@ class RandomlyPaused(ModePolicy):
         self.chosen = SpeculationMode.NONE if self._rng.random() < self._share else SpeculationMode.DRAFT_IF_READY
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize(("cached", "room"), [(True, 160), (True, 4096), (False, 160)])
 def test_deferred_rows_are_the_same(model, truth, share, cached, room, monkeypatch):

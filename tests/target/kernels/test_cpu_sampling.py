@@ -98,6 +98,7 @@ def test_tokens_are_those_of_the_oracle_at_small_sizes(shape):
         check(logits, PARAMS, rng.integers(0, 2**40, len(PARAMS)).tolist())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokens_are_those_of_the_oracle_at_a_real_size(shape):
     rng = np.random.default_rng(1)

@@ -91,7 +91,8 @@ def test_sums(dtype):
         assert torch.equal(invariant_matmul.row_sums(x[1:2, 2:3], float(width))[0, 0], found[1, 2])
 
 
-@pytest.mark.parametrize("family", ["olmo-2", pytest.param("gpt-oss", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["olmo-2", "gpt-oss"])
 def test_a_model_on_these_kernels(family, tmp_path, monkeypatch):
     """The model passes the batch-invariance check, and its text does not depend on proposals."""
     folder = write_family(tmp_path, family, num_hidden_layers=1, **LAYERS.get(family, {}))

@@ -50,11 +50,13 @@ def agree(batch, q, keys, values, tile=SMALL, **options):
     np.testing.assert_allclose(found.float().numpy(), expected.float().numpy(), atol=TOLERANCE[q.dtype], rtol=1e-2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("heads", "page_size"), [((4, 4), 1), ((6, 2), 16), ((7, 1), 16), ((20, 1), 1)], ids=str)
 def test_ragged_batches(heads, page_size):
     agree(*attention_case(1, heads, page_size=page_size, sessions=2))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_windows_soft_caps_and_sinks(seed):
     rng = np.random.default_rng(seed)
@@ -100,6 +102,7 @@ assert torch.equal(attention(q, keys, values, scaling=0.25), expected)
 """
 
 
+@pytest.mark.long
 def test_no_mask_bits_are_read_past_the_last_node():
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", _GUARDED], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr or "memory was read that is not there"
@@ -229,6 +232,7 @@ def test_splits_that_follow_the_load_change_nothing_but_rounding(least):
     agree(*attention_case(11, sessions=2), tile=replace(SMALL, split=Split(least, 64)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("vocab", [1, 40, 2048 * 3, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_likeliest_token_is_the_first_of_equals(vocab, dtype):

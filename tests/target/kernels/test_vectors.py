@@ -75,6 +75,7 @@ def test_kernels_can_be_had():
     assert library.available()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(vectors.chosen() is not vectors.AVX512, reason="the kernels of AVX2 are tested already")
 @pytest.mark.timeout(900)
 def test_a_processor_that_has_more_computes_as_an_older_one():
@@ -115,6 +116,7 @@ def test_a_kind_that_cannot_be_had_is_refused_where_it_is_named(named, message, 
         vectors.chosen.cache_clear()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [one for one in vectors.KINDS.values() if one.family.here], ids=lambda kind: kind.name)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler")
 def test_products_ask_for_the_weights_that_come_next(kind, tmp_path):

@@ -160,6 +160,7 @@ def test_log_probabilities_of_a_row_alone_and_of_several(vocabulary, threads):
 # --- models ---
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_families_pass_the_check_at_start_up(load, name, dtype):

@@ -39,6 +39,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.12}
 GEMMA = {"num_hidden_layers": 7, "sliding_window_pattern": 6}  # the pattern is not in the file
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "kind", "changes"), [
     ("llama-2", Type.F32, {}), ("llama-2", Type.Q8_0, WIDE), ("llama-2", Type.Q4_0, WIDE), ("llama-2", Type.Q4_K, WIDE),
     ("llama-3.1", Type.F32, {}), ("qwen2.5", Type.F32, {}), ("qwen2.5", Type.Q4_K, WIDE), ("qwen3", Type.Q8_0, WIDE),
@@ -198,6 +199,7 @@ def test_a_converted_file_is_found_in_a_read_only_folder(tiny_gguf, tmp_path, mo
         checkpoint.resolve(str(tiny_gguf))
 
 
+@pytest.mark.long
 def test_without_pytorch_another_process_s_conversion_is_awaited(tiny_gguf, tmp_path, monkeypatch):
     """As in a draft's container: another copy of the file, of another date, in a cache that both see."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))

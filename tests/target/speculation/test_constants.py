@@ -2,8 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
-
 from outrider.config import TargetConfig
 from services.target.engine.launching.launch_clock import LaunchClock
 from services.target.speculation.budget import Budget
@@ -15,7 +13,7 @@ from services.target.speculation.modes.policy import ModePolicy
 from services.target.speculation.multi_step import MultiStepPlanner
 from services.target.speculation.planner import Planner
 from services.target.speculation.sources.draft_service import DraftService
-from tests.support.constants import check_complete, check_effect
+from tests.support.constants import constant_tests
 from tests.support.target.planning import open_sessions, planner_of, work_of
 from tests.support.target.virtual_time.drafter_clock import Clock
 
@@ -126,22 +124,20 @@ def longest_measured_wait():
 # --- budgets and plans ---
 
 
-def average_wait():
-    budget = Budget(StepCost(BENT))
-    for number in range(10):
-        budget.waited(0.005 if number < 5 else 0.015)
-    return budget.held
-
-
 def lowest_probability():
     """Probability below which no draft token is worth its cost, where tokens far ahead are the cheapest."""
-    return Budget(StepCost({1: 0.010, 20: 0.030, 40: 0.045, 100: 0.085, 160: 0.090})).min_probability(1, 1)
+    return Budget(StepCost({1: 0.010, 10: 0.020, 20: 0.028, 40: 0.036})).min_probability(1, 1)
 
 
 def expensive_trees():
     """Whether trees are expensive, by the cost of a token in hundredths of a step."""
     costs = [{1: 0.010, 64: 0.010 * (1 + 63 * hundredth / 100)} for hundredth in range(40)]
     return [Budget(StepCost(cost)).trees_are_expensive for cost in costs]
+
+
+def most_tokens():
+    """Tokens of a session in a step without a flag."""
+    return Planner(TargetConfig(), None, 1000).max_tokens
 
 
 def plain_steps():
@@ -151,8 +147,11 @@ def plain_steps():
 
 
 EFFECTS = {
-    "budget:_EMA_WEIGHT": average_wait,
-    "budget:_NEXT_TOKENS": lowest_probability,
+    "budget:TOKENS_PER_SESSION": lambda: [
+        lowest_probability(),
+        plain_steps(),
+        Planner(TargetConfig(), None, 1000).max_tokens,
+    ],
     "budget:_TREE_TOKENS": expensive_trees,
     "budget:_EXPENSIVE": expensive_trees,
     "controller:_FEW_SESSIONS": sessions_that_are_weighed,
@@ -162,8 +161,6 @@ EFFECTS = {
     "draft_wait:_MAX_FIRST_WAIT": longest_first_wait,
     "draft_wait:_MAX_VAIN": first_waits_in_vain,
     "draft_wait:_MAX_MISSES": waits_for_a_session_that_is_left,
-    "multi_step:_MAX_STEPS": plain_steps,
-    "planner:_TOKENS_PER_SESSION": lambda: Planner(TargetConfig(), None, 1000).max_tokens,
 }
 FIXED = {"draft_stats:LAG_BOUNDS": "the wire's histogram has these buckets"}
 
@@ -188,17 +185,6 @@ LAUNCHES = {
     "launch_clock:_MARGIN": lambda: launch_of(),
 }
 
-
-@pytest.mark.parametrize("constant", EFFECTS)
-def test_a_constant_has_an_effect(constant):
-    check_effect(PACKAGE, constant, EFFECTS[constant])
-
-
-@pytest.mark.parametrize("constant", LAUNCHES)
-def test_a_constant_of_launches_has_an_effect(constant):
-    check_effect(LAUNCHING, constant, LAUNCHES[constant])
-
-
-def test_all_constants_are_explained_and_tested():
-    check_complete(PACKAGE, effects=EFFECTS, fixed=FIXED)
-    check_complete(LAUNCHING, "launch_clock", effects=LAUNCHES, fixed={})
+test_a_constant_has_an_effect, test_all_constants_are_explained_and_tested = constant_tests(
+    {PACKAGE: EFFECTS, LAUNCHING: LAUNCHES}, {PACKAGE: FIXED}, whole=[PACKAGE]
+)

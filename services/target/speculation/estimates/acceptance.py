@@ -5,6 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+PRIOR_WEIGHT = 3.0  # draft tokens that a prior counts for
+DECAY = 0.97  # of a bin's evidence, per chain: the last 33 count most, because texts change
+
 
 class AcceptanceEstimate:
     """Acceptance rates of n bins.
@@ -12,12 +15,9 @@ class AcceptanceEstimate:
     table: [n] float32 ("f"), the rates; compiled kernels read it in place
     """
 
-    def __init__(self, priors: Sequence[float], weight: float, decay: float) -> None:
-        """priors: [n], the rates before any evidence; weight: draft tokens that each prior counts for.
-
-        decay: what remains of a bin's evidence with each observation in it
-        """
-        self._priors, self._weight, self._decay = priors, weight, decay
+    def __init__(self, priors: Sequence[float], decay: float) -> None:
+        """priors: [n], the rates before any evidence. decay: of a bin's evidence, with each observation in it."""
+        self._priors, self._decay = priors, decay
         self._tried = [0.0] * len(priors)
         self._accepted = [0.0] * len(priors)
         self.table = array("f", priors)
@@ -29,7 +29,7 @@ class AcceptanceEstimate:
 
     def rate(self, place: int = 0) -> float:
         """Accepted over tried draft tokens of a bin."""
-        return (self._accepted[place] + self._weight * self._priors[place]) / (self._tried[place] + self._weight)
+        return (self._accepted[place] + PRIOR_WEIGHT * self._priors[place]) / (self._tried[place] + PRIOR_WEIGHT)
 
     def observe(self, tried: float, accepted: float, place: int = 0, decay: float | None = None) -> None:
         """Add an observation. tried, accepted: draft tokens, or sums of their expected numbers. decay: instead of the

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.target.speculation.estimates.average import Average
+from services.target.speculation.estimates.average import WEIGHT, Average
 
-_WEIGHT = 0.25  # of the last answer: the first ones of a draft that has just started may be slow
-_LONGEST = 1.0  # seconds; what takes longer was a pause of the draft
-_MOST = 16  # commits of a session that are remembered: as many steps as an answer may take
+PAUSE = 1.0  # seconds; an answer, or a step, that takes longer is no measurement: a process or a client paused
 
 
 class Answers:
@@ -26,9 +24,9 @@ class Answers:
 
     def __init__(self, every: Answers | None = None) -> None:
         """every: those to all sessions, for one"""
-        self._all, self._held = Average(_WEIGHT), Average(_WEIGHT)
+        self._all, self._held = Average(WEIGHT), Average(WEIGHT)
         self._every = every
-        self._useful = {False: Average(_WEIGHT), True: Average(_WEIGHT)}  # by whether no draft token was left
+        self._useful = {False: Average(WEIGHT), True: Average(WEIGHT)}  # by whether no draft token was left
 
     @property
     def seconds(self) -> float:
@@ -59,7 +57,7 @@ class Answers:
     def add(self, seconds: float, *, held: bool, bare: bool, useful: bool) -> None:
         """An answer has come. useful: it holds draft tokens."""
         self._useful[bare].add(float(useful))
-        if seconds < _LONGEST:
+        if seconds < PAUSE:
             self._all.add(seconds)
             if held:
                 self._held.add(seconds)
@@ -89,7 +87,7 @@ class AnswerLatency(Answers):
         """
         asked = self._asked.setdefault(session_id, {})
         asked[length] = now, held, bare
-        if len(asked) > _MOST:
+        while now - next(iter(asked.values()))[0] > PAUSE:  # its answer would be no measurement
             del asked[next(iter(asked))]
 
     def answered(self, session_id: int, length: int, now: float, *, useful: bool = True) -> None:

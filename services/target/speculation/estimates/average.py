@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+WEIGHT = 0.22  # of the last value, where each is a good measurement by itself: times of steps, waits and answers
+SLOW_WEIGHT = 0.05  # the same where values vary by chance: tokens of a step, in easy and hard lines of text
+
 
 class Average:
     """value: of what was added; 0 before. count: of the values."""

@@ -6,14 +6,11 @@ more seldom as long as it is rejected.
 
 from __future__ import annotations
 
-from services.target.speculation.estimates.acceptance import AcceptanceEstimate
+from services.target.speculation.estimates.acceptance import DECAY, AcceptanceEstimate
 
-_DECAY = 0.97  # per step that verified draft tokens
 _DECAY_AFTER_PAUSE = 0.3  # where a drafter that was given up turns out right: it may be another one by now
-_WEIGHT = 2.0  # promised tokens that the prior counts for
 _MIN_RATIO, _MAX_RATIO = 0.01, 2.0  # accepted over promised tokens; above 0, so that a rejected drafter is ranked still
-# Steps between tries: at first, after a try that succeeded alone, and at most.
-_FIRST_INTERVAL, _USUAL_INTERVAL, _MAX_INTERVAL = 8, 64, 128
+_FIRST_INTERVAL, _MAX_INTERVAL = 8, 128  # steps between tries: at first, and at most
 
 
 class Calibration:
@@ -21,7 +18,7 @@ class Calibration:
 
     def __init__(self, prior: float = 1.0, interval: int = _FIRST_INTERVAL, steps: int = 0) -> None:
         """interval: steps between tries; steps: how many of them have passed."""
-        self._estimate = AcceptanceEstimate([prior], _WEIGHT, _DECAY)
+        self._estimate = AcceptanceEstimate([prior], DECAY)
         self._interval = interval
         self._steps = steps  # since the last evidence
 
@@ -44,13 +41,14 @@ class Calibration:
         self._steps += 1
         if not promised:
             return
-        decay = _DECAY_AFTER_PAUSE if accepted and self._steps >= _FIRST_INTERVAL else _DECAY
+        decay = _DECAY_AFTER_PAUSE if accepted and self._steps >= _FIRST_INTERVAL else None
         self._steps = 0
         if accepted and promised > 1.0:  # more than a try
             self._interval = _FIRST_INTERVAL
-        else:  # an accepted try is no reason for many more where accepted tokens are not worth their cost
-            longer, shorter = min(2 * self._interval, _MAX_INTERVAL), max(self._interval // 2, _USUAL_INTERVAL)
-            self._interval = shorter if accepted else longer
+        elif accepted:  # a try alone: no reason for many more where accepted tokens are not worth their cost
+            self._interval = _MAX_INTERVAL // 2
+        else:
+            self._interval = min(2 * self._interval, _MAX_INTERVAL)
         self._estimate.observe(promised, accepted, decay=decay)
 
 

@@ -7,7 +7,6 @@ from array import array
 from services.target.speculation.estimates.acceptance import AcceptanceEstimate
 
 BINS = 16  # as in the compiled kernels (csrc/programs/program.h)
-_WEIGHT = 4.0  # draft tokens that a bin's prior counts for
 _DECAY = 1.0 - 1.0 / 400.0  # of a bin: the last 400 draft tokens count most
 
 
@@ -19,7 +18,7 @@ class CalibrationBins:
 
     def __init__(self) -> None:
         middles = [(i + 0.5) / BINS for i in range(BINS)]
-        self._estimate = AcceptanceEstimate(middles * 2, _WEIGHT, _DECAY)
+        self._estimate = AcceptanceEstimate(middles * 2, _DECAY)
 
     @property
     def table(self) -> array[float]:

@@ -6,9 +6,8 @@ measured lie close together, where a correction of fixed points (step_cost.py) c
 
 from __future__ import annotations
 
-from services.target.speculation.estimates.step_cost import MAX_EXCESS, PRIOR
+from services.target.speculation.estimates.step_cost import DECAY, MAX_EXCESS, PRIOR
 
-_DECAY = 0.98  # of the evidence, per measurement
 _ENDS = (1.0, 6.0)  # counts at the two ends of the prior line, each of which counts for PRIOR measurements
 _MIN_VARIANCE = 0.01  # of the counts; below, the slope stays as it was
 
@@ -29,7 +28,7 @@ class LinearCost:
 
     def observe(self, count: int, seconds: float) -> None:
         """Add a measurement."""
-        self._sums = [_DECAY * one for one in self._sums]
+        self._sums = [DECAY * one for one in self._sums]
         self._add(count, min(seconds, MAX_EXCESS * self.seconds(count)), 1.0)
         n, x, xx, y, xy = self._sums
         spread = n * xx - x * x

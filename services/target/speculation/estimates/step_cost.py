@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-_DECAY = 0.99  # of the evidence, per step
+DECAY = 0.99  # of the evidence, per measurement
 PRIOR = 4.0  # measurements that a prior counts for: here the overall correction, at each point
 MAX_EXCESS = 2.0  # a measurement above this many times its estimate counts as this many times: it was disturbed
 _INTERVAL = 8  # steps between two corrections
@@ -83,8 +83,8 @@ class StepCost:
         attention = kv_tokens * self.seconds_per_kv_token
         measured = self._heights[below] * (1.0 - share) + self._heights[above] * share + attention
         ratio = min(seconds, MAX_EXCESS * expected) / measured
-        self._ratios = [one * _DECAY for one in self._ratios]
-        self._weights = [one * _DECAY for one in self._weights]
+        self._ratios = [one * DECAY for one in self._ratios]
+        self._weights = [one * DECAY for one in self._weights]
         for point, weight in ((below, 1.0 - share), (above, share)):
             self._ratios[point] += weight * ratio
             self._weights[point] += weight

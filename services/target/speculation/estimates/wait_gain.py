@@ -19,14 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from services.target.speculation.estimates.answer_latency import AnswerLatency
-from services.target.speculation.estimates.average import Average
+from services.target.speculation.estimates.answer_latency import PAUSE, AnswerLatency
+from services.target.speculation.estimates.average import SLOW_WEIGHT, Average
 from services.target.speculation.estimates.in_time import share_in_time
 
-_WEIGHT = 0.1  # of the last step in averages of its time and tokens
-_ACCEPTED_WEIGHT = 0.03  # of the last step in the usual acceptance: stretches of text are harder or easier
 _LEAST = 8  # answers, or steps, before a measurement counts
-_LONGEST = 1.0  # seconds from commit to commit; more is a pause
 _STALE = 100  # times an answer's latency, after which a measurement of the acceptance is old: 1 % is spent on a new one
 _HOPED = 1.0  # draft tokens that an answer is then hoped to bring
 
@@ -36,8 +33,8 @@ class WaitGain:
 
     def __init__(self, latency: AnswerLatency) -> None:
         self._latency = latency
-        self._accepted, self._own = Average(_ACCEPTED_WEIGHT), Average(_ACCEPTED_WEIGHT)
-        self._tokens, self._seconds = Average(_WEIGHT), Average(_WEIGHT)
+        self._accepted, self._own = Average(SLOW_WEIGHT), Average(SLOW_WEIGHT)
+        self._tokens, self._seconds = Average(SLOW_WEIGHT), Average(SLOW_WEIGHT)
         self._answered: set[int] = set()  # sessions whose next step has an answer to the last commit
         self._last: float | None = None
         self._measured = 0.0  # when usual acceptance was
@@ -57,7 +54,7 @@ class WaitGain:
         for session_id in self._answered & accepted.keys():
             self._accepted.add(accepted[session_id])
             self._measured = now
-        if self._last is not None and now - self._last < _LONGEST:
+        if self._last is not None and now - self._last < PAUSE:
             self._tokens.add(tokens)
             self._seconds.add(now - self._last)
         self._last = now

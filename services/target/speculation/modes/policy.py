@@ -1,5 +1,6 @@
-"""Which speculation mode a step has: selected by trials at each load by itself (mode_selector.py), once a draft service
-answers; before that, the first of the modes that the model and the flags leave open."""
+"""Which speculation mode a step has: selected by trials (selector.py), at each load by itself, once a draft service
+answers; before that, the first of the modes that the model and the flags leave open.
+"""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from services.target.speculation.estimates.in_time import share_in_time
 from services.target.speculation.modes.mode import DRAFT_MODES, SpeculationMode
 from services.target.speculation.modes.trial import TRIAL, Steps
 
-# Steps with proposals for which it counts that they accept one draft token: the first few may meet a hard line of text.
+# Steps with proposals for which it counts that they accept one draft token, and steps without from which own sources
+# are predicted: the first few may meet a hard line of text.
 PRIOR_STEPS = 4.0
-_FEWEST_OTHERS = 2.0  # steps without proposals from which self-speculation is predicted
 _RUNS = 1.5  # variance of what steps commit, over that of independent ones: chains are accepted in runs
 _PACE_NOISE = 0.03  # standard deviation of a trial's throughput by the machine's pace
 _OWN_WALK = 0.2  # the same of its level since the last one, where all tokens are those of own sources: texts change
@@ -27,7 +27,7 @@ def predicted(mode: SpeculationMode, steps: Steps, accepted: float, latency: Ans
     step, own = (steps.seconds - steps.held) / steps.steps, steps.own / max(others, 1.0)
     drafted = held = 0.0
     if mode is SpeculationMode.SELF_SPECULATE:
-        if others < _FEWEST_OTHERS:
+        if others < PRIOR_STEPS:
             return None
         step = (steps.seconds - steps.held - steps.drafted_seconds) / others
     elif mode in DRAFT_MODES:

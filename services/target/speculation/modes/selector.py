@@ -19,15 +19,12 @@ from services.target.speculation.modes.prefill_cost import PrefillCost
 from services.target.speculation.modes.throughput import MIN_GAIN, ModeThroughput, Trial
 from services.target.speculation.modes.trial import SETTLING, TRIAL, Steps
 
-# Measured steps of the first trials at a load: a losing mode ends soon.
+# Measured steps of the first trials at a load, and of a mode that is far behind: it ends soon.
 _FIRST_TRIAL = TRIAL // 4
 _DOUBLINGS = (TRIAL // _FIRST_TRIAL).bit_length() - 1  # from the first length of a trial to the last
-_SHORT_TRIAL = TRIAL // 2  # of a mode that is far behind
 _FAR_BEHIND = 0.9  # of the best mode's throughput
-# A losing mode is retried when what a trial costs is at most this share of the time since its last one. The worse of
-# two modes with drafts waits longer where plain steps are best: it hardly wins if the better one does not.
+# A losing mode is retried when what a trial costs is at most this share of the time since its last one.
 _COST_SHARE = 0.005
-_COST_SHARE_OF_WORST = _COST_SHARE / 4  # of the worse one
 _DOUBT_SHARE = 0.1  # the same for a mode that is the best after all, times the probability that it is
 _MIN_PAUSE_TRIALS = 16  # of the mode's own trials; fewer where it may be the best
 _MAX_PAUSE = 300.0  # seconds
@@ -38,7 +35,6 @@ _FIRST_PAUSE, _PAUSE_GROWTH = 1.0, 4.0
 _MAX_LOSSES = math.ceil(math.log(_MAX_PAUSE / _FIRST_PAUSE, _PAUSE_GROWTH))  # consecutive ones
 _FIRST_DELAY = 30.0  # seconds that a load lasts before drafts are tried where a trial costs about one second
 _GAIN_LOSS = 1.5  # factor by which the gain of drafts shrinks with twice as many sessions
-_FEWEST_TOKENS = 0.5  # that a trial without any counts for
 
 
 class ModeSelector(ModeThroughput):
@@ -83,13 +79,11 @@ class ModeSelector(ModeThroughput):
 
     @property
     def steps(self) -> int:
-        """Length of the present trial: short at first, so that a losing mode ends soon."""
-        doublings = min(self.trials // len(self._measured), _DOUBLINGS)
-        if not self._measured[self.mode].trials:
-            if self.mode is SpeculationMode.NONE:
-                return _FIRST_TRIAL // 2  # each step commits a token: nothing but its time is unknown
-            doublings = 0 if self._short else doublings
-        return min(_FIRST_TRIAL << doublings, _SHORT_TRIAL if self._short else TRIAL)
+        """Length of the present trial: short at first, and of a mode that is far behind; a losing one ends soon."""
+        if self.mode is SpeculationMode.NONE and not self._measured[self.mode].trials:
+            return _FIRST_TRIAL // 2  # each step commits a token: nothing but its time is unknown
+        doublings = 0 if self._short else min(self.trials // len(self._measured), _DOUBLINGS)
+        return _FIRST_TRIAL << doublings
 
     def add_step(self, tokens: float, seconds: float) -> None:
         """Add a step without prompts, measured or not. tokens: per session."""
@@ -109,7 +103,7 @@ class ModeSelector(ModeThroughput):
         present.add(self.trials, new)
         if new.drafted:
             self._update_accepted(new)
-        pace = max(self._tokens_of(new), _FEWEST_TOKENS) / new.seconds
+        pace = max(self._tokens_of(new), 1.0) / new.seconds  # a step commits a token; its logarithm must be finite
         noise, walk = variances(max(new.steps, 1.0), present.total, self._accepted, sessions)
         self._effects.observe(self.mode, pace, noise, walk, self._since.seconds)
         present.trial = Trial(self._elapsed, self._since.tokens, self._since.seconds, pace)
@@ -141,7 +135,7 @@ class ModeSelector(ModeThroughput):
             return self._first_due(mode, rates, best)
         worst = best not in DRAFT_MODES and len(drafted) > 1 and rates[mode] == min(rates.values())
         chance, gain = self._promise(mode, rates, best)
-        share = max(_COST_SHARE_OF_WORST if worst else _COST_SHARE, _DOUBT_SHARE * chance, gain)
+        share = max(_COST_SHARE, _DOUBT_SHARE * chance, gain)
         trials = min(_MIN_PAUSE_TRIALS, 0.5 / chance) if chance else _MIN_PAUSE_TRIALS
         pause = _pause(self._trial_cost(mode, rates[best]), share, trials * measured.trial.seconds)
         first = max(self._first_pause, _MIN_PAUSE_TRIALS * self._measured[best].trial.seconds)
@@ -187,7 +181,7 @@ class ModeSelector(ModeThroughput):
         if self.loss is None:
             return self._delay
         latest = max(self._measured[other].trial.ended for other in drafted)
-        return latest + _pause(self.loss, _COST_SHARE_OF_WORST)
+        return latest + _pause(self.loss, _COST_SHARE)
 
     def _may_begin(self, mode: SpeculationMode) -> bool:
         """False for steps that do not wait for drafters that draft only while a step waits."""

@@ -14,7 +14,7 @@ from services.target.speculation.modes.prefill_cost import PrefillCost
 from services.target.speculation.modes.trial import Steps
 
 MIN_GAIN = 1.02  # minimum gain of drafts: less may be noise, and costs drafters their time
-_DECAY, _MIN_DECAY = 0.9, 0.3  # of a measurement, per trial of any mode since, and at most between two of its own
+_DECAY = 0.9  # of a measurement, per trial of any mode since
 # Standard deviation of the logarithm of a predicted throughput, and of that of own sources by the steps of a trial that
 # have no proposals: a draft on the same cores makes these longer, and texts are harder there.
 _PREDICTION_DEVIATION, _RELATION_DEVIATION = 0.1, 0.12
@@ -44,7 +44,7 @@ class _Measured:
 
     def add(self, trials: int, new: Steps) -> None:
         """Add a trial."""
-        self.total.add(new, max(_DECAY ** (trials - self.trials), _MIN_DECAY))
+        self.total.add(new, _DECAY ** (trials - self.trials))
         self.trials = trials
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
+from services.target.speculation.estimates.average import WEIGHT
+from services.target.speculation.estimates.step_cost import MAX_EXCESS
+
 TRIAL = 16  # measured steps of a trial
 # Steps at the start of a trial that are not measured: drafters learn of the mode first, or do work that comes once.
 SETTLING = 2
-_MAX_EXCESS = 4.0  # a step that takes longer than this many usual ones of its mode counts as one that takes this long
-_EMA_WEIGHT = 0.2  # of the last step in the usual time of one
 
 
 @dataclass
@@ -73,8 +74,8 @@ class ModeTrial:
         seconds, steps = new.seconds, new.steps
         # The first step after a pause is long. A deep draft's step is, too, so that each mode has its own measure.
         usual = self._usual.get(mode, seconds / steps)
-        self._usual[mode] = usual + _EMA_WEIGHT * (min(seconds / steps, _MAX_EXCESS * usual) - usual)
-        if seconds > _MAX_EXCESS * steps * usual:
+        self._usual[mode] = usual + WEIGHT * (min(seconds / steps, MAX_EXCESS * usual) - usual)
+        if seconds > MAX_EXCESS * steps * usual:
             cut = steps * usual / seconds
             held, drafted = new.held * cut, new.drafted_seconds * cut
             new = replace(new, seconds=steps * usual, held=held, drafted_seconds=drafted)
@@ -92,7 +93,7 @@ class StepPace:
 
     def add(self, tokens: float, seconds: float) -> None:
         """Add a step. tokens: per session."""
-        new = _EMA_WEIGHT if self.seconds else 1.0
+        new = WEIGHT if self.seconds else 1.0
         self.seconds += new * (seconds - self.seconds)
         self._tokens += new * (tokens - self._tokens)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.target.sampling.session import TargetSession
+from services.target.speculation.estimates.average import SLOW_WEIGHT
 from services.target.speculation.estimates.calibration_bins import CalibrationBins
 from services.target.speculation.estimates.linear_cost import LinearCost
 from services.target.speculation.planner import Planner
@@ -13,10 +14,8 @@ from services.target.step.batch import SessionWork
 from services.target.step.programs import DraftTokenValue, LoopIteration
 
 USUAL_ROWS = 4  # of a session that the head writes before it drafts; more are no measurement of drafting
-EMA_WEIGHT = 0.05  # of the last chain in what chains are like
 _NEXT_RATE = 0.6  # acceptance rate of a draft token of which nothing is known yet
-# Drafting cost before it is measured, over a plain step: fixed, and per draft token.
-_PRIOR_FIXED, _PRIOR_EACH = 0.06, 0.05
+_PRIOR_COST = 0.05  # drafting cost over a plain step before it is measured: fixed, and again per draft token
 # Chains before any evidence, of sampled sessions and of greedy ones: accepted, drafted and verified tokens.
 _PRIOR_CHAINS = ((0.5, 2.0, 2.0), (0.9, 2.5, 2.5))
 
@@ -31,12 +30,12 @@ class ChainAverage:
 
     def add_draft(self, drafted: int, verified: int) -> None:
         """A chain was drafted, of which some tokens are verified."""
-        self.drafted += EMA_WEIGHT * (drafted - self.drafted)
-        self.verified += EMA_WEIGHT * (verified - self.verified)
+        self.drafted += SLOW_WEIGHT * (drafted - self.drafted)
+        self.verified += SLOW_WEIGHT * (verified - self.verified)
 
     def add_outcome(self, accepted: int) -> None:
         """A chain was verified."""
-        self.accepted += EMA_WEIGHT * (accepted - self.accepted)
+        self.accepted += SLOW_WEIGHT * (accepted - self.accepted)
 
 
 class HeadEstimates:
@@ -91,7 +90,7 @@ class HeadEstimates:
         """Cost model of drafting for a batch of this size, by tokens of a chain."""
         if sessions not in self.drafting_costs:
             step, _ = self._planner.budget.cost.step(sessions, 0)
-            self.drafting_costs[sessions] = LinearCost(_PRIOR_FIXED * step, _PRIOR_EACH * step)
+            self.drafting_costs[sessions] = LinearCost(_PRIOR_COST * step, _PRIOR_COST * step)
         return self.drafting_costs[sessions]
 
     def token_value(self, works: Sequence[SessionWork], others: int = 0) -> DraftTokenValue:

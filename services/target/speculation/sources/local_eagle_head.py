@@ -27,13 +27,19 @@ from services.target.model.eagle_head import EagleHead
 from services.target.sampling.session import TargetSession
 from services.target.speculation.multi_step import interrupts, texts
 from services.target.speculation.planner import Planner
-from services.target.speculation.sources.base import MAX_CHAIN, Demand, Drafts, ModelSource, scored_chain, verifiable
+from services.target.speculation.sources.base import (
+    MAX_CHAIN,
+    MAX_ITERATIONS,
+    Demand,
+    Drafts,
+    ModelSource,
+    scored_chain,
+    verifiable,
+)
 from services.target.speculation.sources.head_estimates import USUAL_ROWS, HeadEstimates
 from services.target.speculation.sources.head_kv import HeadKV
 from services.target.step.batch import SamplingPlan, SessionWork, build
 from services.target.step.programs import DraftTokenValue, FusedLoop, HeadDrafting, HeadInLoop, LoopIteration
-
-MAX_ITERATIONS = 8  # of a fused loop
 
 
 class LocalEagleHead(ModelSource):
@@ -45,7 +51,6 @@ class LocalEagleHead(ModelSource):
     """
 
     kind = SourceKind.HEAD
-    min_speedup = 1.1  # a smaller one may be an error of the prediction, and ends multi-step decoding
 
     def __init__(
         self,

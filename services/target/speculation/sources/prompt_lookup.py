@@ -17,19 +17,14 @@ from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.tree import TreeSlice
 from services.target.sampling.session import TargetSession
 from services.target.speculation.budget import throughput
-from services.target.speculation.estimates.acceptance import AcceptanceEstimate
+from services.target.speculation.estimates.acceptance import DECAY, AcceptanceEstimate
 from services.target.speculation.planner import Planner
-from services.target.speculation.sources.base import MAX_CHAIN, Demand, Drafts, DraftSource, chain_of
+from services.target.speculation.sources.base import MAX_CHAIN, MIN_SPEEDUP, Demand, Drafts, DraftSource, chain_of
 
 MIN_MATCH = 2  # tokens
 _MAX_MATCH = 12  # the acceptance rate does not rise with longer matches
 _MAX_PLACES = 8  # the latest earlier occurrences that are compared
-_DECAY = 0.99  # of a match length's evidence, per chain
 _FADE = 0.9997  # of all evidence, per step, so that a lookup that did not pay is tried again
-_WEIGHT = 4.0  # draft tokens that the priors count for
-# Minimum predicted speedup over plain decoding; a lookup ends multi-step decoding for the whole batch. Eight sessions
-# in int8 at temperature 1 had 0.97 times the throughput of plain steps with 1.02, 0.99 with 1.08 and 1.00 with 1.15.
-_MIN_SPEEDUP = 1.1
 _PRIORS = np.linspace(0.5, 0.9, _MAX_MATCH - MIN_MATCH + 1).tolist()  # by match length, from MIN_MATCH on
 _LENGTHS = np.arange(1, MAX_CHAIN + 1)  # of chains
 
@@ -77,7 +72,7 @@ class PromptLookup(DraftSource):
 
     def forget(self) -> None:
         """As of DraftSource."""
-        self.estimate = AcceptanceEstimate(_PRIORS, _WEIGHT, _DECAY)
+        self.estimate = AcceptanceEstimate(_PRIORS, DECAY)
 
     def rate(self, match: int) -> float:
         """Acceptance rate of a token whose predecessors are accepted, by match length."""
@@ -135,5 +130,5 @@ class PromptLookup(DraftSource):
 
     def _floor(self, demand: Demand) -> float:
         """Throughput that a step with lookups must exceed, in tokens per second."""
-        plain = _MIN_SPEEDUP * self._planner.budget.plain_throughput(demand.sessions, demand.kv_tokens)
+        plain = MIN_SPEEDUP * self._planner.budget.plain_throughput(demand.sessions, demand.kv_tokens)
         return plain if demand.rival is None else max(plain, demand.rival.throughput(demand.sessions, demand.kv_tokens))

@@ -22,18 +22,16 @@ from services.target.model.base import Model
 from services.target.sampling.session import TargetSession
 from services.target.sampling.step_sampler import sampling_plan
 from services.target.speculation.budget import throughput
-from services.target.speculation.estimates.acceptance import AcceptanceEstimate
+from services.target.speculation.estimates.acceptance import DECAY, AcceptanceEstimate
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.multi_step import interrupts, texts
 from services.target.speculation.planner import Planner
-from services.target.speculation.sources.base import MAX_CHAIN, Demand, Drafts, ModelSource, chain_of
+from services.target.speculation.sources.base import MAX_CHAIN, MAX_ITERATIONS, Demand, Drafts, ModelSource, chain_of
 from services.target.step.batch import SessionWork, build
 from services.target.step.programs import CopyDrafting, FusedLoop, LoopIteration
 
-_DECAY = 0.97  # of the acceptance rate's evidence, per chain
-_PRIOR_RATE, _WEIGHT = 0.8, 8.0  # acceptance rate before any evidence, and draft tokens that it counts for
+_PRIOR_RATE = 0.8  # acceptance rate before any evidence
 _PRIOR_COST = 0.5  # of a step of the copy over one of the model, before it is measured
-MAX_ITERATIONS = 4  # of a fused loop
 
 
 class QuantizedSelfDraft(ModelSource):
@@ -53,7 +51,7 @@ class QuantizedSelfDraft(ModelSource):
 
     def forget(self) -> None:
         """As of DraftSource."""
-        self.estimate = AcceptanceEstimate([_PRIOR_RATE], _WEIGHT, _DECAY)
+        self.estimate = AcceptanceEstimate([_PRIOR_RATE], DECAY)
 
     @property
     def acceptance(self) -> float:

@@ -26,6 +26,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.long
 def test_compiled_steps_give_the_same_text_and_states(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     folder = write_model(tmp_path / "model")

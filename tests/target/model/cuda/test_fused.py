@@ -35,6 +35,7 @@ from services.target.kernels.cuda.fused_elementwise import Norm  # noqa: E402
 from services.target.model.cuda import fused  # noqa: E402
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
 def test_a_step_is_that_of_the_modules(name, tmp_path):
@@ -53,6 +54,7 @@ def test_a_step_is_that_of_the_modules(name, tmp_path):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "dim"), [("llama-bias", 32), ("llama", 24), ("qwen3", 32), ("gemma2", 32)])
 @torch.inference_mode()
 def test_a_step_of_a_few_rows_is_that_of_the_modules(name, dim, tmp_path, monkeypatch):
@@ -164,6 +166,7 @@ def storage(rows, kv_heads, dim, pool_dtype, page_size=4, pages=9):
     return positions, slots, (angles.cos(), angles.sin()), pools
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("heads", "dim"), [((4, 2), 16), ((3, 3), 20), ((8, 1), 80)])
 @pytest.mark.parametrize("shift", [None, 0.0, 1.0])
@@ -213,6 +216,7 @@ def test_products_of_a_few_rows(rows, outputs, inputs, kind):
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize(("heads", "dim"), [((4, 2), 32), ((3, 1), 128)])
 @pytest.mark.parametrize("biased", [False, True])

@@ -82,6 +82,7 @@ def test_another_cache_is_not_captured(inner):
     assert all(torch.equal(mine, its) for mine, its in zip(found[2], expected[2], strict=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_steps_may_have_more_rows_than_the_cache_has_room_for(tmp_path, page_size):
     need_interpreter()

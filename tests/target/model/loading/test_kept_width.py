@@ -69,6 +69,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_weights_keep_their_numbers(case, tmp_path, monkeypatch):
     group, quantize, config, number_format = CASES[case]

@@ -94,6 +94,7 @@ def wait_until_gone(pid):
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_a_service_on_two_machines_stops_cleanly(start):
     """Two nodes without a network: machine 1 starts first and waits for machine 0."""
     meeting = ["--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}"]

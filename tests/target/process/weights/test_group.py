@@ -24,6 +24,7 @@ def test_a_trainer_that_never_comes_is_awaited_for_the_timeout():
         groups.receive("g", [Announced("a", "float32", (2,))]).result()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "count", "words"),
     [
@@ -55,6 +56,7 @@ def test_messages_of_another_size_than_announced_are_refused(tmp_path, name, cou
         trainer.kill()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "count"), [("long", 6), ("short", 1000)])
 def test_no_member_of_a_group_that_passes_messages_on_takes_one_of_another_size(tmp_path, name, count):
     """Of five members, rank 1 passes on to rank 3. Each outlives the message, and a new group works."""

@@ -78,3 +78,13 @@ def test_first_answers_are_no_measurement():
     for session_id, length in ((1, 7), (2, 10)):
         wait.latency.answered(session_id, length, clock.now)
     assert wait.latency.count == 1
+
+
+def test_commits_whose_answers_would_be_no_measurement_are_forgotten():
+    latency = AnswerLatency()
+    for number in range(1000):
+        latency.asked(1, number, 0.01 * number, held=False)
+    latency.answered(1, 100, 10.0, useful=False)
+    assert (latency.count, latency.useful(bare=True)) == (0, 1.0)
+    latency.answered(1, 990, 10.0, useful=False)
+    assert (latency.count, latency.useful(bare=True)) == (1, 0.0)

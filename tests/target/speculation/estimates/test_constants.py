@@ -1,7 +1,6 @@
 """What changes with each constant of the estimates."""
 
 import numpy as np
-import pytest
 
 from services.target.speculation.estimates.answer_latency import AnswerLatency
 from services.target.speculation.estimates.calibration import Calibration
@@ -9,7 +8,7 @@ from services.target.speculation.estimates.calibration_bins import CalibrationBi
 from services.target.speculation.estimates.linear_cost import LinearCost
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.estimates.wait_gain import WaitGain
-from tests.support.constants import check_complete, check_effect
+from tests.support.constants import constant_tests
 
 PACKAGE = "services.target.speculation.estimates"
 
@@ -50,14 +49,14 @@ def measured_calibration(*steps):
     return calibration.ratio
 
 
-def tries(*, accepted):
-    """The steps in which a rejected drafter is tried. accepted: every third try succeeds."""
+def tries():
+    """The steps in which a rejected drafter is tried."""
     calibration, steps = Calibration(), []
     calibration.observe(3.0, 2)  # from here on the first interval counts
     for step in range(2000):
         due = calibration.due
         steps += [step] * due
-        calibration.observe(0.9 * due, int(accepted and due and len(steps) % 3 == 0))
+        calibration.observe(0.9 * due, 0)
     return steps
 
 
@@ -68,16 +67,6 @@ def measured_latency(*delays, weight=1):
         latency.asked(1, number, 0.0, held=False)
         latency.answered(1, number, delay)
     return latency.seconds, latency.count
-
-
-def late_answers():
-    """How many commits may have followed before an answer that still counts."""
-    latency = AnswerLatency()
-    for number in range(50):
-        latency.asked(1, number, 0.0, held=False)
-    for number in range(50):
-        latency.answered(1, number, 0.1)
-    return latency.count
 
 
 def limit_of_waiting(*intervals, accepted=(2,), seconds=0.003):
@@ -136,40 +125,29 @@ def calibrated(accepted, rejected):
 
 
 EFFECTS = {
-    "step_cost:_DECAY": corrected_cost,
+    "step_cost:DECAY": corrected_cost,
     "step_cost:PRIOR": corrected_cost,
     "step_cost:MAX_EXCESS": corrected_cost,
     "step_cost:_INTERVAL": corrected_cost,
-    "linear_cost:_DECAY": fitted_cost,
     "linear_cost:_ENDS": fitted_cost,
     "linear_cost:_MIN_VARIANCE": frozen_slope,
-    "calibration:_DECAY": lambda: measured_calibration((100, 1.2, 1), (20, 1.2, 0)),
+    "acceptance:DECAY": lambda: measured_calibration((100, 1.2, 1), (20, 1.2, 0)),
+    "acceptance:PRIOR_WEIGHT": lambda: measured_calibration((1, 0.9, 0)),
     "calibration:_DECAY_AFTER_PAUSE": lambda: measured_calibration((100, 1.2, 0), (60, 0.0, 0), (1, 0.9, 1)),
-    "calibration:_WEIGHT": lambda: measured_calibration((1, 0.9, 0)),
     "calibration:_MIN_RATIO": lambda: measured_calibration((500, 20.0, 0)),
     "calibration:_MAX_RATIO": lambda: measured_calibration((500, 0.5, 3)),
-    "calibration:_FIRST_INTERVAL": lambda: tries(accepted=False),
-    "calibration:_USUAL_INTERVAL": lambda: tries(accepted=True),
-    "calibration:_MAX_INTERVAL": lambda: tries(accepted=False),
-    "answer_latency:_WEIGHT": lambda: measured_latency(0.1, 0.01, weight=8),
-    "answer_latency:_LONGEST": lambda: measured_latency(0.4, 0.8, 1.6, 3.0),
-    "answer_latency:_MOST": late_answers,
-    "wait_gain:_WEIGHT": lambda: limit_of_waiting(0.02, accepted=(4, 1)),
-    "wait_gain:_ACCEPTED_WEIGHT": lambda: limit_of_waiting(0.02, accepted=(4, 1)),
+    "calibration:_FIRST_INTERVAL": tries,
+    "calibration:_MAX_INTERVAL": tries,
+    "answer_latency:PAUSE": lambda: measured_latency(0.4, 0.8, 1.6, 3.0),
+    "average:WEIGHT": lambda: measured_latency(0.1, 0.01, weight=8),
+    "average:SLOW_WEIGHT": lambda: limit_of_waiting(0.02, accepted=(4, 1)),
     "wait_gain:_STALE": steps_before_hope,
     "wait_gain:_HOPED": steps_before_hope,
     "wait_gain:_LEAST": steps_before_judgement,
-    "wait_gain:_LONGEST": lambda: limit_of_waiting(0.4, 0.7, 1.5, seconds=0.2),
-    "calibration_bins:_WEIGHT": lambda: calibrated(10, 0),
     "calibration_bins:_DECAY": lambda: calibrated(500, 100),
 }
 FIXED = {"calibration_bins:BINS": "the compiled kernels have as many"}
 
-
-@pytest.mark.parametrize("constant", EFFECTS)
-def test_a_constant_has_an_effect(constant):
-    check_effect(PACKAGE, constant, EFFECTS[constant])
-
-
-def test_all_constants_are_explained_and_tested():
-    check_complete(PACKAGE, effects=EFFECTS, fixed=FIXED)
+test_a_constant_has_an_effect, test_all_constants_are_explained_and_tested = constant_tests(
+    {PACKAGE: EFFECTS}, {PACKAGE: FIXED}, whole=[PACKAGE]
+)

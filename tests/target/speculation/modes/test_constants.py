@@ -2,8 +2,6 @@
 
 import random
 
-import pytest
-
 from services.target.speculation.estimates.answer_latency import AnswerLatency
 from services.target.speculation.modes.effects import ModeEffects
 from services.target.speculation.modes.mode import SpeculationMode
@@ -11,8 +9,8 @@ from services.target.speculation.modes.policy import SERVICE_MODES, ModePolicy
 from services.target.speculation.modes.prediction import predicted, variances
 from services.target.speculation.modes.prefill_cost import PrefillCost
 from services.target.speculation.modes.selector import ModeSelector
-from services.target.speculation.modes.trial import ModeTrial, StepPace, Steps
-from tests.support.constants import check_complete, check_effect
+from services.target.speculation.modes.trial import ModeTrial, Steps
+from tests.support.constants import constant_tests
 from tests.support.target.virtual_time.drafter_clock import Clock
 from tests.support.target.virtual_time.link_replay import Link, Replay
 
@@ -46,13 +44,6 @@ def measured_trial(*seconds):
     for one in seconds:
         trial.add(NONE, Steps(1.0, one, 1.0))
     return trial.total
-
-
-def usual_step():
-    pace = StepPace()
-    for number in range(10):
-        pace.add(1.0, 0.010 if number < 5 else 0.020)
-    return pace.seconds
 
 
 def prompt_cost():
@@ -133,13 +124,6 @@ def more_sessions(gain=3.0):
     return many.selector.gain, many.run(60.0)[:2]
 
 
-def empty_trial():
-    """Throughput of a mode whose trial committed no token."""
-    selector = ModeSelector([READY, NONE], READY, PrefillCost())
-    selector.end_trial(Steps(0.0, 1.0))
-    return selector.throughput(READY)
-
-
 def shortest_trial():
     """Lengths of the first trials of a mode."""
     trials = Trials({READY: (1.5, 0.01), NONE: (1.0, 0.01)})
@@ -204,20 +188,14 @@ EFFECTS = {
     "prefill_cost:_PROMPT_DECAY": prompt_cost,
     "prefill_cost:_PROMPT_PRIOR": prompt_cost,
     "prediction:PRIOR_STEPS": lambda: prediction(READY),
-    "prediction:_FEWEST_OTHERS": lambda: [
-        predicted(ITSELF, Steps(60.0, 0.5, 20.0, drafted=20.0 - others), 1.5, latency_of(0.01)) is None
-        for others in range(6)
-    ],
     "prediction:_RUNS": variance,
     "prediction:_PACE_NOISE": variance,
     "prediction:_OWN_WALK": variance,
     "selector:_FIRST_TRIAL": shortest_trial,
-    "selector:_SHORT_TRIAL": lambda: losing_draft().run(200.0),
     "selector:_FAR_BEHIND": lambda: [
         Trials({READY: (1.0, 0.01 * (1 + p / 50)), NONE: (1.0, 0.01)}).run(30.0) for p in range(10)
     ],
     "selector:_COST_SHARE": lambda: losing_draft().run(200.0),
-    "selector:_COST_SHARE_OF_WORST": lambda: losing_draft().run(400.0),
     "selector:_DOUBT_SHARE": lambda: close_modes().run(60.0),
     "selector:_MIN_PAUSE_TRIALS": lambda: Trials({READY: (1.0, 0.01), NONE: (1.0, 0.01)}).run(60.0),
     "selector:_MAX_PAUSE": lambda: Trials({WAIT: (1.0, 2.0), NONE: (1.0, 0.5)}).run(4000.0),
@@ -225,16 +203,12 @@ EFFECTS = {
     "selector:_PAUSE_GROWTH": lambda: losing_draft().run(200.0),
     "selector:_FIRST_DELAY": lambda: losing_draft(many=True).run(200.0),
     "selector:_GAIN_LOSS": more_sessions,
-    "selector:_FEWEST_TOKENS": empty_trial,
     "throughput:MIN_GAIN": least_gain,
     "throughput:_DECAY": lambda: close_modes().run(60.0),
-    "throughput:_MIN_DECAY": lambda: close_modes().run(400.0),
     "throughput:_PREDICTION_DEVIATION": modes_beside_a_network,
-    "throughput:_RELATION_DEVIATION": lambda: close_modes().run(60.0),
+    "throughput:_RELATION_DEVIATION": lambda: close_modes().run(200.0),
     "trial:TRIAL": lambda: losing_draft().run(200.0),
     "trial:SETTLING": lambda: measured_trial(*[0.1] * 4, *[0.01] * 20),
-    "trial:_MAX_EXCESS": lambda: measured_trial(*[0.01] * 10, 0.03, *[0.01] * 5, 0.05),
-    "trial:_EMA_WEIGHT": usual_step,
     "policy:_UNANSWERED_TRIALS": steps_before_giving_up,
     "policy:_MANY": modes_of_loads,
 }
@@ -244,11 +218,6 @@ FIXED = {
     "selector:_MAX_LOSSES": "follows from three others",
 }
 
-
-@pytest.mark.parametrize("constant", EFFECTS)
-def test_a_constant_has_an_effect(constant):
-    check_effect(PACKAGE, constant, EFFECTS[constant])
-
-
-def test_all_constants_are_explained_and_tested():
-    check_complete(PACKAGE, effects=EFFECTS, fixed=FIXED)
+test_a_constant_has_an_effect, test_all_constants_are_explained_and_tested = constant_tests(
+    {PACKAGE: EFFECTS}, {PACKAGE: FIXED}, whole=[PACKAGE]
+)

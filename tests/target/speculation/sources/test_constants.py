@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
@@ -14,7 +13,7 @@ from services.target.speculation.sources.local_eagle_head import LocalEagleHead
 from services.target.speculation.sources.prompt_lookup import PromptLookup, find
 from services.target.speculation.sources.quantized_self_draft import QuantizedSelfDraft
 from services.target.step.programs import LoopIteration
-from tests.support.constants import check_complete, check_effect
+from tests.support.constants import constant_tests
 from tests.support.target.planning import demand_of, open_sessions, planner_of, work_of
 
 PACKAGE = "services.target.speculation.sources"
@@ -61,13 +60,6 @@ def most_expensive_copy():
     return most_expensive(copy_of, lambda source, plain, share: setattr(source, "cost", plain.scaled(share)))
 
 
-def most_expensive_head():
-    def set_cost(source, plain, share):
-        source.estimates.drafting_costs[1] = SimpleNamespace(seconds=lambda count: share * plain.step(1, 0)[0])
-
-    return most_expensive(head_of, set_cost)
-
-
 def probes():
     """Steps of many in which a copy drafts that does not pay."""
     cost = {1: 0.010, 64: 0.640}
@@ -87,14 +79,6 @@ def measured_head(written):
         iterations = [LoopIteration(rows, 3, 3, 2, 3, 0.001 * rows, 0.01, [0.5] * 3, 9)]
         estimates.observe_iterations(iterations, greedy=True, goes_on=True)
     return estimates.drafting_cost(1).seconds(3)
-
-
-def recent_chains():
-    estimates = estimates_of()
-    for accepted in (1, 1, 4, 4):
-        estimates.averages[1].add_draft(4, 4)
-        estimates.averages[1].add_outcome(accepted)
-    return estimates.throughput(1, 0)
 
 
 def lookup_of(cost=CHEAP, text=PROMPT):
@@ -168,38 +152,25 @@ def longest_unread(*, fed):
 
 EFFECTS = {
     "base:MAX_CHAIN": throughput_of_long_chains,
+    "base:MAX_ITERATIONS": lambda: [loop_of(head_of()), loop_of(copy_of())],
+    "base:MIN_SPEEDUP": most_expensive_lookup,
     "base:PROBE_INTERVAL": probes,
     "draft_service:_READ_PER_TOKEN": lambda: longest_unread(fed=True),
     "draft_service:_READ_PER_TOKEN_ALONE": lambda: longest_unread(fed=False),
     "head_estimates:USUAL_ROWS": lambda: measured_head([1, 2, 4, 8, 16]),
-    "head_estimates:EMA_WEIGHT": recent_chains,
     "head_estimates:_NEXT_RATE": lambda: estimates_of().token_value([work_of(open_sessions(PROMPT)[1].session)]).next,
-    "head_estimates:_PRIOR_FIXED": lambda: estimates_of().drafting_cost(1).seconds(3),
-    "head_estimates:_PRIOR_EACH": lambda: estimates_of().drafting_cost(1).seconds(3),
+    "head_estimates:_PRIOR_COST": lambda: estimates_of().drafting_cost(1).seconds(3),
     "head_estimates:_PRIOR_CHAINS": lambda: estimates_of().throughput(1, 0),
-    "local_eagle_head:MAX_ITERATIONS": lambda: loop_of(head_of()),
-    "local_eagle_head:LocalEagleHead.min_speedup": most_expensive_head,
     "prompt_lookup:MIN_MATCH": drafted_by_match,
     "prompt_lookup:_MAX_MATCH": longest_match,
     "prompt_lookup:_MAX_PLACES": match_among_places,
-    "prompt_lookup:_DECAY": acceptance_of_lookup,
     "prompt_lookup:_FADE": lambda: acceptance_of_lookup(judged=20),
-    "prompt_lookup:_WEIGHT": acceptance_of_lookup,
-    "prompt_lookup:_MIN_SPEEDUP": most_expensive_lookup,
     "prompt_lookup:_PRIORS": lambda: acceptance_of_lookup(0, 0),
-    "quantized_self_draft:_DECAY": lambda: acceptance_of_copy(8, 8),
     "quantized_self_draft:_PRIOR_RATE": lambda: acceptance_of_copy(1, 0),
-    "quantized_self_draft:_WEIGHT": lambda: acceptance_of_copy(1, 0),
     "quantized_self_draft:_PRIOR_COST": lambda: copy_of().throughput(1, 0),
-    "quantized_self_draft:MAX_ITERATIONS": lambda: loop_of(copy_of()),
     "quantized_self_draft:QuantizedSelfDraft.min_speedup": most_expensive_copy,
 }
 
-
-@pytest.mark.parametrize("constant", EFFECTS)
-def test_a_constant_has_an_effect(constant):
-    check_effect(PACKAGE, constant, EFFECTS[constant])
-
-
-def test_all_constants_are_explained_and_tested():
-    check_complete(PACKAGE, effects=EFFECTS, fixed={})
+test_a_constant_has_an_effect, test_all_constants_are_explained_and_tested = constant_tests(
+    {PACKAGE: EFFECTS}, whole=[PACKAGE]
+)

@@ -14,6 +14,7 @@ from outrider.speculation.sampling import SamplingParams
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.matrices.weights import Format
 from services.target.model.loading.self_speculation import SelfSpeculationPlan, plan_self_speculation
+from services.target.speculation.estimates import average
 from services.target.speculation.estimates.calibration_bins import CalibrationBins
 from services.target.speculation.estimates.linear_cost import LinearCost
 from services.target.speculation.estimates.step_cost import StepCost
@@ -28,6 +29,7 @@ from tests.support.tiny import VOCAB
 pytestmark = pytest.mark.skipif(not library.available(), reason="heads are of compiled programs")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("options", [
     {}, {"norm_before_residual": True}, {"rope_theta": 500.0}, {"first": "layers.0."},
@@ -167,7 +169,7 @@ def test_chain_length_follows_probabilities_and_costs(pair):
         source.estimates.acceptance.table[:] = array("f", [rate] * 32)
         source.estimates.averages[True].drafted = 0.0
         (work,) = engine.plan().works
-        drafted = round(source.estimates.averages[True].drafted / head_estimates.EMA_WEIGHT)
+        drafted = round(source.estimates.averages[True].drafted / average.SLOW_WEIGHT)
         engine.abort()
         engine.step()  # reports the aborts
         return drafted, len(work.draft)

@@ -22,7 +22,7 @@ _MIN_EXPECTED = 300.0  # expected accepted draft tokens before the calibration i
 
 
 @dataclass
-class DraftStats:
+class DrafterStatsRecorder:
     """Counts of one drafter. Fields as in DrafterStats.
 
     offered:  nodes whose parent was committed
@@ -56,7 +56,7 @@ class DraftStats:
 
 
 def count_commit(
-    stats: Sequence[DraftStats], session: DraftSession, tokens: Sequence[int], path: Sequence[int]
+    stats: Sequence[DrafterStatsRecorder], session: DraftSession, tokens: Sequence[int], path: Sequence[int]
 ) -> None:
     """Count the nodes that a commit decides. tokens: about to be committed; path: the nodes among them."""
     tree, origin = session.tree, session.grower.origin

@@ -11,7 +11,8 @@ from gateway.api.answers.streaming import DONE
 from gateway.orchestration.generation import Part
 from gateway.sessions.request import GenerationRequest
 from gateway.sessions.session import Session
-from gateway.sessions.step_stats import SpeculationReport, StepStats
+from gateway.sessions.speculation_report import SpeculationReport
+from gateway.sessions.step_stats import StepStats
 from gateway.telemetry.metrics import Metrics
 from outrider.speculation.draft_source import SourceKind
 from outrider.speculation.proposal import FinishReason
