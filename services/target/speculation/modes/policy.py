@@ -49,7 +49,6 @@ class ModePolicy:
         # By load: 1, 2, 3 to 5, 6 to 11 sessions, and so on; apart where only the draft service may draft.
         self._selectors: dict[bool, dict[int, ModeSelector]] = {False: {}, True: {}}
         self._served, self._apart = True, False
-        self._alone = next((mode for mode in modes if mode not in DRAFT_MODES), modes[0])
         self.prefill_cost = PrefillCost()
         self._load = self._present_load = -1  # logarithms of sessions: of those measured, and of those present
         self._trial = ModeTrial()
@@ -60,6 +59,11 @@ class ModePolicy:
     def mode(self) -> SpeculationMode:
         """The mode of the next step."""
         return self._selected if self._served else self._alone
+
+    @property
+    def _alone(self) -> SpeculationMode:
+        """The mode of sessions that allow no draft service."""
+        return next((mode for mode in self._modes if mode not in DRAFT_MODES), self._modes[0])
 
     @property
     def _selected(self) -> SpeculationMode:
