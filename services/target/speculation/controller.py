@@ -78,6 +78,7 @@ class Speculation:
             self._modes,
             longest=self._longest,
             expensive=lambda: self._features.asked and self.planner.budget.trees_are_expensive,
+            drafts_ahead=lambda: not self._reads_late,
         )
 
     @contextmanager

@@ -195,6 +195,21 @@ def test_8_bit_floats_are_the_numbers_of_the_file(inputs, groups):
     assert_products(weight, weight.dequantized())
 
 
+@pytest.mark.parametrize(
+    ("number_format", "groups"),
+    [(Format.BFLOAT16, 1), (Format.INT8, 1), *((Format.FLOAT8, groups) for groups in (1, 2, 5, 9, 18))],
+)
+def test_rows_that_exceed_the_cache_have_the_bits_of_few(number_format, groups):
+    """A matrix unit multiplies them a block of k at a time, with some panels together."""
+    torch.manual_seed(8)
+    weight = PackedWeight(330, 1100, number_format, groups=groups)
+    weight.fill(torch.arange(330), torch.randn(330, 1100))
+    x = torch.randn(960, 1100)
+    together = multiplied(weight, x)
+    for first in (0, 17, 940):
+        assert torch.equal(multiplied(weight, x[first : first + 20]), together[first : first + 20])
+
+
 @pytest.mark.parametrize("groups", [1, 2, 6])
 def test_weights_are_rounded_to_8_bit_floats(groups):
     torch.manual_seed(3)

@@ -180,3 +180,18 @@ def test_without_kernels_pytorch_serves_and_narrow_weights_are_refused(tmp_path,
     with pytest.raises(ConfigError, match="--attention-backend native is not available"):
         load(folder, TargetConfig(device="cpu", attention_backend="native"))
     assert weight_quantization.cpu_format(None) is None
+
+
+def test_prompts_that_exceed_the_cache_have_the_bits_of_short_chunks(tmp_path):
+    """A matrix unit multiplies the long chunk's rows a block of k at a time."""
+    model = load_model(write_model(tmp_path, intermediate_size=1600, max_position_embeddings=1024), dtype="bfloat16")
+    prompt = np.random.default_rng(3).integers(4, VOCAB, 450).tolist()
+    runs = []
+    for size in (512, 60):
+        request = opening(1, prompt, max_tokens=3, logprobs=2, prompt_logprobs=2)
+        runs.append(run(engine_of(model, chunked_prefill_size=size), [request]))
+    whole, parts = ([commit.logprobs.values for commit in result.commits[1]] for result in runs)
+    assert all(np.array_equal(a, b) for a, b in zip(whole, parts, strict=True))
+    firsts = [result.commits[1][0].prompt_logprobs.values for result in runs]
+    assert len(firsts[0]) == len(prompt) - 1
+    assert np.array_equal(*firsts)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from outrider.speculation.proposal import Proposal
+from services.target.speculation.modes.mode import SpeculationMode
 from tests.support.target.driving import engine_of, load_model, opening
 from tests.support.tiny import VOCAB, write_model
 
@@ -47,3 +48,15 @@ def test_only_late_readers_are_waited_for_until_their_first_answer(model):
     first_budget(engine, 3, max_tokens=60)
     assert wait.reads_ahead
     assert not wait.reads
+
+
+def test_steps_go_on_without_waiting_only_for_drafters_that_read_ahead(model):
+    engine = engine_of(model)
+    policy = engine.speculation.policy
+    policy.received(99, fresh=True)
+    policy.begin(1)
+    may_begin = policy.selector._may_begin
+    assert not may_begin(SpeculationMode.DRAFT_IF_READY)
+    assert may_begin(SpeculationMode.WAIT_FOR_DRAFT)
+    first_budget(engine, 1, max_tokens=60, answered=True)
+    assert may_begin(SpeculationMode.DRAFT_IF_READY)

@@ -134,10 +134,23 @@ void write_sums(void* to) {
   }
 }
 
+// from: as `write_sums` left them
+template <bool MORE>
+void read_sums(const void* from) {
+  constexpr int64_t kRow = kPanel * 4;
+  const char* first = static_cast<const char*>(from);
+  read<0>(first, kRow);
+  read<1>(first + 64, kRow);
+  if constexpr (MORE) {
+    read<2>(first + 16 * kRow, kRow);
+    read<3>(first + 16 * kRow + 64, kRow);
+  }
+}
+
 template <bool MORE>
 void multiply_bfloat16(const Pass& pass) {
-  clear_sums<MORE>();
-  for (int64_t chunk = 0; chunk < pass.chunks(); ++chunk) add_chunk<Format::kBFloat16, MORE>(pass, chunk);
+  pass.begins() ? clear_sums<MORE>() : read_sums<MORE>(pass.tile);
+  for (int64_t chunk = pass.first_chunk; chunk < pass.end_chunk; ++chunk) add_chunk<Format::kBFloat16, MORE>(pass, chunk);
   write_sums<MORE>(pass.tile);
 }
 
@@ -159,27 +172,28 @@ inline void add_group(const Pass& pass, int64_t rows, int64_t group, const int32
 template <bool MORE>
 void multiply_int8(const Pass& pass, int64_t rows) {
   alignas(64) int32_t sums[2][(MORE ? 32 : 16) * kPanel];
-  std::memset(pass.tile, 0, size_t(rows) * kPanel * sizeof(float));
-  const int64_t groups = pass.chunks();
-  for (int64_t group = 0; group < groups; ++group) {
+  if (pass.begins()) std::memset(pass.tile, 0, size_t(rows) * kPanel * sizeof(float));
+  const int64_t first = pass.first_chunk, end = pass.end_chunk;
+  for (int64_t group = first; group < end; ++group) {
     clear_sums<MORE>();
     add_chunk<Format::kInt8, MORE>(pass, group);
     write_sums<MORE>(sums[group % 2]);
-    if (group > 0) add_group(pass, rows, group - 1, sums[(group - 1) % 2]);  // while the unit is busy with the next
+    if (group > first) add_group(pass, rows, group - 1, sums[(group - 1) % 2]);  // while the unit is busy with the next
   }
-  add_group(pass, rows, groups - 1, sums[(groups - 1) % 2]);
-  pass.scale_columns(rows);
+  add_group(pass, rows, end - 1, sums[(end - 1) % 2]);
+  if (pass.ends()) pass.scale_columns(rows);
 }
 
-// Widens 8-bit floats a chunk ahead of the unit, or, if there are more passes, the first one does for all of them.
+// Widens 8-bit floats a chunk ahead of the unit, or, if there are more passes, the first one does for all of them. Parts of k
+// are whole super-blocks, or parts of the only one, whose sums wait in the tile for their units.
 template <bool MORE>
 void multiply_float8(const Pass& pass, int64_t rows) {
   constexpr int64_t kNumbers = kChunk / 2 * kPanel, kLines = kNumbers / 128, kRoom = 4;  // chunks, of a single pass
   alignas(64) float sums[2][(MORE ? 32 : 16) * kPanel];
-  const int64_t each = pass.weight.groups * kGroup * kPanel / kNumbers, count = pass.chunks();
-  const bool widens = pass.row == 0, once = pass.x.rows <= kMatrixRows;
-  char* const room = wide_room((once ? kRoom : count) * kNumbers * 2);
-  auto room_of = [&](int64_t chunk) { return room + (once ? chunk % kRoom : chunk) * kNumbers * 2; };
+  const int64_t each = pass.weight.groups * kGroup * kPanel / kNumbers, begin = pass.first_chunk, end = pass.end_chunk;
+  const bool widens = pass.row == 0, once = pass.x.rows <= kMatrixRows, only = each == pass.chunks();
+  char* const room = wide_room((once ? kRoom : end - begin) * kNumbers * 2);
+  auto room_of = [&](int64_t chunk) { return room + (once ? chunk % kRoom : chunk - begin) * kNumbers * 2; };
   const Float8Lines lines;
   auto widen = [&](int64_t chunk) {
     const SuperBlock from(pass, chunk / each);
@@ -190,20 +204,24 @@ void multiply_float8(const Pass& pass, int64_t rows) {
       lines.widen(from.values + line * 128, to);
     }
   };
-  std::memset(pass.tile, 0, size_t(rows) * kPanel * sizeof(float));
+  auto clear_tile = [&] { std::memset(pass.tile, 0, size_t(rows) * kPanel * sizeof(float)); };
   auto add = [&](int64_t block, int64_t first, int64_t end) {
     add_super_block(pass.tile, SuperBlock(pass, block).units, sums[block % 2], first, end);
   };
-  if (widens) widen(0);
-  for (int64_t chunk = 0; chunk < count; ++chunk) {
+  if (pass.begins() && !only) clear_tile();
+  if (widens) widen(begin);
+  for (int64_t chunk = begin; chunk < end; ++chunk) {
     const int64_t block = chunk / each, i = chunk % each;
     if (i == 0) clear_sums<MORE>();
-    if (widens && chunk + 1 < count) widen(chunk + 1);
+    else if (chunk == begin) read_sums<MORE>(pass.tile);
+    if (widens && chunk + 1 < end) widen(chunk + 1);
     add_chunk<Format::kBFloat16, MORE>(pass.chunk(chunk), room_of(chunk));
-    if (block > 0) add(block - 1, rows * i / each, rows * (i + 1) / each);  // while the unit is busy
+    if (block > begin / each) add(block - 1, rows * i / each, rows * (i + 1) / each);  // while the unit is busy
     if (i == each - 1) write_sums<MORE>(sums[block % 2]);
   }
-  add(count / each - 1, 0, rows);
+  if (only && !pass.ends()) return write_sums<MORE>(pass.tile);
+  if (only) clear_tile();
+  add((end - 1) / each, 0, rows);
 }
 
 // The result of `multiply_bfloat16`, bit for bit, with vectors, which are faster for one or two rows if the weights are in a

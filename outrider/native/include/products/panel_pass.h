@@ -20,10 +20,14 @@ struct Pass {
   int64_t ahead_step;
   bool streams;       // this pass reads the panel from memory
   float* tile;        // [rows, 32], the results
+  // The chunks first_chunk .. end_chunk - 1 of k, by default all. Those before have left their part of the results in the tile.
+  int64_t first_chunk = 0, end_chunk = chunks_of(weight);
 
   const char* begin() const { return weight.panel(panel); }
   const char* chunk(int64_t index) const { return x.data + (index * x.rows + row) * bytes_of_chunk(weight.format); }
   int64_t chunks() const { return chunks_of(weight); }
+  bool begins() const { return first_chunk == 0; }
+  bool ends() const { return end_chunk == chunks(); }
   void fetch(int64_t step) const {
     const char* from = ahead + 2 * step * ahead_step;
     if (streams) {

@@ -35,19 +35,20 @@ class ModePolicy:
         clock: Callable[[], float] = time.perf_counter,
         longest: float | None = None,
         expensive: Callable[[], bool] = lambda: False,
+        drafts_ahead: Callable[[], bool] = lambda: True,
     ) -> None:
         """modes: those to choose among; the first one begins. longest: as of DraftWait.
 
         expensive: returns whether draft trees cost so much that few sessions, too, begin without, as many do
+        drafts_ahead: returns whether drafters draft while the target computes; others delay a step that does not wait
         """
         self._clock = clock
         self._modes = modes
-        self._expensive = expensive
+        self._expensive, self._drafts_ahead = expensive, drafts_ahead
         self.wait = DraftWait(clock, longest)
         # By load: 1, 2, 3 to 5, 6 to 11 sessions, and so on; apart where only the draft service may draft.
         self._selectors: dict[bool, dict[int, ModeSelector]] = {False: {}, True: {}}
         self._served, self._apart = True, False
-        self._alone = next((mode for mode in modes if mode not in DRAFT_MODES), modes[0])
         self.prefill_cost = PrefillCost()
         self._load = self._present_load = -1  # logarithms of sessions: of those measured, and of those present
         self._trial = ModeTrial()
@@ -58,6 +59,11 @@ class ModePolicy:
     def mode(self) -> SpeculationMode:
         """The mode of the next step."""
         return self._selected if self._served else self._alone
+
+    @property
+    def _alone(self) -> SpeculationMode:
+        """The mode of sessions that allow no draft service."""
+        return next((mode for mode in self._modes if mode not in DRAFT_MODES), self._modes[0])
 
     @property
     def _selected(self) -> SpeculationMode:
@@ -193,8 +199,9 @@ class ModePolicy:
             # The first trial at a larger load costs as much where the draft service alone may draft.
             fewer, many = known.get(below), load >= _MANY or (not self._apart and self._expensive())
             known[load] = ModeSelector(
-                self._modes, mode, self.prefill_cost, fewer, load - below, latency=self.wait.latency, many=many
-            )
+                self._modes, mode, self.prefill_cost, fewer, load - below, latency=self.wait.latency, many=many,
+                drafts_ahead=self._drafts_ahead,
+            )  # fmt: skip
 
     def _measure(self, count: int, new: Steps) -> None:
         trial, selector = self._trial, self._selectors[self._apart][self._load]

@@ -10,7 +10,7 @@ mode is tried again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from services.target.speculation.estimates.answer_latency import AnswerLatency
 from services.target.speculation.modes.mode import DRAFT_MODES, SpeculationMode
@@ -56,15 +56,17 @@ class ModeSelector(ModeThroughput):
         *,
         latency: AnswerLatency | None = None,
         many: bool = False,
+        drafts_ahead: Callable[[], bool] = lambda: True,
     ) -> None:
         """first: the mode to begin with. fewer: the selector of fewer sessions, which have more to gain than these.
 
         doublings: from their number to this one's. latency: of a draft's answers. many: a first trial with drafts has
         many prompts to read, or expensive trees; the load must last for a while to be worth that, unless fewer sessions
-        gained much.
+        gained much. drafts_ahead: as of ModePolicy
         """
         super().__init__(modes, prompts, fewer, latency)
         self.trials = 0
+        self._drafts_ahead = drafts_ahead
         self._elapsed = 0.0  # seconds in steps
         self._since = Steps()  # the last trial's end: all steps, measured or not
         self._short = False
@@ -162,13 +164,15 @@ class ModeSelector(ModeThroughput):
 
     def _first_due(self, mode: SpeculationMode, rates: dict[SpeculationMode, float], best: SpeculationMode) -> float:
         """When a mode has its first trial."""
+        if not self._may_begin(mode):
+            return math.inf
         drafted = [other for other in rates if other in DRAFT_MODES]
         if mode not in DRAFT_MODES:  # drafters have nothing to catch up on
             return 0.0
         if not drafted:
             return self._delay
         known = self._measured[drafted[-1]].total
-        untried = [other for other in self._measured if other not in rates]
+        untried = [other for other in self._measured if other not in rates and self._may_begin(other)]
         rates_predicted = {other: self._rate_predicted(other, drafted[-1]) for other in untried}
         if rates_predicted[mode]:
             lost = 1.0 - rates_predicted[mode] / max(rates[best], *rates_predicted.values())
@@ -178,6 +182,11 @@ class ModeSelector(ModeThroughput):
             return self._delay
         latest = max(self._measured[other].trial.ended for other in drafted)
         return latest + _pause(self.loss, _COST_SHARE)
+
+    def _may_begin(self, mode: SpeculationMode) -> bool:
+        """False for steps that do not wait for drafters that draft only while a step waits."""
+        waits = SpeculationMode.WAIT_FOR_DRAFT in self._measured
+        return mode is not SpeculationMode.DRAFT_IF_READY or not waits or self._drafts_ahead()
 
     def _trial_cost(self, mode: SpeculationMode, rate: float) -> float:
         """Seconds that a mode's last trial cost beside a throughput, in tokens per session and second."""
@@ -190,7 +199,7 @@ class ModeSelector(ModeThroughput):
         if self.mode not in DRAFT_MODES:
             return False
         others = [mode for mode in DRAFT_MODES if mode is not self.mode and mode in self._measured]
-        others = [mode for mode in others if not self._measured[mode].trials]
+        others = [mode for mode in others if not self._measured[mode].trials and self._may_begin(mode)]
         made = [(mode, predicted(mode, steps, self._accepted, self._latency)) for mode in others]
         rates = [self._rate_of(steps, mode) for mode, steps in made if steps is not None]
         return bool(rates) and self._rate_of(steps, self.mode) < _FAR_BEHIND * max(rates)

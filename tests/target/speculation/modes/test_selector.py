@@ -49,6 +49,20 @@ def test_one_hopeless_draft_mode_delays_the_other():
     assert selector.loss == pytest.approx(TRIAL * (2.0 - 1.2), rel=0.1)
 
 
+def test_steps_that_do_not_wait_are_not_tried_with_drafters_that_draft_only_meanwhile():
+    ahead = False
+    selector = ModeSelector(SERVICE_MODES, SpeculationMode.WAIT_FOR_DRAFT, PrefillCost(), drafts_ahead=lambda: ahead)
+    seen = []
+    for trial in range(400):
+        ahead = trial >= 200
+        seen.append(selector.mode)
+        tokens = {SpeculationMode.WAIT_FOR_DRAFT: 1.5, SpeculationMode.DRAFT_IF_READY: 1.4, SpeculationMode.NONE: 1.3}
+        selector.add_step(TRIAL * tokens[selector.mode], TRIAL)
+        selector.end_trial(Steps(TRIAL * tokens[selector.mode], TRIAL, TRIAL, drafted=TRIAL, accepted=TRIAL / 2))
+    assert set(seen[:200]) == {SpeculationMode.WAIT_FOR_DRAFT, SpeculationMode.NONE}
+    assert SpeculationMode.DRAFT_IF_READY in seen[200:]
+
+
 @pytest.mark.parametrize(("gain", "plain"), [(1.01, True), (1.05, False)])
 def test_drafts_must_gain_more_than_noise(gain, plain):
     selector = ModeSelector(

@@ -51,12 +51,11 @@ void product(ThreadPool& pool, const Weight& weight, const X* x, int64_t rows, Y
     const Operand operand = laid_out(together ? shared : own);
     for (int64_t row = 0; row < rows && !together; ++row) fill(operand, row);
     const Passes passes(weight, rows);
-    for (int64_t panel, end; ranges.take(panel, end);) {
-      for (; panel < end; ++panel) {
-        multiply_panel(weight, panel, operand, passes, [&](int64_t first, int64_t count, const float* tile) {
-          store_panel(weight, panel, first, count, tile, nullptr, y);
-        });
-      }
+    for (int64_t begin, end; ranges.take(begin, end);) {
+      multiply_panels(weight, begin, end, operand, passes,
+                      [&](int64_t panel, int64_t first, int64_t count, const float* tile) {
+                        store_panel(weight, panel, first, count, tile, nullptr, y);
+                      });
     }
   });
 }

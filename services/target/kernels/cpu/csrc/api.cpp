@@ -106,11 +106,13 @@ void outrider_linear(Pool* pool, const Weight* weight, const float* bias, const 
     }
     pool->barrier().wait();
     const Passes passes(*weight, rows);
-    for (int64_t panel; (panel = next_panel.fetch_add(1)) < weight->panels;) {
-      multiply_panel(*weight, panel, operand, passes, [&](int64_t first, int64_t count, const float* tile) {
-        if (bfloat16) store_panel(*weight, panel, first, count, tile, bias, static_cast<BF16*>(y));
-        else store_panel(*weight, panel, first, count, tile, bias, static_cast<float*>(y));
-      });
+    const int64_t run = passes.together();
+    for (int64_t begin; (begin = next_panel.fetch_add(run)) < weight->panels;) {
+      multiply_panels(*weight, begin, std::min(begin + run, weight->panels), operand, passes,
+                      [&](int64_t panel, int64_t first, int64_t count, const float* tile) {
+                        if (bfloat16) store_panel(*weight, panel, first, count, tile, bias, static_cast<BF16*>(y));
+                        else store_panel(*weight, panel, first, count, tile, bias, static_cast<float*>(y));
+                      });
     }
   });
 }

@@ -219,14 +219,13 @@ void Program::execute(const Linear& op, int thread, const Call& call, Counter* n
   prefetch_[thread].reached(op.product);
   const Passes passes(weight, rows);
   portions(*next, thread, int64_t(op.portions.size()) - 1, [&](int64_t portion) {
-    const int64_t end = op.portions[portion + 1];
-    for (int64_t panel = op.portions[portion]; panel < end; ++panel) {
-      multiply_panel(weight, panel, operand, passes, [&](int64_t first, int64_t count, const float* tile) {
-        if (op.activation != Activation::kNone) store_gated(op, panel, first, count, tile);
-        else store_plain(op, call, panel, first, count, tile);
-      });
-      if (op.feeds && (panel % kFeeding == kFeeding - 1 || panel == weight.panels - 1)) feed(op, panel, rows);
-    }
+    multiply_panels(weight, op.portions[portion], op.portions[portion + 1], operand, passes,
+                    [&](int64_t panel, int64_t first, int64_t count, const float* tile) {
+                      if (op.activation != Activation::kNone) store_gated(op, panel, first, count, tile);
+                      else store_plain(op, call, panel, first, count, tile);
+                      const bool whole = panel % kFeeding == kFeeding - 1 || panel == weight.panels - 1;
+                      if (op.feeds && whole && first + count == rows) feed(op, panel, rows);
+                    });
   });
 }
 
