@@ -23,6 +23,7 @@ from bench.streams.fakes import VOCAB
 _CHUNK = 1 << 16  # bytes
 _TOKEN = b" w"  # how the text of each token begins
 _NUMBER = re.compile(rb" w(\d+)")
+_BEGIN_TIMEOUT, _POLL = 60.0, 0.01  # seconds
 _STEPS_BETWEEN = 24  # different lengths of answers, so that they do not end together
 
 
@@ -44,13 +45,18 @@ class Answer:
         return sum(self.counts[bisect.bisect_left(self.times, start) : bisect.bisect_left(self.times, end)])
 
     def pause(self, start: float, end: float) -> float:
-        """The longest time without a token that began before `end` and ended after `start`, in seconds.
+        """The longest time between two pieces that began before `end` and ended after `start`, in seconds.
 
-        The wait for the first token counts, and what has lasted until `end` in an answer that is not whole.
+        What has lasted until `end` in an answer that is not whole counts.
         """
-        times = [self.asked, *self.times, *([end] if sum(self.counts) < self.tokens else [])]
+        times = [*self.times, *([end] if self.times and sum(self.counts) < self.tokens else [])]
         pairs = itertools.pairwise(times)
         return max((later - earlier for earlier, later in pairs if earlier < end and later > start), default=0.0)
+
+    def wait(self, start: float, end: float) -> float:
+        """The wait for the first token, in seconds, also one that has lasted until `end`; 0 outside of these times."""
+        first = self.times[0] if self.times else end
+        return first - self.asked if self.asked < end and first > start else 0.0
 
 
 class Load:
@@ -69,8 +75,24 @@ class Load:
         return [answer for answers in self.answers for answer in answers]
 
     def pause(self, start: float, end: float) -> float:
-        """The longest pause of a stream, in seconds."""
+        """The longest pause between two pieces of an answer, in seconds."""
         return max((answer.pause(start, end) for answer in self.all_answers), default=0.0)
+
+    def wait(self, start: float, end: float) -> float:
+        """The longest wait for a first token, in seconds."""
+        return max((answer.wait(start, end) for answer in self.all_answers), default=0.0)
+
+    async def begun(self) -> float:
+        """Wait until each client has a first token. Returns the longest wait of those that began at once, in seconds.
+
+        Raises BenchError if that takes too long.
+        """
+        end = time.monotonic() + _BEGIN_TIMEOUT
+        while not all(answers and answers[0].times for answers in self.answers):
+            if time.monotonic() > end:
+                raise BenchError(f"some of {len(self.answers)} clients have no token after {_BEGIN_TIMEOUT:.0f} s")
+            await asyncio.sleep(_POLL)
+        return max(answers[0].times[0] - answers[0].asked for answers in self.answers)
 
     def arrival(self, prompt: int, since: float) -> float | None:
         """When the first tokens of an answer came after a time; None if there are none yet."""

@@ -13,7 +13,7 @@ from bench.harness.errors import BenchError
 from bench.pools.load import Load
 from bench.pools.system import Gateway, Replica, Traffic
 
-WARM_UP = 1.0  # seconds of load before a window
+WARM_UP = 1.0  # seconds of load before a window, from the first token of all clients on
 _FIRST_TIMEOUT = 60.0  # seconds until a replica that was added has its first session
 _POLL = 0.01  # seconds
 _prompts = itertools.count(0, 1 << 16)  # each load has prompts of its own
@@ -23,13 +23,16 @@ _prompts = itertools.count(0, 1 << 16)  # each load has prompts of its own
 class Window:
     """A window of steady load. tokens: of each session. cpu: processor seconds of all gateways. traffic: theirs
 
-    pause: the longest of a stream, in seconds
+    begin: seconds until all sessions, which begin at once, have a token; before the window
+    wait, pause: the longest wait for a first token in the window, and the longest between two pieces, in seconds
     """
 
     seconds: float
     tokens: Sequence[int]
     cpu: float
     traffic: Traffic
+    begin: float
+    wait: float
     pause: float
 
     @property
@@ -62,12 +65,12 @@ def new_load(gateways: Sequence[Gateway], sessions: int, tokens: int) -> Load:
 async def window(gateways: Sequence[Gateway], sessions: int, tokens: int, seconds: float) -> Window:
     """Measure a window of steady load. tokens: of an answer."""
     async with new_load(gateways, sessions, tokens).running() as load:
+        begin = await load.begun()
         await asyncio.sleep(WARM_UP)
-        return await observe(gateways, load, seconds)
+        return await _observe(gateways, load, seconds, begin)
 
 
-async def observe(gateways: Sequence[Gateway], load: Load, seconds: float) -> Window:
-    """Measure a window of a load that runs already."""
+async def _observe(gateways: Sequence[Gateway], load: Load, seconds: float, begin: float) -> Window:
     before = [await _traffic(gateway) for gateway in gateways]
     start, cpu = time.monotonic(), sum(gateway.cpu_seconds() for gateway in gateways)
     await asyncio.sleep(seconds)
@@ -79,7 +82,8 @@ async def observe(gateways: Sequence[Gateway], load: Load, seconds: float) -> Wi
         for (first, earlier), (then, later) in zip(before, after, strict=True)
     ]
     traffic = reduce(Traffic.plus, grown, Traffic())
-    return Window(end - start, load.tokens(start, end), cpu, traffic, load.pause(start, end))
+    wait, pause = load.wait(start, end), load.pause(start, end)
+    return Window(end - start, load.tokens(start, end), cpu, traffic, begin, wait, pause)
 
 
 async def _traffic(gateway: Gateway) -> tuple[float, Traffic]:
@@ -94,7 +98,7 @@ class Change:
 
     done: until the change is complete as the gateway reports it
     first_token: until a client has the first token that came through the replica; None for a loss
-    pause: the longest of a stream from the change on; usual: before it
+    pause: the longest of a stream from the change on, or wait for its first token; usual: before it
     """
 
     done: float
@@ -118,7 +122,9 @@ async def change(
     done = time.monotonic() - begun
     first = None if joins is None else max(0.0, await _first_token(load, joins, called) - begun)
     await asyncio.sleep(settle)
-    return Change(done, first, load.pause(called, time.monotonic()), load.pause(calm, called))
+    now = time.monotonic()
+    pause, usual = (max(load.pause(*span), load.wait(*span)) for span in ((called, now), (calm, called)))
+    return Change(done, first, pause, usual)
 
 
 async def _first_token(load: Load, replica: Replica, since: float) -> float:

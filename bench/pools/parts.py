@@ -114,7 +114,8 @@ def _of_window(seen: Window, sessions: int, sizes: Sizes) -> Row:
         "tokens/s": seen.rate, "engines": f"{seen.rate / ideal:.0%}",
         "accept length": sum(seen.tokens) / max(1.0, seen.traffic.commits),
         "gateway cores": seen.cpu / seen.seconds, "gateway µs/token": 1e6 * seen.cpu_per_token,
-        "longest pause, ms": 1e3 * seen.pause, "Jain": round(seen.fairness, 4),
+        "begin, ms": 1e3 * seen.begin, "first token, ms": 1e3 * seen.wait, "longest pause, ms": 1e3 * seen.pause,
+        "Jain": round(seen.fairness, 4),
     }  # fmt: skip
 
 

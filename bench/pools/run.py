@@ -25,7 +25,7 @@ from bench.pools.reckoned_page import write_reckoned
 PARTS = ("throughput", "features", "gateways", "changes", "shares")
 SHOWN = (
     "targets", "drafts", "sessions", "tokens/s", "engines", "accept length", "gateway cores", "gateway µs/token",
-    "longest pause, ms", "Jain",
+    "begin, ms", "first token, ms", "longest pause, ms", "Jain",
 )  # fmt: skip
 _TINY = Sizes(
     points=((2, 2, 8),), limited=(2, 2), loads=(4,), counts=(2,), changing=8, sharing=14, step=10.0, draft_step=2.0,
@@ -129,6 +129,8 @@ def _notes(sizes: Sizes, cores: float) -> list[str]:
         "engines: tokens/s over those of engines that never wait; accept length: tokens of a commit; Jain: index of "
         "the sessions' tokens, 1 if all have equally many",
         "Gateway cores and µs/token: processor time of all gateways, for requests and all; busy: of its limit",
+        "begin: until all sessions, which begin at once, have a token; a second later the window begins. First token, "
+        "longest pause: of the window, the longest wait for a first token and between two pieces of an answer",
         f"Where a gateway saturates: {sizes.limited[0]} targets and {sizes.limited[1]} drafts; {limit}. Proposals that "
         "a busy gateway relays late cost accept length, and so more commits a token",
         f"Joins and losses: 2 targets, 2 drafts, {sizes.changing} sessions with answers of {sizes.tokens // 2} tokens; "

@@ -157,9 +157,10 @@ class Placement:
         up, length = [link for link in self.drafts if link.open_to_sessions], len(session.tokens)
         able = [link for link in up if link.follows(length)] or [link for link in up if link.drafts_for(length)]
         free = [link for link in able if not link.max_sessions or link.load.session_count < link.max_sessions] or able
-        kinds = list(dict.fromkeys(link.kind for link in self.drafts))
-        best = min((link.kind for link in free), key=kinds.index, default=None)
-        return [link for link in free if link.kind == best]
+        kinds = {link: link.kind for link in self.drafts}
+        present = {kinds[link] for link in free}
+        best = next((kind for kind in kinds.values() if kind in present), None)
+        return [link for link in free if kinds[link] == best]
 
     def _share(self, session: Session, change: int) -> None:
         """Count a session that a target and a draft share, or no longer share."""

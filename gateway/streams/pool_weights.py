@@ -62,6 +62,7 @@ class PoolWeights:
         for flag, own, others in (
             ("--dtype", model.dtype, served.dtype),
             ("--kv-cache-dtype", facts.kv_cache_dtype, expected.kv_cache_dtype),
+            ("--quantization", _quantization(facts), _quantization(expected)),
         ):
             if own != others:
                 raise ConfigError(
@@ -92,3 +93,8 @@ class PoolWeights:
             fingerprint=self.fingerprint,
             replaced_fingerprint=facts.model.fingerprint,
         )
+
+
+def _quantization(facts: Info) -> str:
+    """The format of a target's weights: that of the flag, or those of a quantized file that it keeps, or none."""
+    return facts.quantization or " and ".join(sorted(facts.weight_formats)) or "none"

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from gateway.api.routes import health
 from outrider.cli import Healthcheck
 from outrider.config.ranks import rank_places
+from tests.support.outrider import custom_resources
 from tests.support.outrider.chart import (
     FOLDER,
     LEADER,
@@ -32,9 +33,9 @@ from tests.support.outrider.chart import (
 
 helm = pytest.importorskip("helm_python", reason="Helm is missing; `make chart` installs it and runs these tests")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make chart` installs the schemas")
+jsonschema = pytest.importorskip("jsonschema", reason="`make chart` installs it")
 
 OLDEST, NEWEST = "1.27", "1.37"  # OLDEST: the chart's kubeVersion
-CUSTOM = {"LeaderWorkerSet", "ScaledObject", "ServiceMonitor"}  # their schemas are not part of Kubernetes
 every_chart = pytest.mark.parametrize("values", VALUES)
 
 
@@ -53,8 +54,16 @@ def test_helm_accepts_the_chart(values):
 def test_the_objects_fit_the_published_schemas(values):
     version = OLDEST if values in ("default", "tpu") else NEWEST
     for one in rendered(values):
-        if one["kind"] not in CUSTOM:
+        if one["kind"] in custom_resources.USED:
+            custom_resources.check(one)
+        else:
             kubernetes_validate.validate(one, version, strict=True)
+        if one["kind"] == "ScaledObject":  # KEDA makes a HorizontalPodAutoscaler of it
+            behavior = one["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+            aim, most = one["spec"]["scaleTargetRef"], one["spec"]["maxReplicaCount"]
+            scaler = {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "metadata": {"name": "x"}}
+            scaler["spec"] = {"scaleTargetRef": aim, "maxReplicas": most, "behavior": behavior}
+            kubernetes_validate.validate(scaler, NEWEST, strict=True)
     for component, _, template in templates(values):
         if workloads(values)[component]["kind"] == "LeaderWorkerSet":
             pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": template}
@@ -69,12 +78,35 @@ def test_the_schemas_refuse_what_is_wrong():
         kubernetes_validate.validate(wrong, NEWEST, strict=True)
 
 
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [
+        ("LeaderWorkerSet", ["spec", "leaderWorkerTemplate", "restartPolicy"], "Always"),
+        ("LeaderWorkerSet", ["spec", "leaderWorkerTemplate", "templates"], []),
+        ("LeaderWorkerSet", ["apiVersion"], "leaderworkerset.x-k8s.io/v1alpha1"),
+        ("ScaledObject", ["spec", "minReplicas"], 1),
+        ("ScaledObject", ["spec", "triggers", 0, "metadata", "threshold"], 32),
+        ("ScaledObject", ["spec", "triggers", 0, "metricType"], "Utilization"),
+        ("ServiceMonitor", ["spec", "endpoints", 0, "interval"], "15"),
+        ("ServiceMonitor", ["spec", "endpoints", 0, "tlsConfig", "skipVerify"], True),
+    ],
+)
+def test_the_structures_of_other_controllers_refuse_what_is_wrong(kind, path, value):
+    wrong = copy.deepcopy(next(one for one in rendered("multinode") if one["kind"] == kind))
+    custom_resources.check(wrong)
+    inner = wrong
+    for step in path[:-1]:
+        inner = inner[step]
+    inner[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        custom_resources.check(wrong)
+
+
 def test_a_target_of_several_nodes_is_a_leader_worker_set():
     """Fields as in leaderworkerset.x-k8s.io/v1 and its documentation."""
     target = workloads("multinode")["target"]
     assert target["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
     group = target["spec"]["leaderWorkerTemplate"]
-    assert target["spec"].keys() <= {"replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy"}
     assert group.keys() == {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
     assert (group["size"], group["restartPolicy"]) == (2, "RecreateGroupOnPodRestart")
     leader, worker = (template for _, _, template in templates("multinode") if template in group.values())

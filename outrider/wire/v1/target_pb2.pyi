@@ -20,7 +20,7 @@ class GetTargetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTargetInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "model", "eos_token_ids", "max_session_tokens", "max_running_sessions", "max_draft_tokens", "page_size", "kv_cache_dtype", "weight_version", "first_fingerprint", "draft_sources", "weights_folder", "max_update_bytes", "ranks", "weight_formats", "step_weight_megabytes", "shared_fingerprint")
+    __slots__ = ("protocol_version", "software_version", "model", "eos_token_ids", "max_session_tokens", "max_running_sessions", "max_draft_tokens", "page_size", "kv_cache_dtype", "weight_version", "first_fingerprint", "draft_sources", "weights_folder", "max_update_bytes", "ranks", "weight_formats", "step_weight_megabytes", "shared_fingerprint", "quantization")
     class WeightFormatsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class GetTargetInfoResponse(_message.Message):
     WEIGHT_FORMATS_FIELD_NUMBER: _ClassVar[int]
     STEP_WEIGHT_MEGABYTES_FIELD_NUMBER: _ClassVar[int]
     SHARED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     model: _common_pb2.ModelInfo
@@ -64,7 +65,8 @@ class GetTargetInfoResponse(_message.Message):
     weight_formats: _containers.ScalarMap[str, int]
     step_weight_megabytes: int
     shared_fingerprint: str
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_session_tokens: _Optional[int] = ..., max_running_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., weight_version: _Optional[str] = ..., first_fingerprint: _Optional[str] = ..., draft_sources: _Optional[_Iterable[_Union[_common_pb2.DraftSource, str]]] = ..., weights_folder: _Optional[str] = ..., max_update_bytes: _Optional[int] = ..., ranks: _Optional[int] = ..., weight_formats: _Optional[_Mapping[str, int]] = ..., step_weight_megabytes: _Optional[int] = ..., shared_fingerprint: _Optional[str] = ...) -> None: ...
+    quantization: str
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_session_tokens: _Optional[int] = ..., max_running_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., weight_version: _Optional[str] = ..., first_fingerprint: _Optional[str] = ..., draft_sources: _Optional[_Iterable[_Union[_common_pb2.DraftSource, str]]] = ..., weights_folder: _Optional[str] = ..., max_update_bytes: _Optional[int] = ..., ranks: _Optional[int] = ..., weight_formats: _Optional[_Mapping[str, int]] = ..., step_weight_megabytes: _Optional[int] = ..., shared_fingerprint: _Optional[str] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class UpdateWeightsFromDiskRequest(_message.Message):
     __slots__ = ("folder", "update", "fingerprint", "replaced_fingerprint")

@@ -83,6 +83,7 @@ def describe(folder: Path, engine: TargetEngine, config: TargetConfig) -> Facts:
         draft_sources=[source_to_pb(source) for source in sorted(engine.speculation.allowed.own)],
         weight_formats=model.kinds,
         step_weight_megabytes=round(model.step_bytes / 1e6),
+        quantization=config.quantization or "",
     )
     return Facts(folder, info)
 

@@ -92,9 +92,25 @@ def test_a_text_that_differs_ends_the_load(text):
         asyncio.run(served([text]))
 
 
-def test_pauses_include_the_first_token_and_what_lasts():
+def test_a_load_has_begun_once_each_client_has_a_token():
+    async def begin():
+        load = Load([1], 2, 4)
+        load.answers = [[Answer(0, 4, asked=1.0, times=[1.5])], [Answer(1, 4, asked=1.0)]]
+        waiting = asyncio.create_task(load.begun())
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        load.answers[1][0].times.append(3.0)
+        return await waiting
+
+    assert asyncio.run(begin()) == 2.0
+
+
+def test_pauses_and_waits_include_what_lasts():
     answer = Answer(0, tokens=6, asked=1.0, times=[3.0, 3.5, 4.0], counts=[1, 2, 1])
-    assert answer.pause(0.0, 4.5) == 2.0
+    assert (answer.wait(0.0, 4.5), answer.wait(3.1, 4.5), answer.wait(0.0, 0.9)) == (2.0, 0.0, 0.0)
+    assert Answer(0, tokens=6, asked=1.0).wait(0.0, 4.5) == 3.5
+    assert Answer(0, tokens=6, asked=1.0).pause(0.0, 4.5) == 0.0
+    assert answer.pause(0.0, 4.5) == 0.5
     assert answer.pause(3.1, 4.2) == 0.5
     assert answer.pause(3.1, 9.0) == 5.0
     answer.counts[2] = 3

@@ -299,6 +299,15 @@ def test_targets_of_other_number_formats_are_refused():
         link.expect(PoolWeights(facts))
     link.info.kv_cache_dtype = "float8_e4m3fn"
     link.expect(PoolWeights(facts))
+    link.info.quantization = "int8"
+    with pytest.raises(ConfigError, match="--quantization int8, the others of its pool with none"):
+        link.expect(PoolWeights(facts))
+    facts.quantization = "int8"
+    link.expect(PoolWeights(facts))
+    link.info.quantization = facts.quantization = ""
+    link.info.weight_formats["Q4_K"] = 3
+    with pytest.raises(ConfigError, match="--quantization Q4_K, the others of its pool with none"):
+        link.expect(PoolWeights(facts))
 
 
 async def test_a_session_waits_for_a_target_that_holds_it_and_then_fails():

@@ -13,6 +13,7 @@ from services.target.kernels.cpu import library
 from services.target.model.loading import quantized
 from services.target.model.loading import weight_quantization as narrow_module
 from services.target.model.loading.load import load
+from services.target.process.service import describe
 from tests.support.checkpoints import quantizers
 from tests.support.checkpoints.families import add_tensors, write_family
 from tests.support.checkpoints.quantizers import GROUP, write_quantized
@@ -222,8 +223,11 @@ def test_weights_are_left_alone_without_the_flag(monkeypatch):
 @needs_kernels
 @pytest.mark.parametrize("choice", ["int8", "int4"])
 def test_float16_with_narrower_weights_is_bfloat16_on_a_cpu(choice, tmp_path):
-    model = load(write_model(tmp_path), TargetConfig(device="cpu", dtype="float16", quantization=choice))
+    config = TargetConfig(device="cpu", dtype="float16", quantization=choice)
+    model = load(write_model(tmp_path), config)
     assert model.dtype == torch.bfloat16
+    info = describe(tmp_path, engine_of(model), config).info  # what the targets of a pool must have in common
+    assert (info.model.dtype, info.quantization) == ("bfloat16", choice)
 
 
 @needs_kernels
