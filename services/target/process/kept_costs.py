@@ -3,7 +3,8 @@
 A file holds what one measurement found, with a checksum. It is of one processor, number of cores, build of the kernels,
 checkpoint and set of flags; for another one there is another file. A file that is torn, or of another form, is ignored.
 What it holds may be outdated, for instance because other programs ran at the time. So the target measures again while
-no session has come (`measure_again`); with sessions, their steps correct the model.
+no session has come (`measure_again`); with sessions, their steps correct the model. Other programs may run at that time
+too, and they only slow steps down: so a faster measurement counts at once, a slower one by degrees.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _MOST_FILES, _MOST_BYTES = 64, 1 << 16
 _IDLE_SECONDS = 5.0  # after the start, before costs are measured again
 _PAUSE = 0.2  # seconds between two timed steps
 _PASSES = 2
+_MAX_GROWTH = 1.1  # of what is kept, by one measurement: other programs may run for longer than it takes
 # Flags of the target that change what a step costs.
 _FLAGS = (
     "device", "dtype", "quantization", "kv_cache_dtype", "page_size", "attention_backend", "deterministic",
@@ -85,6 +87,11 @@ class KeptCosts:
             self._prune()
         except OSError as error:
             log.info("the costs of steps are not kept: %s", error)
+
+    def bounded(self, seconds: dict[Point, float]) -> dict[Point, float]:
+        """A new measurement, as far as it may exceed what is kept."""
+        kept = self.read([*seconds]) or seconds
+        return {point: min(time, _MAX_GROWTH * kept[point]) for point, time in seconds.items()}
 
     def _prune(self) -> None:
         """Remove the oldest files beyond the most that are kept."""
@@ -165,6 +172,7 @@ async def measure_again(loop: EngineLoop, engine: TargetEngine, kept: KeptCosts)
                 return
             await asyncio.sleep(_PAUSE)
         if meter.complete:
+            meter.seconds = kept.bounded(meter.seconds)
             await asyncio.to_thread(kept.write, meter.seconds)
             await asyncio.wrap_future(loop.call(take_over))
             log.info("%s, measured again", meter.cost().describe())

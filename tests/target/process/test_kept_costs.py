@@ -128,6 +128,19 @@ def test_costs_are_measured_again_while_no_session_has_come(model, folder):
     assert max(kept.read(points).values()) < 10.0
 
 
+def test_a_slower_measurement_counts_by_degrees(model, folder, monkeypatch):
+    engine, kept = engine_of(model), kept_of(folder)
+    warm_up(engine, kept)
+    points = CostMeter(engine).points
+    kept.write(dict.fromkeys(points, 0.010))
+    warm_up(engine, kept)
+    monkeypatch.setattr(CostMeter, "_timed", lambda *_: 10.0)  # as on a machine that is busy all the time
+    for expected in (0.011, 0.0121, 0.01331):  # a tenth more at each start
+        served(engine, lambda loop: measure_again(loop, engine, kept))
+        assert max(kept.read(points).values()) == pytest.approx(expected)
+        assert engine.speculation.planner.budget.cost.step(1, 0)[0] == pytest.approx(expected)
+
+
 def test_a_session_ends_the_measurement(model, folder):
     engine, kept = engine_of(model), kept_of(folder)
     warm_up(engine, kept)
