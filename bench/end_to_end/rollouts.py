@@ -119,7 +119,7 @@ def measure(
         def counters() -> dict[str, int]:
             return learning_counters(httpx.get(f"{urls[0]}/metrics", timeout=60).raise_for_status().text)
 
-        systems = Systems(*engines, counters)
+        systems = Systems(engines[0], engines[1], counters)
         steps: list[Any] = loop.train(
             model, systems, prompts, reward, steps=args.steps, count=args.count, trained=args.trained,
             max_tokens=args.max_tokens, rate=args.rate, batch=args.batch, each=args.prompts_per_step,
