@@ -235,5 +235,5 @@ def plot(report: Report) -> None:
     beside = axes.twinx()
     beside.plot(steps, [row["reward"] for row in report.rows], "^:", color="gray", label="reward")
     beside.set_ylabel("reward")
-    axes.legend(handles=[*axes.get_lines(), *beside.get_lines()])
+    axes.legend(handles=[*axes.get_lines(), *beside.get_lines()], loc="center left")
     report.save(figure)
