@@ -149,7 +149,7 @@ class CompletionReply:
         self._choices = choices or candidates
         self._last: dict[int, Part] = {}  # part of each candidate
         self._logprobs: dict[int, LogprobFormatter] = {}
-        self._told: set[int] = set()  # prompts whose log-probabilities were formatted
+        self._formatted: set[int] = set()  # prompts whose log-probabilities were formatted
         self._prompts: dict[int, orjson.Fragment] = {}  # log-probabilities by prompt, until they are sent
         self._echoes: dict[int, dict[str, Any]] = {}  # ... of the prompt by candidate, until they are sent
         self._formats = [(new_format or kind.format)() for _ in requests]
@@ -263,8 +263,8 @@ class CompletionReply:
             echoed = prompts.echoed(self._formatter(index), request.prompt, part.prompt_logprobs)
             self._echoes[index] = await echoed
         prompt = index // self._candidates
-        if options.prompt_logprobs and prompt not in self._told:
-            self._told.add(prompt)
+        if options.prompt_logprobs and prompt not in self._formatted:
+            self._formatted.add(prompt)
             self._prompts[prompt] = await prompts.entries(options.pieces, request.prompt, part.prompt_logprobs)
 
     def _content(self, index: int, part: Part) -> tuple[str, dict[str, Any] | None, dict[str, Any]]:
