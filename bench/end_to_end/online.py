@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import random
 import shlex
 import time
 from collections.abc import Sequence
@@ -24,13 +23,13 @@ from rich.progress import Progress
 
 from bench.harness.flags import load_prompts, non_negative_int, positive_int
 from bench.harness.prompts import Prompt, equal_parts, sample
+from bench.harness.ratios import resampled
 from bench.harness.report import Report, new_figure
 from bench.serve.outcome import Outcome
 from bench.serve.outrider_system import generate, served, speculation
 from outrider.checkpoints.checkpoint import resolve
 
 _COUNTERS = ("steps", "kept", "rejected")
-_RESAMPLES = 1000
 
 
 class Part(NamedTuple):
@@ -100,14 +99,12 @@ def _requests(parts: Sequence[Part], training: bool) -> int:
 
 def length_ratio(online: Sequence[Outcome], frozen: Sequence[Outcome]) -> tuple[float, float, float]:
     """Accept length with training over that without, and its 95 % interval over random choices of the prompts."""
-    pairs, draw = list(zip(online, frozen, strict=True)), random.Random(0)
 
     def of(chosen: Sequence[tuple[Outcome, Outcome]]) -> float:
         trained, untrained = zip(*chosen, strict=True)
         return speculation(trained)["accept_length"] / speculation(untrained)["accept_length"]
 
-    found = sorted(of(draw.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES))
-    return of(pairs), found[_RESAMPLES // 40], found[-_RESAMPLES // 40 - 1]
+    return resampled(list(zip(online, frozen, strict=True)), of)
 
 
 def add_rows(report: Report, parts: Sequence[Part], online: Sequence[Result], frozen: Sequence[Result]) -> None:

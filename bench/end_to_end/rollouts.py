@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import importlib.util
 import math
-import random
 import shlex
 import sys
 import time
@@ -26,6 +25,7 @@ import httpx
 from bench.end_to_end.online import learning_counters
 from bench.harness.errors import BenchError
 from bench.harness.flags import load_prompts, positive_int
+from bench.harness.ratios import resampled
 from bench.harness.report import Report, new_figure
 from bench.serve.outrider_system import ADMIN_HEADERS, served
 from outrider.checkpoints.checkpoint import resolve
@@ -38,8 +38,6 @@ _FLAGS = (
     f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {DEFAULT_HEAD} --speculative-always "
     "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
 )
-
-_RESAMPLES = 1000
 
 
 def example() -> ModuleType:
@@ -152,14 +150,12 @@ def add_rows(report: Report, steps: Sequence[tuple[Any, Rollouts]]) -> None:
 
 def gain(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
     """Mean accept length with online training over that without, and its 95 % interval over random choices of steps."""
-    draw = random.Random(0)
 
     def of(chosen: Sequence[dict[str, Any]]) -> float:
         online, frozen = (sum(row[name] for row in chosen) for name in ("online", "frozen"))
         return float(online / frozen)
 
-    found = sorted(of(draw.choices(rows, k=len(rows))) for _ in range(_RESAMPLES))
-    return of(rows), found[_RESAMPLES // 40], found[-_RESAMPLES // 40 - 1]
+    return resampled(rows, of)
 
 
 def main(argv: list[str]) -> None:
