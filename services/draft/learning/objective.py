@@ -67,6 +67,18 @@ class TokenChances(NamedTuple):
     chance: jax.Array
 
 
+class _Recorded(NamedTuple):
+    """Of an unroll step, [B, R]: whether there is a token to predict, places, the draft's entry of the token or -1, its
+    logits, [B, R, V'], and that of the entry, [B, R, 1].
+    """
+
+    known: jax.Array
+    place: jax.Array
+    token: jax.Array
+    logits: jax.Array
+    own: jax.Array
+
+
 @dataclass(frozen=True)
 class Objective:
     """The objective of an algorithm.
@@ -112,17 +124,11 @@ class Objective:
 
     def rank_tokens(self, params: Params, target: TargetWeights, batch: Batch) -> TokenRanks:
         """Ranks of the recorded tokens, as greedy drafting would see them."""
-        params = wrapped(params) if self.mixed_precision else params
-        head = {"head": self._head(params, target)}
         known, ranks = [], []
-        each = [self._rows(batch)] * self.unroll_steps
-        for k, step in enumerate(self._unrolled(params, target, batch, each)):
-            token = self._predicted_ids(target, batch, step.place)
-            logits = head_logits(head, step.state, 2**31 - 1)
-            own = jnp.take_along_axis(logits, jnp.maximum(token, 0)[..., None], axis=-1)
-            better = jnp.sum(logits > own, axis=-1)
-            known.append(k < batch.reach[:, : each[k]])
-            ranks.append(jnp.where(token >= 0, better, logits.shape[-1]))
+        for one in self._recorded(params, target, batch):
+            better = jnp.sum(one.logits > one.own, axis=-1)
+            known.append(one.known)
+            ranks.append(jnp.where(one.token >= 0, better, one.logits.shape[-1]))
         return TokenRanks(jnp.stack(known), jnp.stack(ranks))
 
     def match_chances(self, params: Params, target: TargetWeights, batch: Batch) -> TokenChances:
@@ -132,21 +138,28 @@ class Objective:
         distance between the two distributions, gives the least probability with coupled noise, (1 - d) / (1 + d); 0
         where the draft has no entry for the recorded token. Whether one sample matched would say far less.
         """
-        params = wrapped(params) if self.mixed_precision else params
-        head, p = {"head": self._head(params, target)}, self.target_distributions(target, batch)
+        p, model = self.target_distributions(target, batch), self.algorithm.model
         known, chances = [], []
-        each = [self._rows(batch)] * self.unroll_steps
-        for k, step in enumerate(self._unrolled(params, target, batch, each)):
-            token = self._predicted_ids(target, batch, step.place)
-            logits = head_logits(head, step.state, 2**31 - 1, self.algorithm.model.softcap, self.algorithm.model.factor)
-            own = jnp.take_along_axis(logits, jnp.maximum(token, 0)[..., None], axis=-1)
-            first = jnp.all(logits <= own, axis=-1).astype(jnp.float32)
-            beside = take(p, step.place).astype(jnp.float32)
-            common = jnp.sum(jnp.minimum(beside, jax.nn.softmax(logits, axis=-1)), axis=-1)
-            chance = jnp.where(batch.sampled[:, : each[k]], common / (2 - common), first)
-            known.append(k < batch.reach[:, : each[k]])
-            chances.append(jnp.where(token >= 0, chance, 0.0))
+        for one in self._recorded(params, target, batch, model.softcap, model.factor):
+            first = jnp.all(one.logits <= one.own, axis=-1).astype(jnp.float32)
+            beside = take(p, one.place).astype(jnp.float32)
+            common = jnp.sum(jnp.minimum(beside, jax.nn.softmax(one.logits, axis=-1)), axis=-1)
+            chance = jnp.where(batch.sampled[:, : common.shape[1]], common / (2 - common), first)
+            known.append(one.known)
+            chances.append(jnp.where(one.token >= 0, chance, 0.0))
         return TokenChances(jnp.stack(known), jnp.stack(chances))
+
+    def _recorded(
+        self, params: Params, target: TargetWeights, batch: Batch, softcap: float | None = None, factor: float = 1.0
+    ) -> Iterator[_Recorded]:
+        """The recorded tokens and the draft's logits, by unroll step. Ranks need no softcap and factor."""
+        params = wrapped(params) if self.mixed_precision else params
+        head, rows = {"head": self._head(params, target)}, self._rows(batch)
+        for k, step in enumerate(self._unrolled(params, target, batch, [rows] * self.unroll_steps)):
+            token = self._predicted_ids(target, batch, step.place)
+            logits = head_logits(head, step.state, 2**31 - 1, softcap, factor)
+            own = jnp.take_along_axis(logits, jnp.maximum(token, 0)[..., None], axis=-1)
+            yield _Recorded(k < batch.reach[:, :rows], step.place, token, logits, own)
 
     def _unrolled(
         self, params: Params, target: TargetWeights, batch: Batch, each: Sequence[int]
