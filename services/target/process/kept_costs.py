@@ -172,7 +172,7 @@ async def measure_again(loop: EngineLoop, engine: TargetEngine, kept: KeptCosts)
                 return
             await asyncio.sleep(_PAUSE)
         if meter.complete:
-            meter.seconds = kept.bounded(meter.seconds)
+            meter.seconds = await asyncio.to_thread(kept.bounded, meter.seconds)
             await asyncio.to_thread(kept.write, meter.seconds)
             await asyncio.wrap_future(loop.call(take_over))
             log.info("%s, measured again", meter.cost().describe())
