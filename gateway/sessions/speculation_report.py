@@ -52,10 +52,7 @@ class SpeculationReport:
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": verified,
             "num_spec_tokens": widest,
-            "sources": {
-                label: {"num_draft_tokens": verified, "num_accepted_draft_tokens": accepted}
-                for label, (verified, accepted) in by_label(source_counts(drafts)).items()
-            },
+            "sources": self._sources("num_draft_tokens", "num_accepted_draft_tokens"),
         }
         if detail == "detailed":
             report["per_step_accepted"] = [step.accepted for step in drafts]
@@ -116,11 +113,13 @@ class SpeculationReport:
             "spec_draft_token_num": verified,
             "spec_accepted_drafts": accepted,
             "spec_proposed_drafts": verified,
-            "spec_sources": {
-                label: {"proposed": verified, "accepted": accepted}
-                for label, (verified, accepted) in by_label(source_counts(drafts)).items()
-            },
+            "spec_sources": self._sources("proposed", "accepted"),
         }
+
+    def _sources(self, *names: str) -> dict[str, dict[str, int]]:
+        """By draft source, verified and accepted draft tokens, under these names."""
+        counts = by_label(source_counts(self.drafts))
+        return {label: dict(zip(names, count, strict=True)) for label, count in counts.items()}
 
 
 def histogram(drafts: Sequence[StepStats], largest: int) -> list[int]:
